@@ -1,0 +1,43 @@
+"""Integer and float arrays as raw little-endian bytes inside messages.
+
+A message carries an array as `bytes`; these are the only two conversions. Decoding is a view,
+not a copy, and therefore read-only.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+if sys.byteorder != "little":
+    raise ImportError("engine messages are little-endian and this machine is not")
+
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+
+
+def int32_bytes(values: npt.ArrayLike) -> bytes:
+    """Encode integers of any shape as row-major int32 bytes."""
+    return np.ascontiguousarray(values, dtype=_INT32).tobytes()
+
+
+def int32_view(data: bytes | memoryview) -> Int32Array:
+    """View int32 bytes as a flat array. Raises ValueError when the length is not a multiple of 4."""
+    return np.frombuffer(data, dtype=_INT32)
+
+
+def float32_bytes(values: npt.ArrayLike) -> bytes:
+    """Encode floats of any shape as row-major float32 bytes."""
+    return np.ascontiguousarray(values, dtype=_FLOAT32).tobytes()
+
+
+def float32_view(data: bytes | memoryview) -> Float32Array:
+    """View float32 bytes as a flat array. Raises ValueError on a length that is no multiple of 4."""
+    return np.frombuffer(data, dtype=_FLOAT32)

@@ -1,0 +1,174 @@
+"""The configuration that every process of one engine shares.
+
+The supervisor builds one `EngineConfig`, writes it into the run directory and every other process
+reads it from there, so that no two processes can disagree.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+"""Bumped whenever a message or this configuration changes its encoding."""
+
+CONFIG_FILE: Final = "config.msgpack"
+
+
+class SchedulingPolicy(enum.StrEnum):
+    FCFS = "fcfs"
+
+
+class Device(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """What is served.
+
+    `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is the
+    same unless another tokeniser was asked for. `max_model_len` counts prompt plus output tokens.
+    `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
+    `hf_overrides` are merged over the checkpoint's own configuration.
+    """
+
+    model: str
+    path: str
+    tokenizer_path: str
+    served_names: tuple[str, ...]
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str = "auto"
+    seed: int = 0
+    hf_overrides: dict[str, object] = {}
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    """How the KV cache is cut and how large it may be."""
+
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    num_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """The limits of one step and of the queue. 0 means unbounded for the queue limits."""
+
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 0
+    max_num_queued_tokens: int = 0
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
+    inject_preemption: float = 0.0
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """How many processes of each kind. A replica is one core with P x T workers."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    api_server_count: int = 1
+
+    @property
+    def workers_per_core(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    """Where the model runs. `threads` 0 takes the cores this process may use."""
+
+    device: Device = Device.AUTO
+    threads: int = 0
+    enforce_eager: bool = False
+
+
+class FrontendConfig(msgspec.Struct, frozen=True):
+    """The HTTP edge."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    allowed_origins: tuple[str, ...] = ("*",)
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_logprobs: int = 20
+    strict: bool = False
+    keep_alive_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
+    response_role: str = "assistant"
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_prompt_tokens_details: bool = True
+    stream_interval: int = 1
+    log_requests: bool = False
+    log_stats: bool = True
+    metrics_compat: tuple[str, ...] = ()
+    default_sampling: dict[str, float | int] = {}
+    log_level: str = "info"
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """Everything. `run_dir` is a 0700 directory that holds the sockets of this engine."""
+
+    run_dir: str
+    epoch: int
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    device: DeviceConfig = DeviceConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    version: int = PROTOCOL_VERSION
+
+    def core_address(self, core_index: int) -> str:
+        """Where the frontends reach a core (ROUTER)."""
+        return f"ipc://{self.run_dir}/core{core_index}"
+
+    def worker_address(self, core_index: int) -> str:
+        """Where the workers of a core reach it (ROUTER)."""
+        return f"ipc://{self.run_dir}/core{core_index}.workers"
+
+    def supervisor_address(self) -> str:
+        """Where every process reports its progress (PULL)."""
+        return f"ipc://{self.run_dir}/supervisor"
+
+    def rendezvous_address(self, core_index: int) -> str:
+        """`init_method` of torch.distributed for the workers of one core on one machine."""
+        return f"file://{self.run_dir}/core{core_index}.rendezvous"
+
+    def save(self) -> Path:
+        """Write this configuration into its run directory, readable by the owner only."""
+        path = Path(self.run_dir) / CONFIG_FILE
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.msgpack.encode(self))
+        return path
+
+
+def load_config(path: str | Path) -> EngineConfig:
+    """Read what `EngineConfig.save` wrote. Raises msgspec.DecodeError on anything else."""
+    config = msgspec.msgpack.decode(Path(path).read_bytes(), type=EngineConfig)
+    if config.version != PROTOCOL_VERSION:
+        raise msgspec.ValidationError(
+            f"{path}: configuration version {config.version}, expected {PROTOCOL_VERSION}"
+        )
+    return config

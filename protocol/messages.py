@@ -1,0 +1,333 @@
+"""Every message between processes.
+
+Arrays travel as raw little-endian bytes (see `arrays`): `I32` and `F32` name their element types.
+Structs are encoded as msgpack arrays, so a field may be appended but never moved; `PROTOCOL_VERSION`
+guards the rest. A *slot* is the row of a running request in the scheduler's arrays and in every
+worker's persistent batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+I32: TypeAlias = bytes
+F32: TypeAlias = bytes
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. `str()` gives the OpenAI word."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    IGNORED = 3
+    EXPIRED = 4
+    ERROR = 5
+
+    def __str__(self) -> str:
+        return _FINISH_WORDS[self]
+
+
+_FINISH_WORDS = ("stop", "length", "abort", "ignored", "expired", "error")
+
+
+class EventKind(enum.IntEnum):
+    QUEUED = 0
+    SCHEDULED = 1
+    PREEMPTED = 2
+    FIRST_TOKEN = 3
+
+
+# frontend -> core
+
+
+class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """First message of a frontend to a core; anything before it is dropped."""
+
+    version: int
+    epoch: int
+    client_index: int
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One sequence to generate.
+
+    `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full
+    blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
+    `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
+    set here.
+    """
+
+    request_index: int
+    prompt_token_ids: I32
+    sampling_params: SamplingParams
+    arrival_time: float
+    eos_token_ids: tuple[int, ...] = ()
+    block_hashes: bytes = b""
+    root_hash: bytes = b""
+    priority: int = 0
+    tenant: str = ""
+    deadline: float = 0.0
+
+
+class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
+    requests: list[EngineCoreRequest]
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
+    """Requests whose client is gone, or whose stop string was found by the frontend."""
+
+    request_indices: I32
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, frozen=True):
+    call_id: int
+    reset_running_requests: bool = False
+
+
+ClientMessage: TypeAlias = ClientHello | AddRequests | AbortRequests | ResetPrefixCache
+
+
+# core -> frontend
+
+
+class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
+    """Answer to `ClientHello` once the workers can execute."""
+
+    version: int
+    epoch: int
+    core_index: int
+    num_blocks: int
+    block_size: int
+
+
+class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """`stop_reason` is the stop token id, None for the end-of-sequence token."""
+
+    request_index: int
+    reason: FinishReason
+    stop_reason: int | None = None
+    message: str = ""
+
+
+class RequestEvent(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A moment in a request's life. `num_cached_tokens` is meant at the first SCHEDULED only."""
+
+    request_index: int
+    kind: EventKind
+    timestamp: float
+    num_cached_tokens: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Log-probabilities of consecutive positions of one request.
+
+    With n positions and k+1 entries each (the chosen token first, then the k most likely):
+    `token_ids` int32[n, k+1], `logprobs` float32[n, k+1], `ranks` int32[n] (1-based rank of the chosen token).
+    """
+
+    request_index: int
+    num_positions: int
+    token_ids: I32
+    logprobs: F32
+    ranks: I32
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """Gauges are values at the end of the step; the rest counts since the last message with stats."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_corrupted_requests: int = 0
+    num_dropped_frames: int = 0
+
+
+class EngineCoreOutputs(
+    msgspec.Struct, tag="outputs", array_like=True, omit_defaults=True, gc=False
+):
+    """New tokens of one client's requests after one step.
+
+    `request_indices` int32[N] and `token_ids` int32[sum]; `num_tokens` int32[N] says how many tokens each
+    request got and is empty when each got one. `finished` requests produce nothing after this message.
+    `finished_set` int32 lists every request of the client that ended since its last message, including those
+    aborted by the client itself.
+    """
+
+    core_index: int
+    sequence: int
+    timestamp: float
+    request_indices: I32 = b""
+    token_ids: I32 = b""
+    num_tokens: I32 = b""
+    finished: list[FinishedRequest] = []
+    events: list[RequestEvent] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    finished_set: I32 = b""
+    stats: SchedulerStats | None = None
+
+
+class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
+    call_id: int
+    ok: bool
+
+
+CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult
+
+
+# core -> worker
+
+
+class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A request that takes a slot: newly admitted, or resumed after preemption.
+
+    `token_ids` int32 are all its tokens so far, the first `num_prompt_tokens` of them the prompt.
+    `num_computed_tokens` of them are in the KV cache already. `block_ids` holds one int32 array a KV-cache group.
+    """
+
+    slot: int
+    request_id: tuple[int, int]
+    token_ids: I32
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[I32, ...]
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
+    """What changed, and what to execute. Apply in the order of the fields.
+
+    `step` counts from 1. `removed_slots` int32 are free again. `new_requests` fill slots.
+    `block_updates` int32[k, 4] set `block_table[group][slot, index] = block`, rows (group, slot, index, block).
+    `slots` int32[S] is the batch in order, None when it is that of the previous step. Each slot computes one token,
+    but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
+    chunk reaches its last known token; the sampled token is appended by the worker itself.
+    `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    """
+
+    step: int
+    removed_slots: I32 = b""
+    new_requests: list[NewRequestData] = []
+    block_updates: I32 = b""
+    slots: I32 | None = None
+    chunks: I32 = b""
+    grammar_slots: I32 = b""
+
+
+class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
+    """Allowed tokens of the step's `grammar_slots`, in that order: int32[len, ceil(vocab / 32)] bitmasks."""
+
+    step: int
+    bitmask: I32
+
+
+class AllocateKVCache(msgspec.Struct, tag="allocate", array_like=True, gc=False, frozen=True):
+    num_blocks: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False, frozen=True):
+    """The receiver exits with code 0."""
+
+
+WorkerCommand: TypeAlias = SchedulerOutput | GrammarOutput | AllocateKVCache | Shutdown
+
+
+# worker -> core
+
+
+class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    version: int
+    epoch: int
+    rank: int
+
+
+class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
+    """The model is loaded; `num_blocks` KV-cache blocks fit into this worker."""
+
+    rank: int
+    num_blocks: int
+
+
+class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
+    """The KV cache is allocated; steps may follow."""
+
+    rank: int
+
+
+class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """`TokenLogprobs` of the request in `slot`."""
+
+    slot: int
+    num_positions: int
+    token_ids: I32
+    logprobs: F32
+    ranks: I32
+
+
+class ModelRunnerOutput(
+    msgspec.Struct, tag="output", array_like=True, omit_defaults=True, gc=False
+):
+    """The result of step `step`.
+
+    `sampled_token_ids` int32 has one token for each batch row that sampled, in batch order; `num_sampled` int32
+    gives another count a row when drafts were verified, and is empty otherwise. `nan_slots` int32 had NaNs in their logits.
+    `failed_slots` are rows whose request failed alone, with the reason.
+    """
+
+    step: int
+    sampled_token_ids: I32 = b""
+    num_sampled: I32 = b""
+    logprobs: list[RowLogprobs] = []
+    prompt_logprobs: list[RowLogprobs] = []
+    nan_slots: I32 = b""
+    failed_slots: list[tuple[int, str]] = []
+
+
+class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, frozen=True):
+    """The worker cannot go on; `message` is readable, cause and remedy last."""
+
+    rank: int
+    message: str
+
+
+WorkerMessage: TypeAlias = (
+    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | WorkerFailure
+)
+
+
+# any process -> supervisor
+
+
+class Stage(enum.StrEnum):
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, frozen=True):
+    """Progress of one process through its stages.
+
+    `process` is its title without the prefix ("worker 0"). `done` of `total` (bytes, or 0 of 0 when there is nothing to
+    count) draws the progress bar. `detail` is the one line a person reads.
+    """
+
+    process: str
+    stage: Stage
+    detail: str = ""
+    done: int = 0
+    total: int = 0

@@ -1,0 +1,73 @@
+"""How an engine process is born and how it ends.
+
+Every child is started with a pipe from the supervisor as its standard input and never reads anything
+else from it: end of file means that the supervisor is gone, however it died.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+import setproctitle
+
+ORPHANED_EXIT_CODE = 3
+
+
+def name_process(name: str) -> None:
+    """Give the process the title that `ps` shows."""
+    setproctitle.setproctitle(f"engine: {name}")
+
+
+def die_with_parent(run_dir: str) -> None:
+    """Exit at once, and leave nothing in `run_dir`, when the parent's end of standard input closes."""
+
+    def wait_for_end_of_file() -> None:
+        while os.read(0, 4096):
+            pass
+        shutil.rmtree(run_dir, ignore_errors=True)
+        os._exit(ORPHANED_EXIT_CODE)
+
+    threading.Thread(target=wait_for_end_of_file, name="parent watch", daemon=True).start()
+
+
+def configure_logging(name: str, level: str) -> None:
+    """Log to standard error, one line an event, with the process's name."""
+    logging.basicConfig(
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+class StopSignal:
+    """Remembers that SIGTERM came, and wakes a poll on `fd`.
+
+    SIGINT is ignored: the terminal sends it to the supervisor, which decides what becomes of the others.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._wake, wake_writer = socket.socketpair()
+        self._wake.setblocking(False)
+        wake_writer.setblocking(False)
+        self._wake_writer = wake_writer
+        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._request)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    @property
+    def fd(self) -> int:
+        """Readable once a signal has come."""
+        return self._wake.fileno()
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,155 @@
+"""How one request wants its tokens chosen, and where it wants to end."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from .errors import ParameterError
+
+MAX_SEED: Final = 2**63 - 1
+"""Largest seed; the largest integer that JSON clients and int64 tensors share."""
+
+MAX_STOP_STRINGS: Final = 64
+MAX_LOGIT_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 1024
+MAX_N: Final = 128
+
+
+class GrammarKind(StrEnum):
+    """Which language a structured output is written in."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A constraint on the generated text.
+
+    `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the
+    structural tag as JSON; empty for `JSON_OBJECT`.
+    """
+
+    kind: GrammarKind
+    spec: str = ""
+
+
+class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Sampling parameters, with OpenAI's and vLLM's names and meanings.
+
+    `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize`, `skip_special_tokens` and
+    `spaces_between_special_tokens` are the frontend's business; the core reads the limits and stop tokens; the
+    worker reads the rest. `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token.
+    `logprobs`/`prompt_logprobs` count the alternatives to report; -1 means the whole vocabulary.
+    `seed` None lets the frontend draw one.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
+        """Raise ParameterError for the first parameter that is out of its range."""
+        _integer("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise ParameterError(
+                    "min_tokens",
+                    f"must not exceed max_tokens={self.max_tokens}, got {self.min_tokens}",
+                )
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _verify_logprobs(name, count, vocab_size, max_logprobs)
+        _length("stop", len(self.stop), MAX_STOP_STRINGS)
+        if "" in self.stop:
+            raise ParameterError("stop", "must not contain an empty string")
+        _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids", "must not be empty")
+            _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.logit_bias is not None:
+            _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
+            _token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
+            for token, bias in self.logit_bias.items():
+                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        for word in self.bad_words_token_ids:
+            _token_ids("bad_words", word, vocab_size)
+
+
+def _integer(name: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ParameterError(name, f"must be {limit}, got {value}")
+
+
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    too_low = value <= low if open_low else value < low
+    if not math.isfinite(value) or too_low or value > high:
+        left = "(" if open_low else "["
+        raise ParameterError(name, f"must be in {left}{low:g}, {high:g}], got {value}")
+
+
+def _length(name: str, length: int, limit: int) -> None:
+    if length > limit:
+        raise ParameterError(name, f"must have at most {limit} entries, got {length}")
+
+
+def _token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise ParameterError(
+                name, f"token id {token} is outside the vocabulary [0, {vocab_size})"
+            )
+
+
+def _verify_logprobs(name: str, count: int, vocab_size: int, max_logprobs: int) -> None:
+    wanted = vocab_size if count == -1 else count
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    if count < -1:
+        raise ParameterError(name, f"must be -1 or at least 0, got {count}")
+    if wanted > limit:
+        raise ParameterError(
+            name, f"must be at most {limit} (--max-logprobs), got {count if count >= 0 else wanted}"
+        )

@@ -1,0 +1,175 @@
+"""Typed messages over ZMQ sockets.
+
+A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive msgspec structs only: a frame
+that does not decode to the expected type is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from .config import EngineConfig
+from .messages import ProcessStatus, Stage
+
+In = TypeVar("In")
+
+MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
+"""Larger frames close the connection that sent them."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    return socket
+
+
+class Peer(Generic[In]):
+    """One end of a conversation with a `Hub`. `identity` names it there."""
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, identity: bytes, types: Any
+    ) -> None:
+        self.socket = _open_socket(context, zmq.DEALER)
+        self.socket.set(zmq.IDENTITY, identity)
+        self.socket.connect(address)
+        self.num_dropped_frames = 0
+        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.socket.send(_encode(message))
+
+    def receive(self, *, block: bool = False) -> In | None:
+        """The next message; None when there is none (never None if `block`)."""
+        flags = 0 if block else zmq.NOBLOCK
+        while True:
+            try:
+                frame = self.socket.recv(flags)
+            except zmq.Again:
+                return None
+            try:
+                return self._decode(frame)
+            except msgspec.DecodeError:
+                self.num_dropped_frames += 1
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Hub(Generic[In]):
+    """The bound end of many conversations; peers are known by their identity."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, types: Any) -> None:
+        self.socket = _open_socket(context, zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)
+        self.socket.bind(address)
+        self.num_dropped_frames = 0
+        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> None:
+        self.socket.send_multipart((identity, _encode(message)))
+
+    def send_all(self, identities: list[bytes], message: msgspec.Struct) -> None:
+        """Encode once, send to each."""
+        frame = _encode(message)
+        for identity in identities:
+            self.socket.send_multipart((identity, frame))
+
+    def receive(self) -> tuple[bytes, In] | None:
+        """The next message and who sent it; None when there is none."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(frames) == 2:
+                try:
+                    return frames[0], self._decode(frames[1])
+                except msgspec.DecodeError:
+                    pass
+            self.num_dropped_frames += 1
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncPeer(Generic[In]):
+    """A `Peer` on a running asyncio loop: every message that arrives is passed to `on_message`.
+
+    zmq's file descriptor is edge-triggered and a send may consume the edge, so the socket is read until it is
+    empty after each wake-up and after each send.
+    """
+
+    def __init__(self, peer: Peer[In], on_message: Callable[[In], None]) -> None:
+        self._peer = peer
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._read_scheduled = False
+        self._loop.add_reader(peer.socket.FD, self._read)
+        self._schedule_read()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._peer.send(message)
+        self._schedule_read()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._peer.socket.FD)
+        self._peer.close()
+
+    def _schedule_read(self) -> None:
+        if not self._read_scheduled:
+            self._read_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_scheduled = False
+        if self._peer.socket.closed:
+            return
+        while (message := self._peer.receive()) is not None:
+            self._on_message(message)
+
+
+class StatusReporter:
+    """Tells the supervisor how far this process has come."""
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
+        self._process = process
+        self._socket = _open_socket(context, zmq.PUSH)
+        self._socket.set(zmq.LINGER, 1000)
+        self._socket.connect(config.supervisor_address())
+
+    def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
+        self._socket.send(_encode(ProcessStatus(self._process, stage, detail, done, total)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class StatusReceiver:
+    """The supervisor's end of every `StatusReporter`."""
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
+        self.socket = _open_socket(context, zmq.PULL)
+        self.socket.bind(config.supervisor_address())
+        self._decoder = msgspec.msgpack.Decoder(ProcessStatus)
+
+    def receive(self, timeout_ms: int) -> ProcessStatus | None:
+        """The next report within `timeout_ms`; None when there is none. Garbage is dropped."""
+        while self.socket.poll(timeout_ms):
+            try:
+                return self._decoder.decode(self.socket.recv())
+            except msgspec.DecodeError:
+                timeout_ms = 0
+        return None
+
+    def close(self) -> None:
+        self.socket.close()
