@@ -1,0 +1,26 @@
+"""Engine: a fast, small, crash-proof server for large language models.
+
+The public Python API. Names are resolved when first used, so that `import engine` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .frontend.llm import LLM
+    from .protocol.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_MODULES = {"LLM": ".frontend.llm", "SamplingParams": ".protocol.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name], __name__), name)
+    return value

@@ -31,8 +31,8 @@ class Device(enum.StrEnum):
 class ModelConfig(msgspec.Struct, frozen=True):
     """What is served.
 
-    `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is the
-    same unless another tokeniser was asked for. `max_model_len` counts prompt plus output tokens.
+    `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is a directory with a
+    tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts prompt plus output tokens.
     `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
     `hf_overrides` are merged over the checkpoint's own configuration.
     """

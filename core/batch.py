@@ -1,0 +1,102 @@
+"""What the scheduler remembers of the steps it has sent."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from .request import Request
+from .slots import SlotArray, Slots
+
+
+class ClientRows(NamedTuple):
+    """Rows of one client: their positions and request indices as int32 bytes."""
+
+    client_index: int
+    positions: SlotArray | slice
+    request_indices: bytes
+
+
+class Batch:
+    """Rows of a step and who was in them. Consecutive steps with the same rows share one object.
+
+    Every row is alive while `num_vacated` equals that of `Slots`.
+    """
+
+    def __init__(self, slots: SlotArray, state: Slots) -> None:
+        self.slots = slots
+        self.num_vacated = state.num_vacated
+        self._generations: Int64Array = state.generation[slots]
+        self._client_index: Int32Array = state.client_index[slots]
+        self._request_index: Int32Array = state.request_index[slots]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def alive(self, state: Slots) -> BoolArray:
+        """Which rows still belong to the request they were scheduled for."""
+        alive: BoolArray = state.generation[self.slots] == self._generations
+        return alive
+
+    def select(self, positions: SlotArray | BoolArray) -> Batch:
+        """The batch of some of the rows, as they were when this one was made."""
+        rows = object.__new__(Batch)
+        rows.slots = self.slots[positions]
+        rows.num_vacated = self.num_vacated
+        rows._generations = self._generations[positions]
+        rows._client_index = self._client_index[positions]
+        rows._request_index = self._request_index[positions]
+        return rows
+
+    def owners(self, state: Slots) -> dict[int, Request]:
+        """The requests that still are where they were scheduled, by slot."""
+        slots = self.slots[self.alive(state)].tolist()
+        owners = zip(slots, map(state.requests.__getitem__, slots), strict=True)
+        return {slot: request for slot, request in owners if request is not None}
+
+    @cached_property
+    def slot_bytes(self) -> bytes:
+        return int32_bytes(self.slots)
+
+    @cached_property
+    def clients(self) -> list[ClientRows]:
+        """The rows by client."""
+        clients = self._client_index
+        if len(clients) == 0:
+            return []
+        if (clients == clients[0]).all():
+            return [ClientRows(int(clients[0]), slice(None), self._request_index.tobytes())]
+        rows = []
+        for client_index in np.unique(clients).tolist():
+            positions = (clients == client_index).nonzero()[0]
+            indices = self._request_index[positions].tobytes()
+            rows.append(ClientRows(client_index, positions, indices))
+        return rows
+
+
+class Tenure(NamedTuple):
+    """A request while it keeps its slot."""
+
+    request: Request
+    slot: int
+    generation: int
+
+    def is_alive(self, state: Slots) -> bool:
+        return bool(state.generation[self.slot] == self.generation)
+
+
+class StepInFlight(NamedTuple):
+    """A step sent to the workers whose output is still to come.
+
+    `sampling` are the rows that sample, in batch order. `prefilled` are the requests whose first token
+    since their admission comes with this step, `constrained` those of the step's `grammar_slots`.
+    """
+
+    step: int
+    batch: Batch
+    sampling: Batch
+    prefilled: list[Tenure]
+    constrained: list[Tenure]

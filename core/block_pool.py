@@ -1,0 +1,147 @@
+"""KV-cache blocks: reference counts, the order in which free ones are reused, and the prefix map."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+NULL_BLOCK: Final = 0
+"""Never allocated: fills unused places of block tables."""
+
+
+class BlockPool:
+    """Blocks 1 … num_blocks - 1.
+
+    A block is held (`ref_counts` > 0) or free. A free block whose content is still in the prefix map is
+    evictable: it is reused last, least recently freed first. Each hash maps to one block; a
+    second block filled with the same content stays out of the map.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.num_openings = 0
+        """Grows whenever an allocation that failed before might succeed now."""
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        # Entry i of `_freed` has the serial number `_first_serial` + i; it is stale once its block was held
+        # or freed again. So holding an evictable block costs nothing here.
+        self._freed: deque[int] = deque()
+        self._first_serial = 0
+        self._serial_of = [-1] * num_blocks
+        self._num_evictable = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + self._num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._block_of)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are held, 0 to 1."""
+        return 1.0 - self.num_free / (self.num_blocks - 1)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hold `count` free blocks, the never cached first. `count` must not exceed `num_free`."""
+        start = max(0, len(self._blank) - count)
+        blocks = self._blank[start:]
+        blocks.reverse()
+        del self._blank[start:]
+        while len(blocks) < count:
+            blocks.append(self._evict())
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
+        return blocks
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest prefix of `hashes`."""
+        found = list(map(self._block_of.get, hashes))
+        if None in found:
+            del found[found.index(None) :]
+        return found  # type: ignore[return-value]
+
+    def count_free(self, blocks: Sequence[int]) -> int:
+        """How many of these found blocks are free, so that holding them takes from `num_free`."""
+        return list(map(self.ref_counts.__getitem__, blocks)).count(0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Take a reference on found blocks."""
+        self._num_evictable -= self.count_free(blocks)
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference on each of a request's blocks, given in the order of its tokens.
+
+        Tails become evictable before heads.
+        """
+        self.num_openings += 1
+        ref_counts, hash_of = self.ref_counts, self._hash_of
+        evictable: list[int] = []
+        for block in reversed(blocks):
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                (self._blank if hash_of[block] is None else evictable).append(block)
+        self._make_evictable(evictable)
+
+    def cache(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Make full blocks findable, unless another block has the same content already."""
+        self.num_openings += 1
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, digest in zip(blocks, hashes, strict=True):
+            if block_of.setdefault(digest, block) == block:
+                hash_of[block] = digest
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Make held blocks unfindable: their content is not to be trusted."""
+        for block in blocks:
+            digest = self._hash_of[block]
+            if digest is not None:
+                del self._block_of[digest]
+                self._hash_of[block] = None
+
+    def reset(self) -> bool:
+        """Forget every cached block. Does nothing and returns False while any block is held."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        while self._num_evictable:
+            self._blank.append(self._evict())
+        return True
+
+    def _make_evictable(self, blocks: list[int]) -> None:
+        next_serial = self._first_serial + len(self._freed)
+        for serial, block in enumerate(blocks, next_serial):
+            self._serial_of[block] = serial
+        self._freed += blocks
+        self._num_evictable += len(blocks)
+        if len(self._freed) > 4 * self.num_blocks:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        serials = enumerate(self._freed, self._first_serial)
+        fresh = [block for serial, block in serials if self._is_evictable(block, serial)]
+        self._freed.clear()
+        self._num_evictable = 0
+        self._make_evictable(fresh)
+
+    def _is_evictable(self, block: int, serial: int) -> bool:
+        return self._serial_of[block] == serial and not self.ref_counts[block]
+
+    def _evict(self) -> int:
+        """The least recently freed cached block, which is cached no more."""
+        while True:
+            serial = self._first_serial
+            self._first_serial += 1
+            block = self._freed.popleft()
+            if self._is_evictable(block, serial):
+                self._num_evictable -= 1
+                self._serial_of[block] = -1
+                self.uncache((block,))
+                return block

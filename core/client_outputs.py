@@ -1,0 +1,108 @@
+"""What the clients are still to be told of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..protocol.arrays import Int32Array, int32_bytes
+from ..protocol.messages import (
+    EngineCoreOutputs,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from .batch import Batch
+from .request import Request
+
+
+class Outbox:
+    """The rare events of one client between two messages to it."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+        self.finished_set: list[int] = []
+        self.events: list[RequestEvent] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._sequence = 0
+
+    def empty(
+        self, core_index: int, now: float, request_indices: bytes = b"", token_ids: bytes = b""
+    ) -> EngineCoreOutputs:
+        """The next message: the given tokens and everything collected."""
+        outputs = EngineCoreOutputs(core_index, self._sequence, now, request_indices, token_ids)
+        self._sequence += 1
+        if self.events:
+            outputs.events, self.events = self.events, []
+        if self.finished_set:
+            outputs.finished, self.finished = self.finished, []
+            outputs.finished_set, self.finished_set = int32_bytes(self.finished_set), []
+        if self.logprobs:
+            outputs.logprobs, self.logprobs = self.logprobs, []
+        if self.prompt_logprobs:
+            outputs.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        return outputs
+
+
+class ClientOutputs:
+    """One outbox a client. The client with the lowest index hears the statistics."""
+
+    def __init__(self, core_index: int) -> None:
+        self._core_index = core_index
+        self._outboxes: dict[int, Outbox] = {}
+
+    def open(self, client_index: int) -> None:
+        if client_index not in self._outboxes:
+            self._outboxes[client_index] = Outbox()
+            self._outboxes = dict(sorted(self._outboxes.items()))
+
+    def close(self, client_index: int) -> None:
+        self._outboxes.pop(client_index, None)
+
+    def __getitem__(self, client_index: int) -> Outbox:
+        return self._outboxes[client_index]
+
+    def event(self, request: Request, kind: EventKind, now: float) -> None:
+        num_cached = max(0, request.num_cached_tokens) if kind is EventKind.SCHEDULED else 0
+        event = RequestEvent(request.request_index, kind, now, num_cached)
+        self._outboxes[request.client_index].events.append(event)
+
+    def finish(self, client_index: int, finished: FinishedRequest) -> None:
+        """A request ended. A client is not told why it has aborted."""
+        outbox = self._outboxes[client_index]
+        outbox.finished_set.append(finished.request_index)
+        if finished.reason is not FinishReason.ABORT or finished.message:
+            outbox.finished.append(finished)
+
+    def take(
+        self,
+        sampling: Batch,
+        token_ids: Int32Array,
+        now: float,
+        make_stats: Callable[[], SchedulerStats],
+    ) -> dict[int, EngineCoreOutputs]:
+        """The messages after a step: its tokens, what is urgent, and the statistics."""
+        outputs = {
+            rows.client_index: self._outboxes[rows.client_index].empty(
+                self._core_index, now, rows.request_indices, token_ids[rows.positions].tobytes()
+            )
+            for rows in sampling.clients
+        }
+        outputs.update(self.take_urgent(now))
+        listener = next(iter(self._outboxes), None)
+        if listener is not None:
+            if listener not in outputs:
+                outputs[listener] = self._outboxes[listener].empty(self._core_index, now)
+            outputs[listener].stats = make_stats()
+        return outputs
+
+    def take_urgent(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """Messages of requests that ended, which cannot wait for a step with tokens."""
+        return {
+            client_index: outbox.empty(self._core_index, now)
+            for client_index, outbox in self._outboxes.items()
+            if outbox.finished_set
+        }

@@ -1,0 +1,231 @@
+"""The engine core: one process that feeds a replica's workers with steps and its frontends with tokens.
+
+One thread and one poll. The scheduler decides; this loop only moves messages, and keeps up to
+`max_in_flight` steps with the workers so that they never wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+
+from ..protocol.arrays import int32_view
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    AllocateKVCache,
+    CallResult,
+    ClientHello,
+    ClientMessage,
+    CoreReady,
+    EngineCoreOutputs,
+    FinishReason,
+    GrammarOutput,
+    ModelRunnerOutput,
+    ResetPrefixCache,
+    SchedulerOutput,
+    Shutdown,
+    Stage,
+    WorkerFailure,
+    WorkerHello,
+    WorkerMemory,
+    WorkerMessage,
+    WorkerReady,
+)
+from ..protocol.process import StopSignal
+from ..protocol.transport import Hub, StatusReporter
+from .scheduler import Scheduler
+from .structured_output import StructuredOutputManager
+
+logger = logging.getLogger(__name__)
+
+GRAMMAR_POLL_MS = 1
+"""How often finished grammar compilations are looked for while there are any."""
+
+
+class EngineCore:
+    """Runs until SIGTERM (returns) or until a worker fails (raises EngineError)."""
+
+    def __init__(self, config: EngineConfig, core_index: int) -> None:
+        self._config = config
+        self._core_index = core_index
+        self._stop = StopSignal()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._status = StatusReporter(self._context, config, f"core {core_index}")
+        self._clients: Hub[ClientMessage] = Hub(
+            self._context, config.core_address(core_index), ClientMessage
+        )
+        self._workers: Hub[WorkerMessage] = Hub(
+            self._context, config.worker_address(core_index), WorkerMessage
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._stop.fd, zmq.POLLIN)
+        self._poller.register(self._clients.socket, zmq.POLLIN)
+        self._poller.register(self._workers.socket, zmq.POLLIN)
+        self._worker_ids: list[bytes] = []
+        self._client_indices: dict[bytes, int] = {}
+        self._client_ids: dict[int, bytes] = {}
+        self._in_flight: deque[SchedulerOutput] = deque()
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+
+    def run(self) -> None:
+        self._status.report(Stage.STARTING)
+        try:
+            num_blocks = self._await_workers()
+            if self._stop.requested:
+                return
+            self._start_scheduler(num_blocks)
+            while not self._stop.requested:
+                self._poller.poll(self._poll_timeout_ms())
+                self._take_client_messages()
+                self._take_worker_messages()
+                self._take_compiled_grammars()
+                self._dispatch_steps()
+                self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
+        finally:
+            self._workers.send_all(self._worker_ids, Shutdown())
+
+    def report(self, stage: Stage, detail: str) -> None:
+        """Tell the supervisor."""
+        self._status.report(stage, detail)
+
+    def close(self) -> None:
+        """Close every socket, once what was sent has left."""
+        self._clients.close()
+        self._workers.close()
+        self._status.close()
+        self._context.term()
+
+    def _await_workers(self) -> int:
+        """Wait until every worker has its KV cache. Returns the number of blocks they share."""
+        expected = self._config.parallel.workers_per_core
+        blocks: dict[int, int] = {}
+        ready: set[int] = set()
+        while len(ready) < expected and not self._stop.requested:
+            self._poller.poll()
+            while (received := self._workers.receive()) is not None:
+                identity, message = received
+                match message:
+                    case WorkerHello():
+                        if (message.version, message.epoch) != (
+                            PROTOCOL_VERSION,
+                            self._config.epoch,
+                        ):
+                            raise EngineError(
+                                f"worker {message.rank} speaks protocol {message.version} of epoch "
+                                f"{message.epoch}, this core {PROTOCOL_VERSION} of {self._config.epoch}"
+                            )
+                        self._worker_ids.append(identity)
+                    case WorkerMemory():
+                        blocks[message.rank] = message.num_blocks
+                        if len(blocks) == expected:
+                            num_blocks = min(blocks.values())
+                            self._workers.send_all(self._worker_ids, AllocateKVCache(num_blocks))
+                    case WorkerReady():
+                        ready.add(message.rank)
+                    case WorkerFailure():
+                        raise EngineError(message.message)
+                    case ModelRunnerOutput():
+                        self._workers.num_dropped_frames += 1
+        return min(blocks.values(), default=0)
+
+    def _start_scheduler(self, num_blocks: int) -> None:
+        config = self._config
+        self._grammars = StructuredOutputManager(
+            config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
+        )
+        self._scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            max_model_len=config.model.max_model_len,
+            vocab_size=config.model.vocab_size,
+            num_blocks=num_blocks,
+            core_index=self._core_index,
+            structured_output=self._grammars,
+        )
+        self._ready = CoreReady(
+            PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
+        )
+        self._status.report(
+            Stage.READY,
+            f"KV cache of {num_blocks} blocks, {num_blocks * config.cache.block_size} tokens",
+        )
+
+    def _take_client_messages(self) -> None:
+        while (received := self._clients.receive()) is not None:
+            identity, message = received
+            client_index = self._client_indices.get(identity)
+            if isinstance(message, ClientHello):
+                if (message.version, message.epoch) == (PROTOCOL_VERSION, self._config.epoch):
+                    self._client_indices[identity] = message.client_index
+                    self._client_ids[message.client_index] = identity
+                    self._scheduler.add_client(message.client_index)
+                self._clients.send(identity, self._ready)
+            elif client_index is None:
+                self._clients.num_dropped_frames += 1
+            elif isinstance(message, AddRequests):
+                now = time.monotonic()
+                for request in message.requests:
+                    self._scheduler.add_request(client_index, request, now)
+            elif isinstance(message, AbortRequests):
+                indices = int32_view(message.request_indices).tolist()
+                self._scheduler.finish_requests(
+                    [(client_index, index) for index in indices], FinishReason.ABORT
+                )
+            elif isinstance(message, ResetPrefixCache):
+                ok = self._scheduler.reset_prefix_cache(
+                    message.reset_running_requests, time.monotonic()
+                )
+                self._clients.send(identity, CallResult(message.call_id, ok))
+
+    def _take_worker_messages(self) -> None:
+        while (received := self._workers.receive()) is not None:
+            message = received[1]
+            if isinstance(message, ModelRunnerOutput):
+                self._take_step_result(message)
+            elif isinstance(message, WorkerFailure):
+                raise EngineError(message.message)
+            else:
+                self._workers.num_dropped_frames += 1
+
+    def _take_step_result(self, result: ModelRunnerOutput) -> None:
+        if not self._in_flight or self._in_flight[0].step != result.step:
+            self._workers.num_dropped_frames += 1
+            return
+        step = self._in_flight.popleft()
+        outputs = self._scheduler.update_from_output(step, result, time.monotonic())
+        # The workers wait for a bitmask, the clients wait for nothing.
+        if self._in_flight and self._in_flight[0].grammar_slots:
+            self._send_grammar_bitmask(self._in_flight[0])
+        self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client_index, client_outputs in outputs.items():
+            self._clients.send(self._client_ids[client_index], client_outputs)
+
+    def _take_compiled_grammars(self) -> None:
+        for key, error in self._grammars.poll():
+            self._scheduler.grammar_ready(key, error)
+
+    def _dispatch_steps(self) -> None:
+        while len(self._in_flight) < self._max_in_flight and self._scheduler.has_requests():
+            step = self._scheduler.schedule(time.monotonic())
+            if step is None:
+                return
+            self._workers.send_all(self._worker_ids, step)
+            if step.grammar_slots and not self._in_flight:
+                self._send_grammar_bitmask(step)
+            self._in_flight.append(step)
+
+    def _send_grammar_bitmask(self, step: SchedulerOutput) -> None:
+        bitmask = self._scheduler.get_grammar_bitmask(step)
+        self._workers.send_all(self._worker_ids, GrammarOutput(step.step, bitmask))
+
+    def _poll_timeout_ms(self) -> int | None:
+        return GRAMMAR_POLL_MS if self._grammars.is_compiling else None

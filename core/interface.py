@@ -1,0 +1,95 @@
+"""What the core loop asks of a scheduler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from ..protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from .request import RequestKey
+
+
+class SchedulerInterface(ABC):
+    """A pure state machine: `now` (CLOCK_MONOTONIC seconds) is its only clock.
+
+    Steps may be scheduled before the outputs of earlier ones are back; outputs come back in order.
+    """
+
+    @abstractmethod
+    def add_client(self, client_index: int) -> None:
+        """Get ready to send outputs to a client; the lowest index receives the statistics."""
+
+    @abstractmethod
+    def finish_client(self, client_index: int) -> None:
+        """Abort all requests of a client that is gone, and send it nothing more."""
+
+    @abstractmethod
+    def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        """Queue a request. One that can never run ends at once, with the reason."""
+
+    @abstractmethod
+    def finish_requests(
+        self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
+    ) -> None:
+        """End requests from outside. Unknown and finished ones are passed over."""
+
+    @abstractmethod
+    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        """The grammar of a request is compiled, or it never will be."""
+
+    @abstractmethod
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step; None when there is nothing to compute and nothing to tell."""
+
+    @abstractmethod
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Bitmasks of the step's `grammar_slots`, once the outputs of all earlier steps are in."""
+
+    @abstractmethod
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        now: float,
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in the oldest step's output. Returns what each client is to be told.
+
+        Raises EngineError when the output does not belong to that step or has not its shape.
+        """
+
+    @abstractmethod
+    def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """What clients must hear of requests that ended outside of any step."""
+
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int: ...
+
+    @abstractmethod
+    def has_finished_requests(self) -> bool:
+        """Whether slots were vacated that the workers have not been told of."""
+
+    @abstractmethod
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+
+    @abstractmethod
+    def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        """Forget cached prefixes; False, and nothing done, while blocks are in use."""
+
+    @abstractmethod
+    def make_stats(self) -> SchedulerStats:
+        """Gauges now, and counts since the last call."""
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def has_requests(self) -> bool:
+        """Whether there is anything to compute, or to tell the workers."""
+        return self.has_unfinished_requests() or self.has_finished_requests()

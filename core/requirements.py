@@ -1,0 +1,90 @@
+"""Which requests can never run here, or not now, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocol.block_hash import HASH_BYTES
+from ..protocol.messages import EngineCoreRequest, FinishReason
+
+
+class Refusal(NamedTuple):
+    reason: FinishReason
+    message: str
+
+
+class Requirements(NamedTuple):
+    """What a request must satisfy. A `max_num_queued_…` of 0 is no bound."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    has_grammars: bool
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int
+
+    def refuse(
+        self, request: EngineCoreRequest, *, num_queued_reqs: int, num_queued_tokens: int
+    ) -> Refusal | None:
+        """The first reason not to queue `request`; None when there is none."""
+        problem = self._find_inconsistency(request)
+        if problem is not None:
+            return Refusal(FinishReason.ERROR, problem)
+        num_tokens = len(request.prompt_token_ids) // 4
+        problem = self._find_misfit(num_tokens)
+        if problem is not None:
+            return Refusal(FinishReason.IGNORED, problem)
+        limit = self.max_num_queued_reqs
+        if limit and num_queued_reqs >= limit:
+            return Refusal(
+                FinishReason.ABORT,
+                f"the queue is full: {num_queued_reqs} requests wait, max_num_queued_reqs={limit}",
+            )
+        limit = self.max_num_queued_tokens
+        if limit and num_queued_reqs and num_queued_tokens + num_tokens > limit:
+            return Refusal(
+                FinishReason.ABORT,
+                f"the queue is full: {num_queued_tokens} tokens wait and this request has "
+                f"{num_tokens}, max_num_queued_tokens={limit}",
+            )
+        return None
+
+    def _find_misfit(self, num_tokens: int) -> str | None:
+        if num_tokens == 0:
+            return "the prompt is empty"
+        if num_tokens >= self.max_model_len:
+            return (
+                f"the prompt has {num_tokens} tokens, and max_model_len={self.max_model_len} "
+                f"leaves room for {self.max_model_len - 1}"
+            )
+        needed = -(-num_tokens // self.block_size)
+        if needed > self.num_blocks:
+            return (
+                f"the prompt has {num_tokens} tokens and needs {needed} KV-cache blocks, "
+                f"but there are only {self.num_blocks}"
+            )
+        return None
+
+    def _find_inconsistency(self, request: EngineCoreRequest) -> str | None:
+        """What a sane frontend would never send."""
+        if len(request.prompt_token_ids) % 4:
+            return (
+                f"prompt_token_ids has {len(request.prompt_token_ids)} bytes, not a multiple of 4"
+            )
+        # As unsigned integers, negative ones are larger than any vocabulary.
+        prompt = np.frombuffer(request.prompt_token_ids, np.uint32)
+        if len(prompt) and prompt.max() >= self.vocab_size:
+            return f"prompt_token_ids has a token outside of the vocabulary [0, {self.vocab_size})"
+        expected = len(prompt) // self.block_size * HASH_BYTES
+        if request.root_hash and len(request.block_hashes) != expected:
+            return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
+        stops = (*request.eos_token_ids, *request.sampling_params.stop_token_ids)
+        for token_id in stops:
+            if not 0 <= token_id < self.vocab_size:
+                return f"stop token {token_id} is outside of the vocabulary [0, {self.vocab_size})"
+        if request.sampling_params.structured_output is not None and not self.has_grammars:
+            return "structured_output is not available"
+        return None

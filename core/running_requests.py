@@ -1,0 +1,94 @@
+"""The requests that hold a slot, in the order of their admission."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .batch import Tenure
+from .request import Request
+from .slots import SlotArray, Slots
+
+
+class RunningRequests:
+    """Keeps the order of `slots`, which requests still prefill, and which slots the workers must clear.
+
+    `prefilling` maps a slot to the number of tokens its request was admitted with.
+    """
+
+    def __init__(self, slots: Slots, max_num_seqs: int) -> None:
+        self.slots = slots
+        self.prefilling: dict[int, int] = {}
+        self.num_constrained = 0
+        self._removed: list[int] = []
+        self._completed_prefills: list[Tenure] = []
+        self._max_num_seqs = max_num_seqs
+        self._order: SlotArray = np.zeros(max_num_seqs, np.intp)
+        self._num_ordered = 0
+
+    def __len__(self) -> int:
+        return self._max_num_seqs - self.slots.num_free
+
+    def __getitem__(self, slot: int) -> Request:
+        request = self.slots.requests[slot]
+        assert request is not None
+        return request
+
+    @property
+    def has_removed(self) -> bool:
+        """Whether slots were vacated that no step has told the workers of."""
+        return bool(self._removed)
+
+    @property
+    def order(self) -> SlotArray:
+        """A view of the slots in order, valid until the next one is vacated."""
+        order = self._order[: self._num_ordered]
+        if self._num_ordered != len(self):
+            kept = order[self.slots.is_running[order]]
+            self._num_ordered = len(kept)
+            self._order[: self._num_ordered] = kept
+            order = self._order[: self._num_ordered]
+        return order
+
+    def append(self, request: Request, *, num_computed_tokens: int, max_output_tokens: int) -> int:
+        """Give the request a slot at the end. A step that computes all its tokens samples one more.
+
+        `max_output_tokens` counts the output tokens it has already, too.
+        """
+        num_tokens = request.num_tokens
+        is_prefilled = num_computed_tokens == num_tokens
+        slot = self.slots.take(
+            request,
+            num_computed_tokens=num_computed_tokens,
+            num_expected_tokens=num_tokens + is_prefilled,
+            max_output_tokens=max_output_tokens,
+        )
+        self._order[self._num_ordered] = slot
+        self._num_ordered += 1
+        self.num_constrained += request.params.structured_output is not None
+        self.prefilling[slot] = num_tokens
+        if is_prefilled:
+            self.complete_prefill(slot)
+        return slot
+
+    def remove(self, request: Request) -> None:
+        self._removed.append(request.slot)
+        self.prefilling.pop(request.slot, None)
+        self.num_constrained -= request.params.structured_output is not None
+        self.slots.vacate(request)
+
+    def complete_prefill(self, slot: int) -> None:
+        """The step in the making samples the first token since the request's admission."""
+        del self.prefilling[slot]
+        self._completed_prefills.append(self.tenure(slot))
+
+    def take_removed(self) -> list[int]:
+        """The slots vacated since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def take_completed_prefills(self) -> list[Tenure]:
+        completed, self._completed_prefills = self._completed_prefills, []
+        return completed
+
+    def tenure(self, slot: int) -> Tenure:
+        return Tenure(self[slot], slot, int(self.slots.generation[slot]))

@@ -1,0 +1,125 @@
+"""The hot state of running requests, as arrays indexed by slot.
+
+A slot is the row of a running request here and in every worker's persistent batch. Tokens are
+counted twice: `num_expected_tokens` are those the workers will have known when every step sent
+so far has run, `num_output_tokens` those they have reported. The difference (less the prompt)
+are placeholders: sampled in a step still in flight.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
+from .request import Request
+
+SlotArray: TypeAlias = npt.NDArray[np.intp]
+
+_INITIAL_OUTPUT_CAPACITY = 256
+
+
+class Slots:
+    """`max_computed_tokens` caps `num_computed_tokens`: the last token of a request is never computed."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.is_running: BoolArray = np.zeros(max_num_seqs, np.bool_)
+        self.generation: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.client_index: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.request_index: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_expected_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.max_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.max_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_vacated = 0
+        """Grows whenever a slot is vacated; equal values mean that every slot kept its request."""
+        self._output_capacity = _INITIAL_OUTPUT_CAPACITY
+        self._output_token_ids: Int32Array = np.zeros(
+            max_num_seqs * self._output_capacity, np.int32
+        )
+        self._num_stopped_by: Int32Array = np.zeros(vocab_size, np.int32)
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(
+        self,
+        request: Request,
+        *,
+        num_computed_tokens: int,
+        num_expected_tokens: int,
+        max_output_tokens: int,
+    ) -> int:
+        """Give `request` a slot. `max_output_tokens` counts the output tokens it has already, too."""
+        slot = self._free.pop()
+        num_output = len(request.output_token_ids) // 4
+        if num_output:
+            self._reserve_output(num_output)
+            start = slot * self._output_capacity
+            output = int32_view(request.output_token_ids)
+            self._output_token_ids[start : start + num_output] = output
+            request.output_token_ids = b""
+        request.slot = slot
+        self.requests[slot] = request
+        self.is_running[slot] = True
+        self.client_index[slot] = request.client_index
+        self.request_index[slot] = request.request_index
+        self.num_computed_tokens[slot] = num_computed_tokens
+        self.num_expected_tokens[slot] = num_expected_tokens
+        self.max_computed_tokens[slot] = request.num_prompt_tokens + max_output_tokens - 1
+        self.num_output_tokens[slot] = num_output
+        self.max_output_tokens[slot] = max_output_tokens
+        for token_id in request.stop_token_ids:
+            self._num_stopped_by[token_id] += 1
+        return slot
+
+    def vacate(self, request: Request) -> None:
+        """Take the slot back; rows of steps in flight that name it become stale."""
+        slot = request.slot
+        request.slot = -1
+        self.requests[slot] = None
+        self.is_running[slot] = False
+        self.generation[slot] += 1
+        self.num_vacated += 1
+        for token_id in request.stop_token_ids:
+            self._num_stopped_by[token_id] -= 1
+        self._free.append(slot)
+
+    def output_token_ids(self, slot: int) -> Int32Array:
+        """A view of the tokens that the request in `slot` has generated."""
+        start = slot * self._output_capacity
+        return self._output_token_ids[start : start + int(self.num_output_tokens[slot])]
+
+    def append_output(self, slots: SlotArray, token_ids: Int32Array) -> SlotArray:
+        """Append one token to each of `slots`.
+
+        Returns the positions in `slots` of requests that may have ended: at their length limit, or
+        with a token that some running request stops at.
+        """
+        num_output = self.num_output_tokens[slots]
+        longest = int(num_output.max())
+        if longest >= self._output_capacity:
+            self._reserve_output(longest + 1)
+        self._output_token_ids[slots * self._output_capacity + num_output] = token_ids
+        num_output += 1
+        self.num_output_tokens[slots] = num_output
+        may_end = num_output >= self.max_output_tokens[slots]
+        may_end |= self._num_stopped_by.take(token_ids, mode="clip") > 0
+        return may_end.nonzero()[0]
+
+    def _reserve_output(self, length: int) -> None:
+        capacity = self._output_capacity
+        if length <= capacity:
+            return
+        while capacity < length:
+            capacity *= 2
+        grown = np.zeros((len(self.requests), capacity), np.int32)
+        grown[:, : self._output_capacity] = self._output_token_ids.reshape(len(self.requests), -1)
+        self._output_token_ids = grown.reshape(-1)
+        self._output_capacity = capacity

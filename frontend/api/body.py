@@ -1,0 +1,120 @@
+"""Request bodies: read up to a limit, decoded into a schema, refused with the field that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from .errors import APIError, bad_request, echo
+from .schema import HARMLESS, REFUSED
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_AT = re.compile(r"^(.*?)(?: - at `(?:key in )?\$(.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_PLAIN_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
+_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole request body. Raises APIError 413 as soon as it is known to exceed `limit` bytes."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise _too_large(limit, int(value))
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit, size)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(limit: int, size: int) -> APIError:
+    return APIError(413, f"the request body must have at most {limit} bytes, got at least {size}")
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes bodies into one schema. `strict` refuses fields that the schema does not know."""
+
+    def __init__(self, schema: type[T], strict: bool) -> None:
+        decoded: Any = schema
+        if strict:
+            decoded = msgspec.defstruct(
+                schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
+            )
+        self._decode = msgspec.json.Decoder(decoded).decode
+        self._refused = [name for name in REFUSED if _is_refused(schema, name)]
+
+    def decode(self, body: bytes) -> T:
+        """Raises APIError 400 that names the field, its value and what was expected."""
+        try:
+            request: T = self._decode(body)
+        except msgspec.ValidationError as error:
+            raise _invalid(str(error), body) from None
+        except RecursionError:
+            raise bad_request(None, "the request body is nested too deeply") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(None, f"the request body is not valid JSON: {error}") from None
+        for name in self._refused:
+            value = getattr(request, name)
+            if value is not None and value not in HARMLESS.get(name, ()):
+                raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
+        return request
+
+
+def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:
+    """Only fields of type Any are refused: `echo` means something to completions."""
+    return any(f.name == name and f.type is Any for f in msgspec.structs.fields(schema))
+
+
+def _invalid(message: str, body: bytes) -> APIError:
+    """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
+    if unknown := _UNKNOWN.search(message):
+        # Where an unknown field sits is not said; only its own name is certain.
+        name = unknown[1][:100]
+        return bad_request(name, f"{name} is not a known field")
+    match = _AT.match(message)
+    assert match
+    problem, path = match[1], match[2]
+    if not path:
+        return bad_request(None, f"the request body must be a JSON object: {problem}")
+    param = path.removeprefix(".")
+    expected = problem.split(", got ")[0].removeprefix("Expected ").replace("`", "")
+    for word, plain in _PLAIN_WORDS.items():
+        expected = re.sub(rf"\b{word}\b", plain, expected)
+    message = f"{param} must be {expected.replace(' | ', ' or ')}"
+    # Beyond the wrong field the body may not even be JSON.
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        message += f", got {echo(_value_at(path, body))}"
+    return bad_request(param, message)
+
+
+def _value_at(path: str, body: bytes) -> Any:
+    value: Any = msgspec.json.decode(body)
+    for key, position in _STEP.findall(path):
+        if position == "...":
+            break
+        value = value[key] if key else value[int(position)]
+    return value

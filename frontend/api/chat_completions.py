@@ -1,0 +1,363 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from ...protocol.errors import ParameterError
+from ...protocol.sampling_params import SamplingParams
+from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
+from ..engine_client import Delta, RequestGroup
+from .body import BodyDecoder, read_body
+from .chat_prompt import render_chat
+from .errors import bad_request, echo, json_response
+from .event_stream import EventStream, event
+from .forced_calls import ForcedCallParser, NamedCall, RequiredCalls
+from .generation import (
+    PreparedPrompt,
+    collect,
+    raise_if_failed,
+    submit,
+    verify_stream_options,
+)
+from .logprobs import Json, LogprobsRenderer
+from .prompts import fit_context
+from .sampling import sampling_params
+from .schema import ChatCompletionRequest
+from .serving import Serving
+from .structured import structured_output
+from .tool_choice import ToolChoice, ToolMode, parse_tool_choice
+from .usage import usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatCompletions:
+    """The endpoint, as an ASGI application."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._decoder = BodyDecoder(ChatCompletionRequest, serving.config.frontend.strict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = self._serving
+        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
+        request = self._decoder.decode(body)
+        model = serving.verify_model(request.model)
+        serving.verify_serving()
+        verify_stream_options(request)
+        tools = parse_tool_choice(request)
+        prompt = await self._prepare(request, tools)
+        request_id = scope["state"]["request_id"]
+        group = await submit(serving, request, [prompt], request_id)
+        try:
+            answer = _Answer(
+                serving, request, tools, prompt, group, f"chatcmpl-{request_id}", model
+            )
+            if request.stream:
+                await EventStream(send).run(receive, group, _Chunks(answer))
+            else:
+                outputs = await collect(group, receive)
+                await json_response(answer.whole(outputs))(scope, receive, send)
+        finally:
+            group.abort()
+
+    async def _prepare(self, request: ChatCompletionRequest, tools: ToolChoice) -> PreparedPrompt:
+        """Verified parameters and the encoded prompt. Raises APIError 400, ParameterError."""
+        serving = self._serving
+        params = self._params(request, tools)
+        self._verify(params, request)
+        effort = request.reasoning_effort
+        chat = await render_chat(
+            serving,
+            request,
+            add_special_tokens=bool(request.add_special_tokens),
+            with_tools=tools.mode is not ToolMode.NONE,
+            template_kwargs={} if effort is None else {"reasoning_effort": effort},
+        )
+        default = serving.config.frontend.default_sampling.get("max_tokens")
+        token_ids, max_tokens = fit_context(
+            np.array(chat.token_ids, np.int32),
+            "messages",
+            max_tokens=params.max_tokens,
+            default_max_tokens=None if default is None else int(default),
+            truncate=request.truncate_prompt_tokens,
+            max_model_len=serving.config.model.max_model_len,
+        )
+        fitted = msgspec.structs.replace(params, max_tokens=max_tokens)
+        self._verify(fitted, request)
+        return PreparedPrompt(token_ids, fitted, chat.text)
+
+    def _params(self, request: ChatCompletionRequest, tools: ToolChoice) -> SamplingParams:
+        if request.prompt_logprobs is not None and request.stream:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
+        for modality in request.modalities or ():
+            if modality != "text":
+                raise bad_request("modalities", f"modalities must be text, got {echo(modality)}")
+        constraint = structured_output(request)
+        max_tokens = request.max_completion_tokens
+        params = sampling_params(
+            request,
+            defaults=self._serving.config.frontend.default_sampling,
+            vocab_size=self._serving.config.model.vocab_size,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            structured_output=tools.constraint or constraint,
+        )
+        if tools.mode is ToolMode.AUTO and self._serving.new_tool_parser().reads_special_tokens:
+            params.skip_special_tokens = False
+        return params
+
+    def _verify(self, params: SamplingParams, request: ChatCompletionRequest) -> None:
+        """Raises ParameterError, in the names that this endpoint uses."""
+        try:
+            self._serving.verify_sampling(params)
+        except ParameterError as error:
+            if error.param == "max_tokens" and request.max_completion_tokens is not None:
+                name = "max_completion_tokens"
+            elif error.param == "logprobs":
+                name = "top_logprobs"
+            else:
+                raise
+            raise bad_request(name, str(error).replace(error.param, name, 1)) from None
+
+
+class _Choice:
+    """One sequence on its way to the client."""
+
+    def __init__(self, answer: _Answer, index: int) -> None:
+        serving, prompt = answer.serving, answer.prompt
+        self.index = index
+        self._answer = answer
+        # A grammar holds from the first token on, so a constrained answer has no reasoning.
+        is_constrained = prompt.params.structured_output is not None
+        self._reasoning = (
+            None if is_constrained else serving.new_reasoning_parser(prompt.text or "")
+        )
+        self._parser = self._new_parser(answer.tools)
+        self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
+        self._called_tools = False
+        self._token_ids: list[int] = []
+
+    def _new_parser(self, tools: ToolChoice) -> ChatOutputParser | ForcedCallParser:
+        if tools.mode is ToolMode.NAMED:
+            return ForcedCallParser(NamedCall(tools.name))
+        if tools.mode is ToolMode.REQUIRED:
+            return ForcedCallParser(RequiredCalls())
+        calls = self._answer.serving.new_tool_parser() if tools.mode is ToolMode.AUTO else None
+        return ChatOutputParser(self._reasoning, calls)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None where reasoning is not told from content."""
+        if self._reasoning is None:
+            return None
+        return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
+
+    def read(self, delta: Delta) -> MessageDelta:
+        message = self._parser.feed(delta.text, delta.finish_reason is not None)
+        if self._reasoning is not None:
+            self._token_ids += delta.token_ids
+            if self._answer.request.include_reasoning is False:
+                message.reasoning = ""
+        self._called_tools |= bool(message.tool_calls)
+        return message
+
+    def ending(self, delta: Delta) -> Json:
+        """Everything of a choice but its message or delta."""
+        request = self._answer.request
+        reason = delta.finish_reason
+        if (
+            reason == "stop"
+            and self._called_tools
+            and self._answer.tools.mode is not ToolMode.NAMED
+        ):
+            reason = "tool_calls"
+        choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
+        if request.logprobs and delta.logprobs is not None:
+            choice["logprobs"] = self._answer.renderer.chat(delta.logprobs)
+        if request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+
+class _Answer:
+    """The answer to one request, whole or as the parts of a stream."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        tools: ToolChoice,
+        prompt: PreparedPrompt,
+        group: RequestGroup,
+        answer_id: str,
+        model: str,
+    ) -> None:
+        self.request = request
+        self.tools = tools
+        self.role = serving.config.frontend.response_role
+        if request.continue_final_message and request.messages:
+            self.role = request.messages[-1]["role"]
+        self.renderer = LogprobsRenderer(
+            serving.tokenizer, bool(request.return_tokens_as_token_ids)
+        )
+        self.prompt = prompt
+        self.serving = serving
+        self._group = group
+        self.envelope: Json = {
+            "id": answer_id,
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": serving.fingerprint,
+        }
+        self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
+
+    def usage(self) -> Json:
+        """The final count, reasoning included."""
+        counts = [choice.num_reasoning_tokens for choice in self.choices]
+        known = [count for count in counts if count is not None]
+        return self.usage_so_far(sum(known) if known else None)
+
+    def usage_so_far(self, reasoning_tokens: int | None = None) -> Json:
+        return usage(
+            self._group.sequences,
+            len(self._group.sequences),
+            with_cached=self.serving.config.frontend.enable_prompt_tokens_details,
+            reasoning_tokens=reasoning_tokens,
+        )
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        answer = self.envelope | {
+            "choices": [
+                {"index": choice.index, "message": self._message(choice.read(output))}
+                | choice.ending(output)
+                for choice, output in zip(self.choices, outputs, strict=True)
+            ]
+        }
+        answer["usage"] = self.usage()
+        if self.request.prompt_logprobs is not None:
+            prompt_logprobs = self._group.sequences[0].prompt_logprobs or []
+            answer["prompt_logprobs"] = self.renderer.prompt(prompt_logprobs)
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        return answer
+
+    def _message(self, delta: MessageDelta) -> Json:
+        message: Json = {"role": self.role, "content": delta.content, "refusal": None}
+        if delta.tool_calls:
+            message["content"] = delta.content or None
+            message["tool_calls"] = _whole_calls(delta.tool_calls)
+        return message | _reasoning(delta)
+
+
+def _reasoning(delta: MessageDelta) -> Json:
+    """Under both names that clients look for."""
+    if not delta.reasoning:
+        return {}
+    return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+
+
+def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
+    calls: dict[int, Json] = {}
+    for delta in deltas:
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return list(calls.values())
+
+
+def _call_pieces(deltas: list[ToolCallDelta]) -> list[Json]:
+    """One piece a call, since some clients look at the first only."""
+    pieces: dict[int, Json] = {}
+    for delta in deltas:
+        piece = pieces.setdefault(delta.index, {"index": delta.index})
+        function = piece.setdefault("function", {})
+        if delta.name is not None:
+            piece |= {"id": delta.id, "type": "function"}
+            function["name"] = delta.name
+        function["arguments"] = function.get("arguments", "") + delta.arguments
+    return list(pieces.values())
+
+
+class _Chunks:
+    """The chunks of a stream. Plain text goes through templates made once a request."""
+
+    def __init__(self, answer: _Answer) -> None:
+        request = answer.request
+        options = request.stream_options
+        self._answer = answer
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+        self._plain = not (
+            request.logprobs
+            or request.return_token_ids
+            or self._continuous_usage
+            or not answer.choices[0].is_plain
+        )
+        self._has_role = [False] * len(answer.choices)
+        envelope = b"data: " + _encode(answer.envelope)[:-1]
+        self._heads = [
+            b'%b,"choices":[{"index":%d,"delta":{"content":' % (envelope, choice.index)
+            for choice in answer.choices
+        ]
+        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._tail = b'},"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
+
+    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
+        parts: list[bytes] = []
+        for index, delta in news:
+            if delta.finish_reason is not None:
+                raise_if_failed(delta)
+            if not self._has_role[index]:
+                self._has_role[index] = True
+                parts.append(self._role_event(index))
+            if self._plain and delta.finish_reason is None:
+                if delta.text:
+                    parts += (self._heads[index], _encode(delta.text), self._tail)
+            else:
+                self._append_event(parts, index, delta)
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return b""
+        return event(self._answer.envelope | {"choices": [], "usage": self._answer.usage()})
+
+    def _append_event(self, parts: list[bytes], index: int, delta: Delta) -> None:
+        choice = self._answer.choices[index]
+        message = choice.read(delta)
+        ending = choice.ending(delta)
+        is_heard = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
+        if not is_heard:
+            return
+        content: Json = {"content": message.content} if message.content else {}
+        content |= _reasoning(message)
+        if message.tool_calls:
+            content["tool_calls"] = _call_pieces(message.tool_calls)
+        parts.append(self._event({"index": index, "delta": content} | ending))
+
+    def _role_event(self, index: int) -> bytes:
+        delta = {"role": self._answer.role, "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        extra: Json = {}
+        if self._answer.request.return_token_ids:
+            extra["prompt_token_ids"] = self._answer.prompt.token_ids.tolist()
+        return self._event(choice, extra)
+
+    def _event(self, choice: Json, extra: dict[str, Any] | None = None) -> bytes:
+        chunk = self._answer.envelope | {"choices": [choice]} | (extra or {})
+        if self._include_usage:
+            chunk["usage"] = self._answer.usage_so_far() if self._continuous_usage else None
+        return event(chunk)

@@ -1,0 +1,82 @@
+"""From a conversation to the prompt that the model reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import ChatTemplateError
+from .errors import APIError, bad_request, public
+from .prompts import verify_characters
+from .schema import ChatCompletionRequest, TokenizeRequest
+from .serving import Serving
+
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+_FIELD = re.compile(r"(?:messages|tools|documents|continue_final_message)[\w.\[\]]*")
+
+
+@dataclass(slots=True)
+class RenderedChat:
+    text: str
+    token_ids: list[int]
+
+
+async def render_chat(
+    serving: Serving,
+    request: ChatCompletionRequest | TokenizeRequest,
+    *,
+    add_special_tokens: bool = False,
+    with_tools: bool = True,
+    template_kwargs: dict[str, Any] | None = None,
+) -> RenderedChat:
+    """Apply the chat template and encode the result. Raises APIError 400.
+
+    Templates write their own special tokens, so by default none are added.
+    """
+    template = serving.chat_template(bool(request.tools and with_tools))
+    messages = request.messages
+    if messages is None:
+        raise bad_request("messages", "messages is required")
+    kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
+    for name in _RESERVED:
+        if name in kwargs:
+            param = f"chat_template_kwargs.{name}"
+            raise bad_request(param, f"{param} is not allowed; {name} is a field of the request")
+    continue_final = bool(request.continue_final_message)
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final
+
+    def render() -> RenderedChat:
+        text = template.render(
+            messages,
+            tools=request.tools if with_tools else None,
+            documents=request.documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final,
+            **kwargs,
+        )
+        verify_characters(text, "messages", serving.config.model.max_model_len)
+        return RenderedChat(text, serving.tokenizer.encode(text, add_special_tokens))
+
+    size = sum(_size(message.get("content")) for message in messages)
+    try:
+        return await serving.off_loop(size, render)
+    except ChatTemplateError as error:
+        raise _refused(str(error)) from None
+    except ValueError as error:
+        raise _refused(str(error)) from None
+
+
+def _size(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, list):
+        return sum(_size(p.get("text")) if isinstance(p, dict) else 0 for p in content)
+    return 0
+
+
+def _refused(message: str) -> APIError:
+    field = _FIELD.match(message)
+    return bad_request(field[0].rstrip(".") if field else "messages", public(message))

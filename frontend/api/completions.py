@@ -1,0 +1,266 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from ...protocol.sampling_params import SamplingParams
+from ..engine_client import Delta, RequestGroup, Sequence
+from .body import BodyDecoder, read_body
+from .errors import bad_request, json_response
+from .event_stream import EventStream, event
+from .generation import (
+    PreparedPrompt,
+    collect,
+    raise_if_failed,
+    submit,
+    verify_stream_options,
+)
+from .logprobs import CompletionLogprobs, Json, LogprobsRenderer
+from .prompts import Prompt, fit_context, parse_prompts, verify_characters
+from .sampling import sampling_params
+from .schema import CompletionRequest
+from .serving import Serving
+from .structured import structured_output
+from .usage import usage
+
+DEFAULT_MAX_TOKENS = 16
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Completions:
+    """The endpoint, as an ASGI application."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._decoder = BodyDecoder(CompletionRequest, serving.config.frontend.strict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = self._serving
+        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
+        request = self._decoder.decode(body)
+        model = serving.verify_model(request.model)
+        serving.verify_serving()
+        verify_stream_options(request)
+        prompts = await self._prepare(request)
+        request_id = scope["state"]["request_id"]
+        group = await submit(serving, request, prompts, request_id)
+        try:
+            answer = _Answer(serving, request, prompts, group, f"cmpl-{request_id}", model)
+            if request.stream:
+                await EventStream(send).run(receive, group, _Chunks(answer))
+            else:
+                outputs = await collect(group, receive)
+                await json_response(answer.whole(outputs))(scope, receive, send)
+        finally:
+            group.abort()
+
+    async def _prepare(self, request: CompletionRequest) -> list[PreparedPrompt]:
+        """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
+        serving, model = self._serving, self._serving.config.model
+        prompts = parse_prompts(request.prompt, model.vocab_size)
+        params = self._params(request)
+        serving.verify_sampling(params)
+        texts = [p for p in prompts if p.text is not None]
+        for prompt in texts:
+            if request.truncate_prompt_tokens is None:
+                verify_characters(prompt.text or "", prompt.param, model.max_model_len)
+        encoded = await serving.encode(
+            [p.text or "" for p in texts], request.add_special_tokens is not False
+        )
+        for prompt, token_ids in zip(texts, encoded, strict=True):
+            prompt.token_ids = np.array(token_ids, np.int32)
+        return [self._fit(prompt, request, params) for prompt in prompts]
+
+    def _fit(
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
+    ) -> PreparedPrompt:
+        defaults = self._serving.config.frontend.default_sampling
+        token_ids, max_tokens = fit_context(
+            prompt.token_ids,
+            prompt.param,
+            max_tokens=params.max_tokens,
+            default_max_tokens=int(defaults.get("max_tokens", DEFAULT_MAX_TOKENS)),
+            truncate=request.truncate_prompt_tokens,
+            max_model_len=self._serving.config.model.max_model_len,
+        )
+        text = prompt.text if len(token_ids) == len(prompt.token_ids) else None
+        fitted = msgspec.structs.replace(params, max_tokens=max_tokens)
+        self._serving.verify_sampling(fitted)
+        return PreparedPrompt(token_ids, fitted, text)
+
+    def _params(self, request: CompletionRequest) -> SamplingParams:
+        if request.prompt_logprobs is not None and request.stream:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        params = sampling_params(
+            request,
+            defaults=self._serving.config.frontend.default_sampling,
+            vocab_size=self._serving.config.model.vocab_size,
+            max_tokens=1 if _only_scores_prompt(request) else request.max_tokens,
+            logprobs=request.logprobs,
+            structured_output=structured_output(request),
+        )
+        if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs = request.logprobs
+        return params
+
+
+def _only_scores_prompt(request: CompletionRequest) -> bool:
+    """`echo` with `max_tokens` 0 asks for the prompt's log-probabilities alone."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+class _Choice:
+    """One sequence on its way to the client."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompt: PreparedPrompt,
+        sequence: Sequence,
+        renderer: LogprobsRenderer,
+        index: int,
+    ) -> None:
+        self.index = index
+        self._request = request
+        self._prompt = prompt
+        self._sequence = sequence
+        self._renderer = renderer
+        self._tokenizer = serving.tokenizer
+        self._only_prompt = _only_scores_prompt(request)
+        self._is_first = True
+        self._logprobs = CompletionLogprobs(
+            renderer, serving.tokenizer, prompt.params.skip_special_tokens
+        )
+
+    def render(self, delta: Delta) -> Json:
+        """This choice with what `delta` adds to it."""
+        request, is_first = self._request, self._is_first
+        self._is_first = False
+        text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs or []
+        if self._only_prompt:
+            text, token_ids, positions = "", [], []
+        choice: Json = {"index": self.index, "text": text, "logprobs": None}
+        if request.logprobs is not None:
+            choice["logprobs"] = self._logprobs_of(token_ids, positions, is_first)
+        if request.echo and is_first:
+            choice["text"] = self._prompt_text() + text
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._only_prompt and delta.finish_reason is not None:
+            choice |= {"finish_reason": "length", "stop_reason": None}
+        if request.return_token_ids:
+            choice["token_ids"] = token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._prompt.token_ids.tolist()
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._renderer.prompt(self._sequence.prompt_logprobs or [])
+        return choice
+
+    def _logprobs_of(self, token_ids: list[int], positions: list[Any], is_first: bool) -> Json:
+        if self._request.echo and is_first:
+            token_ids = self._prompt.token_ids.tolist() + token_ids
+            positions = [*(self._sequence.prompt_logprobs or []), *positions]
+        return self._logprobs.piece(token_ids, positions)
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
+
+
+class _Answer:
+    """The answer to one request, whole or as the parts of a stream."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[PreparedPrompt],
+        group: RequestGroup,
+        answer_id: str,
+        model: str,
+    ) -> None:
+        self.request = request
+        self._group = group
+        self._n = prompts[0].params.n
+        self._with_cached = serving.config.frontend.enable_prompt_tokens_details
+        self.envelope: Json = {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": serving.fingerprint,
+        }
+        renderer = LogprobsRenderer(serving.tokenizer, bool(request.return_tokens_as_token_ids))
+        self.choices = [
+            _Choice(serving, request, prompts[i // self._n], sequence, renderer, i)
+            for i, sequence in enumerate(group.sequences)
+        ]
+
+    def usage(self) -> Json:
+        return usage(
+            self._group.sequences,
+            self._n,
+            with_cached=self._with_cached,
+            num_completion_tokens=0 if _only_scores_prompt(self.request) else None,
+        )
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        choices = [c.render(output) for c, output in zip(self.choices, outputs, strict=True)]
+        return self.envelope | {"choices": choices, "usage": self.usage()}
+
+
+class _Chunks:
+    """The chunks of a stream. Plain text goes through templates made once a request."""
+
+    def __init__(self, answer: _Answer) -> None:
+        request = answer.request
+        options = request.stream_options
+        self._answer = answer
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+        self._plain = not (
+            request.echo
+            or request.logprobs is not None
+            or request.return_token_ids
+            or self._continuous_usage
+        )
+        envelope = b"data: " + _encode(answer.envelope)[:-1]
+        self._heads = [
+            b'%b,"choices":[{"index":%d,"text":' % (envelope, choice.index)
+            for choice in answer.choices
+        ]
+        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
+
+    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
+        parts: list[bytes] = []
+        for index, delta in news:
+            if self._plain and delta.finish_reason is None:
+                if delta.text:
+                    parts += (self._heads[index], _encode(delta.text), self._tail)
+            else:
+                raise_if_failed(delta)
+                parts.append(self._event([self._answer.choices[index].render(delta)]))
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return b""
+        return event(self._answer.envelope | {"choices": [], "usage": self._answer.usage()})
+
+    def _event(self, choices: list[Json]) -> bytes:
+        chunk = self._answer.envelope | {"choices": choices}
+        if self._include_usage:
+            chunk["usage"] = self._answer.usage() if self._continuous_usage else None
+        return event(chunk)

@@ -1,0 +1,82 @@
+"""Errors in the shape that OpenAI clients parse: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+MAX_ECHO: Final = 200
+"""Characters of a caller's own value that an error message repeats."""
+
+_encode = msgspec.json.Encoder().encode
+_PATH = re.compile(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}/?")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
+
+
+class APIError(Exception):
+    """Ends a request with an HTTP status and an error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
+
+
+def bad_request(param: str | None, message: str, code: str | None = None) -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_after_s: float) -> APIError:
+    """503 for a server that cannot take this request now but may in `retry_after_s` seconds."""
+    seconds = str(max(1, round(retry_after_s)))
+    return APIError(
+        503, message, type="service_unavailable_error", headers={"retry-after": seconds}
+    )
+
+
+def internal_error(message: str) -> APIError:
+    return APIError(500, message, type="internal_server_error")
+
+
+def json_response(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(_encode(content), status, headers, "application/json")
+
+
+def echo(value: object) -> str:
+    """`value` as JSON for an error message, cut to `MAX_ECHO` characters."""
+    try:
+        text = _encode(value).decode()
+    except (TypeError, ValueError, OverflowError):
+        text = repr(value)
+    return text if len(text) <= MAX_ECHO else f"{text[:MAX_ECHO]}… ({len(text)} characters)"
+
+
+def public(message: str) -> str:
+    """An internal error message without the paths and addresses of this machine."""
+    return _ADDRESS.sub("[address]", _PATH.sub("[path]", message))

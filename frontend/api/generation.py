@@ -1,0 +1,129 @@
+"""Runs one HTTP request's sequences: submits them, watches the client, collects what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from starlette.types import Receive
+
+from ...protocol.sampling_params import SamplingParams
+from ..engine_client import (
+    Delta,
+    EngineDead,
+    EngineDraining,
+    Overloaded,
+    RequestGroup,
+    SequenceRequest,
+)
+from .body import ClientDisconnected
+from .errors import bad_request, internal_error, public, unavailable
+from .sampling import params_for_output
+from .schema import GenerationRequest
+from .serving import RETRY_WHILE_DRAINING_S, Serving
+
+MAX_SEQUENCES = 4096
+
+
+@dataclass(slots=True)
+class PreparedPrompt:
+    """A prompt with verified parameters; `text` only where the request gave it as text."""
+
+    token_ids: npt.NDArray[np.int32]
+    params: SamplingParams
+    text: str | None = None
+
+
+def verify_stream_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "stream_options is only allowed with stream=true")
+
+
+async def submit(
+    serving: Serving, request: GenerationRequest, prompts: list[PreparedPrompt], request_id: str
+) -> RequestGroup:
+    """Start every output of every prompt: sequence `i * n + j` is output j of prompt i.
+
+    Raises APIError 400 or 503, ParameterError.
+    """
+    n = prompts[0].params.n
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise bad_request(
+            "prompt", f"prompt and n ask for {len(prompts) * n} sequences, at most {MAX_SEQUENCES}"
+        )
+    priority = request.priority or 0
+    if not -(2**31) <= priority < 2**31:
+        raise bad_request("priority", f"priority must fit into 32 bits, got {priority}")
+    sequences = [
+        SequenceRequest(
+            prompt_token_ids=prompt.token_ids,
+            params=params_for_output(prompt.params, j),
+            prompt_text=prompt.text,
+            priority=priority,
+            cache_salt=request.cache_salt,
+            tenant=request.user or "",
+        )
+        for prompt in prompts
+        for j in range(n)
+    ]
+    try:
+        return await serving.engine.submit(sequences, request_id=request_id)
+    except Overloaded as error:
+        raise unavailable(str(error), error.retry_after_s) from None
+    except EngineDraining as error:
+        raise unavailable(str(error), RETRY_WHILE_DRAINING_S) from None
+    except EngineDead as error:
+        raise unavailable(public(str(error)), RETRY_WHILE_DRAINING_S) from None
+
+
+class ClientWatch:
+    """While entered, aborts `group` as soon as the client is gone; on exit, whatever is unfinished."""
+
+    def __init__(self, receive: Receive, group: RequestGroup) -> None:
+        self._receive = receive
+        self._group = group
+        self.disconnected = False
+
+    def __enter__(self) -> ClientWatch:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._task.cancel()
+        self._group.abort()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._group.abort()
+
+
+async def collect(group: RequestGroup, receive: Receive) -> list[Delta]:
+    """Wait for every sequence. Raises APIError for one that failed, ClientDisconnected."""
+    with ClientWatch(receive, group) as watch:
+        outputs = await group.result()
+        if watch.disconnected:
+            raise ClientDisconnected
+    for output in outputs:
+        raise_if_failed(output)
+    return outputs
+
+
+def raise_if_failed(delta: Delta) -> None:
+    """Raises APIError if the engine ended this sequence other than by finishing it."""
+    if delta.error is not None:
+        _fail(delta.finish_reason, public(delta.error))
+    if delta.finish_reason not in (None, "stop", "length"):
+        _fail(delta.finish_reason, f"The request ended early: {delta.finish_reason}")
+
+
+def _fail(finish_reason: str | None, message: str) -> NoReturn:
+    if finish_reason == "ignored":
+        raise bad_request(None, message)
+    if finish_reason in ("expired", "abort"):
+        raise unavailable(message, RETRY_WHILE_DRAINING_S)
+    raise internal_error(message)

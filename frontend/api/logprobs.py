@@ -1,0 +1,100 @@
+"""Log-probabilities in the three shapes of the API: chat, completions, prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from ..logprobs import PositionLogprobs
+from ..tokenizer import Tokenizer
+
+Json: TypeAlias = dict[str, Any]
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinities; -9999 stands for a token that cannot come."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+class LogprobsRenderer:
+    """Writes tokens as their text, or as `token_id:N` on request (`return_tokens_as_token_ids`)."""
+
+    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def token(self, token_id: int) -> str:
+        if self._as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def chat(self, positions: Iterable[PositionLogprobs]) -> Json:
+        """The `logprobs` of a chat choice; `bytes` are the token's own, also inside a character."""
+        return {"content": [self._chat_position(position) for position in positions]}
+
+    def _chat_position(self, position: PositionLogprobs) -> Json:
+        chosen = self._chat_token(position.token_id, position.logprob)
+        chosen["top_logprobs"] = [self._chat_token(*candidate) for candidate in position.top]
+        return chosen
+
+    def _chat_token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self.token(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+    def prompt(self, positions: list[PositionLogprobs | None]) -> list[Json | None]:
+        """`prompt_logprobs`: for each prompt token the candidates by token id; null for the first."""
+        return [None if p is None else self._prompt_position(p) for p in positions]
+
+    def _prompt_position(self, position: PositionLogprobs) -> Json:
+        ranked = [(token, logprob, i) for i, (token, logprob) in enumerate(position.top, 1)]
+        candidates = [(position.token_id, position.logprob, position.rank), *ranked]
+        return {
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self.token(token),
+            }
+            for token, logprob, rank in candidates
+        }
+
+
+class CompletionLogprobs:
+    """The `logprobs` of one completion choice, piece by piece; `text_offset` runs on between them.
+
+    Offsets count the characters that start in earlier tokens, so tokens inside a character share one.
+    """
+
+    def __init__(
+        self, renderer: LogprobsRenderer, tokenizer: Tokenizer, skip_special: bool
+    ) -> None:
+        self._renderer = renderer
+        self._visible_bytes = tokenizer.bytes_of(skip_special)
+        self._offset = 0
+
+    def piece(self, token_ids: Iterable[int], positions: Iterable[PositionLogprobs | None]) -> Json:
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            token = self._renderer.token(token_id)
+            tokens.append(token)
+            offsets.append(self._offset)
+            self._offset += sum(b & 0xC0 != 0x80 for b in self._visible_bytes[token_id])
+            if position is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            logprobs.append(finite(position.logprob))
+            top = {self._renderer.token(t): finite(logprob) for t, logprob in position.top}
+            tops.append(top | {token: finite(position.logprob)})
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }

@@ -1,0 +1,80 @@
+"""What operators, probes and load balancers ask."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .errors import APIError, json_response, public
+from .serving import RETRY_WHILE_LOADING_S, Serving, engine_version
+
+
+class Management:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        cards = [self._card(name) for name in self._serving.config.model.served_names]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._card(self._serving.verify_model(request.path_params["name"])))
+
+    def _card(self, name: str) -> dict[str, object]:
+        model = self._serving.config.model
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "engine",
+            "root": model.model,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def livez(self, request: Request) -> Response:
+        """200 while this process answers and its engine has not died."""
+        return self._status(self._serving.engine.dead_reason is None)
+
+    async def readyz(self, request: Request) -> Response:
+        """200 once a token has really been generated, until draining begins."""
+        return self._status(self._serving.is_ready)
+
+    def _status(self, good: bool) -> Response:
+        serving = self._serving
+        dead = serving.engine.dead_reason
+        body = {
+            "state": "ready" if serving.is_ready else "not ready",
+            "stage": "failed" if dead else serving.stage,
+            "detail": public(dead) if dead else serving.detail,
+        }
+        if good:
+            return json_response(body)
+        return json_response(body, 503, {"retry-after": str(int(RETRY_WHILE_LOADING_S))})
+
+    async def metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        body, content_type = self._serving.engine.metrics.render(accept)
+        return Response(body, headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": engine_version()})
+
+    async def load(self, request: Request) -> Response:
+        """How many sequences are in flight in this frontend."""
+        return json_response({"server_load": self._serving.engine.num_inflight})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._serving.verify_serving()
+        reset_running = request.query_params.get("reset_running_requests", "false") == "true"
+        if not await self._serving.engine.reset_prefix_cache(reset_running):
+            raise APIError(
+                409,
+                "The prefix cache is in use: wait until no request runs, "
+                "or use ?reset_running_requests=true",
+                type="conflict_error",
+            )
+        return json_response({"success": True})

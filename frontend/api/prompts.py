@@ -1,0 +1,127 @@
+"""The `prompt` of a completion request: text, token ids, or a list of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import APIError, bad_request, echo
+
+MAX_CHARACTERS_PER_TOKEN = 256
+"""No vocabulary has longer tokens, so a longer prompt is refused before it costs anything."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt. `text` is None when it was given as token ids. `param` names it in errors."""
+
+    param: str
+    text: str | None
+    token_ids: npt.NDArray[np.int32]
+
+
+def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
+    """Texts are not encoded yet: their `token_ids` are empty. Raises APIError 400."""
+    if prompt is None:
+        raise bad_request("prompt", "prompt is required")
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt")]
+    if not prompt:
+        raise bad_request("prompt", "prompt must not be an empty list")
+    if isinstance(prompt[0], int):
+        return [Prompt("prompt", None, parse_token_ids(prompt, "prompt", vocab_size))]
+    kind = type(prompt[0])
+    prompts = []
+    for i, entry in enumerate(prompt):
+        param = f"prompt[{i}]"
+        if type(entry) is not kind:
+            expected = "a string" if kind is str else "a list of token ids"
+            raise bad_request(
+                param, f"{param} must be {expected} like the first, got {echo(entry)}"
+            )
+        if kind is str:
+            prompts.append(_text(entry, param))
+        else:
+            prompts.append(Prompt(param, None, parse_token_ids(entry, param, vocab_size)))
+    return prompts
+
+
+def _text(text: str, param: str) -> Prompt:
+    return Prompt(param, text, np.empty(0, np.int32))
+
+
+def parse_token_ids(token_ids: list[Any], param: str, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Raises APIError 400 that names the first entry that is not in the vocabulary."""
+    if not token_ids:
+        raise bad_request(param, f"{param} must have at least one token")
+    try:
+        ids = np.array(token_ids, np.int64)
+    except (TypeError, ValueError):
+        raise bad_request(param, f"{param} must contain token ids only") from None
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        at = int(outside[0])
+        raise bad_request(
+            f"{param}[{at}]",
+            f"{param}[{at}] must be a token id in [0, {vocab_size}), got {ids[at]}",
+        )
+    return ids.astype(np.int32)
+
+
+def verify_characters(text: str, param: str, max_model_len: int) -> None:
+    """Refuse a text that cannot fit into the context whatever its tokens are."""
+    limit = max_model_len * MAX_CHARACTERS_PER_TOKEN
+    if len(text) > limit:
+        raise context_exceeded(
+            param,
+            f"{param} has {len(text)} characters, more than {limit}, "
+            f"and cannot fit into the maximum context length of {max_model_len} tokens",
+        )
+
+
+def fit_context(
+    token_ids: npt.NDArray[np.int32],
+    param: str,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    truncate: int | None,
+    max_model_len: int,
+) -> tuple[npt.NDArray[np.int32], int]:
+    """The prompt, truncated as asked for, and how many tokens it may generate.
+
+    Without `max_tokens` that is `default_max_tokens`, or less where the context ends earlier, or (None) what
+    remains of the context. Raises APIError 400 (`context_length_exceeded`).
+    """
+    if truncate is not None:
+        if truncate < -1 or truncate == 0 or truncate > max_model_len:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, got {truncate}",
+            )
+        keep = max_model_len - (max_tokens or 1) if truncate == -1 else truncate
+        token_ids = token_ids[-max(keep, 1) :]
+    num_tokens = len(token_ids)
+    if num_tokens == 0:
+        raise bad_request(param, f"{param} must have at least one token")
+    remaining = max_model_len - num_tokens
+    wanted = 1 if max_tokens is None else max_tokens
+    if wanted > remaining:
+        raise context_exceeded(
+            param if remaining < 1 else "max_tokens",
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_tokens + wanted} tokens ({num_tokens} in {param}, {wanted} for the completion). "
+            f"Please reduce {param} or max_tokens.",
+        )
+    if max_tokens is not None:
+        return token_ids, max_tokens
+    return token_ids, remaining if default_max_tokens is None else min(
+        default_max_tokens, remaining
+    )
+
+
+def context_exceeded(param: str, message: str) -> APIError:
+    return bad_request(param, message, code="context_length_exceeded")

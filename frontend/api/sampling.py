@@ -1,0 +1,84 @@
+"""From the fields of a request to `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...protocol.sampling_params import MAX_SEED, SamplingParams, StructuredOutput
+from .errors import bad_request, echo
+from .schema import GenerationRequest
+
+V = TypeVar("V")
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PLAIN = (
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    *,
+    defaults: dict[str, float | int],
+    vocab_size: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_output: StructuredOutput | None,
+) -> SamplingParams:
+    """What the request says, else the server's `defaults`, else the API's; not yet verified."""
+    given: dict[str, Any] = {name: defaults[name] for name in _DEFAULTABLE if name in defaults}
+    for name in (*_DEFAULTABLE, *_PLAIN):
+        value = getattr(request, name)
+        if value is not None:
+            given[name] = value
+    top_k = given.get("top_k")
+    if top_k is not None and top_k > vocab_size:
+        given["top_k"] = vocab_size
+    return SamplingParams(
+        **given,
+        n=1 if request.n is None else request.n,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        structured_output=structured_output,
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        bad_words=tuple(request.bad_words or ()),
+        allowed_token_ids=optional_tuple(request.allowed_token_ids),
+        logit_bias=_logit_bias(request.logit_bias),
+    )
+
+
+def optional_tuple(values: list[V] | None) -> tuple[V, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's keys are token ids written as strings; its values are clamped by nobody."""
+    if not biases:
+        return None
+    parsed = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise bad_request("logit_bias", f"logit_bias keys must be token ids, got {echo(key)}")
+        parsed[int(key)] = bias
+    return parsed
+
+
+def params_for_output(params: SamplingParams, j: int) -> SamplingParams:
+    """Parameters of the j-th of n outputs: its own seed, so that outputs differ and can be repeated."""
+    seed = params.seed
+    if seed is not None and j:
+        seed += j
+        if seed > MAX_SEED:
+            seed -= 2 * (MAX_SEED + 1)
+    return msgspec.structs.replace(params, n=1, seed=seed)

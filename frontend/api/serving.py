@@ -1,0 +1,145 @@
+"""What every endpoint of one frontend shares."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, TypeVar
+
+import msgspec
+
+from ...protocol.config import EngineConfig
+from ...protocol.messages import Stage
+from ...protocol.sampling_params import SamplingParams
+from ..chat import ChatTemplate, ReasoningParser, ToolParser, reasoning_parser, tool_parser
+from ..engine_client import EngineClient
+from ..tokenizer import Tokenizer
+from .errors import APIError, bad_request, echo, unavailable
+
+T = TypeVar("T")
+
+OFF_LOOP_CHARACTERS: Final = 2048
+"""Texts up to this length are encoded on the event loop: a thread switch would cost more."""
+
+RETRY_WHILE_LOADING_S: Final = 2.0
+RETRY_WHILE_DRAINING_S: Final = 5.0
+
+
+def engine_version() -> str:
+    try:
+        return version("engine")
+    except PackageNotFoundError:
+        return "0"
+
+
+class Serving:
+    """The model, its tokenizer, the engine, and how far the server has come.
+
+    `stage` goes STARTING, WARMING, READY, DRAINING; `detail` says what it waits for.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        chat_templates: dict[str, ChatTemplate],
+        engine: EngineClient,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._chat_templates = chat_templates
+        self.engine = engine
+        self.stage = Stage.STARTING
+        self.detail = "waiting for the model"
+        tools_name = config.frontend.tool_call_parser
+        self._tool_parser = tool_parser(tools_name) if tools_name else None
+        reasoning_name = config.frontend.reasoning_parser
+        self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
+        self.served_name = config.model.served_names[0]
+        self.fingerprint = _fingerprint(config)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.stage is Stage.READY and self.engine.ready
+
+    def verify_model(self, name: str | None) -> str:
+        """The name to answer with. Raises APIError 404 for a model that is not served here."""
+        if not name:
+            return self.served_name
+        if name not in self.config.model.served_names:
+            raise APIError(
+                404,
+                f"The model {echo(name)} does not exist; served: "
+                f"{', '.join(self.config.model.served_names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def chat_template(self, with_tools: bool) -> ChatTemplate:
+        """The model's template, the one for tool use if it has one. Raises APIError 400."""
+        templates = self._chat_templates
+        template = templates.get("tool_use") if with_tools else None
+        template = template or templates.get("default")
+        if template is None:
+            raise bad_request(
+                "messages",
+                "this model has no chat template: use /v1/completions, "
+                "or start the server with --chat-template",
+            )
+        return template
+
+    def new_tool_parser(self) -> ToolParser:
+        """Raises APIError 400 if the server was started without one."""
+        if self._tool_parser is None:
+            raise bad_request(
+                "tools",
+                "tools with tool_choice auto need a parser for this model's calls: start the server "
+                "with --enable-auto-tool-choice --tool-call-parser NAME, or use tool_choice "
+                "required, none or a named function",
+            )
+        return self._tool_parser()
+
+    def new_reasoning_parser(self, prompt: str) -> ReasoningParser | None:
+        """For the answer to `prompt`; None if the server was started without one."""
+        return None if self._reasoning_parser is None else self._reasoning_parser(prompt)
+
+    def verify_serving(self) -> None:
+        """Raise APIError 503 while there is no engine to send a request to."""
+        if self.stage is Stage.STARTING:
+            raise unavailable(f"The server is starting: {self.detail}", RETRY_WHILE_LOADING_S)
+        if self.stage is Stage.DRAINING:
+            raise unavailable("The server is shutting down", RETRY_WHILE_DRAINING_S)
+
+    def verify_sampling(self, params: SamplingParams) -> None:
+        """Raises ParameterError."""
+        params.verify(
+            vocab_size=self.config.model.vocab_size,
+            max_logprobs=self.config.frontend.max_logprobs,
+        )
+
+    async def off_loop(self, size: int, function: Callable[..., T], *args: object) -> T:
+        """Call `function`, in a thread if `size` characters would hold up the event loop."""
+        if size <= OFF_LOOP_CHARACTERS:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        def encode_all() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
+
+        return await self.off_loop(sum(map(len, texts)), encode_all)
+
+
+def _fingerprint(config: EngineConfig) -> str:
+    """`system_fingerprint`: equal fingerprints mean that equal seeds give equal answers."""
+    identity = (config.model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
+    digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
+    return f"engine-{engine_version()}-{digest[:8]}"

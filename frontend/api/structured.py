@@ -1,0 +1,96 @@
+"""`response_format` and `structured_outputs`: which language the answer must be written in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...protocol.sampling_params import GrammarKind, StructuredOutput
+from .errors import APIError, bad_request, echo
+from .schema import GenerationRequest
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+
+_encode = msgspec.json.Encoder().encode
+
+
+def structured_output(request: GenerationRequest) -> StructuredOutput | None:
+    """The constraint that a request asks for. Raises APIError 400 for one that cannot be read."""
+    of_format = request.response_format and _from_response_format(request.response_format)
+    constraints = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
+    of_outputs = _from_structured_outputs(constraints) if constraints else None
+    if of_format and of_outputs:
+        raise bad_request(
+            "structured_outputs", "structured_outputs cannot be combined with response_format"
+        )
+    return of_format or of_outputs
+
+
+def json_schema(schema: object, param: str) -> StructuredOutput:
+    """A JSON schema given as an object, as a boolean, or as a string that contains one."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except msgspec.DecodeError as error:
+            raise bad_request(param, f"{param} is not valid JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise _expected(param, "a JSON schema (an object)", schema)
+    return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
+
+
+def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput | None:
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput(GrammarKind.JSON_OBJECT)
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, dict):
+            raise _expected("response_format.json_schema", "an object", named)
+        if "schema" not in named:
+            raise bad_request(
+                "response_format.json_schema.schema",
+                "response_format.json_schema.schema is required",
+            )
+        return json_schema(named["schema"], "response_format.json_schema.schema")
+    if kind == "structural_tag":
+        return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(response_format).decode())
+    raise _expected("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
+
+
+def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | None:
+    for name in constraints:
+        if name not in _KINDS and name not in _OPTIONS:
+            param = f"structured_outputs.{name}"
+            raise bad_request(param, f"{param} is not known; use one of {', '.join(_KINDS)}")
+    given = [k for k in _KINDS if k in constraints and constraints[k] is not False]
+    if len(given) > 1:
+        raise bad_request(
+            "structured_outputs",
+            f"structured_outputs takes one constraint, got {' and '.join(given)}",
+        )
+    if not given:
+        return None
+    [name] = given
+    param, value = f"structured_outputs.{name}", constraints[name]
+    if name == "json":
+        return json_schema(value, param)
+    if name == "json_object":
+        return StructuredOutput(GrammarKind.JSON_OBJECT)
+    if name == "choice":
+        if not (value and isinstance(value, list) and all(isinstance(c, str) for c in value)):
+            raise _expected(param, "a list of strings", value)
+        return StructuredOutput(GrammarKind.CHOICE, _encode(value).decode())
+    if name == "structural_tag" and isinstance(value, dict):
+        value = _encode(value).decode()
+    if not (value and isinstance(value, str)):
+        raise _expected(param, "a non-empty string", value)
+    return StructuredOutput(GrammarKind(name), value)
+
+
+def _expected(param: str, expected: str, value: object) -> APIError:
+    return bad_request(param, f"{param} must be {expected}, got {echo(value)}")

@@ -1,0 +1,119 @@
+"""`tools` and `tool_choice`: which calls the model may make, and how they are forced."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ...protocol.sampling_params import StructuredOutput
+from .errors import APIError, bad_request, echo
+from .schema import ChatCompletionRequest
+from .structured import json_schema
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class ToolMode(enum.Enum):
+    """NONE: text only. AUTO: the model decides. REQUIRED: one call or more. NAMED: this one call."""
+
+    NONE = enum.auto()
+    AUTO = enum.auto()
+    REQUIRED = enum.auto()
+    NAMED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`name` is the function of NAMED; `constraint` is what the forced modes must write."""
+
+    mode: ToolMode
+    name: str = ""
+    constraint: StructuredOutput | None = None
+
+
+def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
+    """Raises APIError 400 for tools or a choice that make no sense."""
+    schemas = _schemas_by_name(request.tools or [])
+    choice = request.tool_choice
+    if choice is None:
+        choice = "auto" if schemas else "none"
+    if choice == "none":
+        return ToolChoice(ToolMode.NONE)
+    if not schemas:
+        raise bad_request("tool_choice", f"tool_choice {echo(choice)} needs tools")
+    if choice == "auto":
+        return ToolChoice(ToolMode.AUTO)
+    if choice == "required":
+        schema = _calls_schema(schemas, parallel=request.parallel_tool_calls is not False)
+        return ToolChoice(ToolMode.REQUIRED, constraint=json_schema(schema, "tools"))
+    name = _chosen_name(choice)
+    if name not in schemas:
+        raise bad_request(
+            "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(schemas)}"
+        )
+    constraint = json_schema(schemas[name], "tools")
+    return ToolChoice(ToolMode.NAMED, name, constraint)
+
+
+def _chosen_name(choice: str | dict[str, Any]) -> str:
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            name: str = function["name"]
+            return name
+    raise bad_request(
+        "tool_choice",
+        "tool_choice must be none, auto, required or "
+        f'{{"type": "function", "function": {{"name": ...}}}}, got {echo(choice)}',
+    )
+
+
+def _schemas_by_name(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    schemas: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        kind = tool.get("type", "function")
+        if kind != "function":
+            raise _wrong(f"tools[{i}].type", '"function"', kind)
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise _wrong(f"tools[{i}].function", "an object", function)
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            expected = "1 to 128 letters, digits, dots, dashes or underscores"
+            raise _wrong(f"tools[{i}].function.name", expected, name)
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise _wrong(f"tools[{i}].function.parameters", "a JSON schema (an object)", parameters)
+        schemas[name] = _ANY_OBJECT | (parameters or {})
+    return schemas
+
+
+def _calls_schema(schemas: dict[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
+    """An array of {"name", "parameters"} objects, one shape for each tool."""
+    definitions: dict[str, Any] = {}
+    shapes = []
+    for name, schema in schemas.items():
+        # References are relative to the whole document, so definitions move to its root.
+        parameters = dict(schema)
+        for key in ("$defs", "definitions"):
+            definitions.setdefault(key, {}).update(parameters.pop(key, {}))
+        properties = {"name": {"const": name}, "parameters": parameters}
+        shapes.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
+    if not parallel:
+        calls["maxItems"] = 1
+    return calls | {key: value for key, value in definitions.items() if value}
+
+
+def _wrong(param: str, expected: str, value: object) -> APIError:
+    return bad_request(param, f"{param} must be {expected}, got {echo(value)}")

@@ -1,0 +1,30 @@
+"""Finding markers in text that is still coming."""
+
+from collections.abc import Sequence
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Position and marker of the first of `markers` in `text`, the longest of those there."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
+    if not found:
+        return None
+    at, _, marker = min(found)
+    return at, marker
+
+
+def may_begin(text: str, markers: Sequence[str]) -> bool:
+    """Whether `text` is the beginning of a marker, or of nothing yet."""
+    return any(marker.startswith(text) for marker in markers)
+
+
+def start_of_held(text: str, markers: Sequence[str]) -> int:
+    """Where the end of `text` starts that is to be held back: whitespace, and after it what may
+    be the beginning of a marker. Neither can be judged before the text goes on."""
+    end = len(text)
+    first_chars = {marker[0] for marker in markers}
+    longest = max((len(marker) for marker in markers), default=1)
+    for at in range(max(0, end - longest + 1), end):
+        if text[at] in first_chars and may_begin(text[at:], markers):
+            end = at
+            break
+    return len(text[:end].rstrip())

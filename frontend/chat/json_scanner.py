@@ -1,0 +1,110 @@
+"""Reading one JSON object while it is being written."""
+
+import json
+import re
+
+_STRUCTURE = re.compile(r'["{}\[\]:,]')
+_STRING_END = re.compile(r'["\\]')
+
+
+def decode_string(source: str) -> str | None:
+    """The string that `source` is in JSON, or None. Halves of characters become "?"."""
+    try:
+        value: object = json.loads(source)
+    except ValueError:
+        return None
+    return value.encode(errors="replace").decode() if isinstance(value, str) else None
+
+
+class JsonObjectScanner:
+    """Finds the members of one JSON object, `text` fed in pieces, the first starting with "{".
+
+    `members` holds the values that are complete, as JSON text. `open_key` and `open_start` say
+    which value is being written and where in `text` it starts, once that is an object.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.end: int | None = None
+        """Where in `text` the object ends, exclusive, once it has."""
+        self.failed = False
+        """Whether what has been read cannot be a JSON object."""
+        self.position = 0
+        """How much of `text` has been read: where it failed, if it has."""
+        self.members: dict[str, str] = {}
+        self.open_key: str | None = None
+        self.open_start: int | None = None
+        self._depth = 0
+        self._in_string = False
+        self._string_start = 0
+        self._value_start: int | None = None
+
+    def feed(self, text: str) -> None:
+        self.text += text
+        while self.end is None and not self.failed and self.position < len(self.text):
+            found = (_STRING_END if self._in_string else _STRUCTURE).search(
+                self.text, self.position
+            )
+            if found is None:
+                self.position = len(self.text)
+            elif self._in_string:
+                if not self._read_in_string(found[0], found.start()):
+                    return
+            else:
+                self.position = found.end()
+                self._read_structure(found[0], found.start())
+
+    def _read_in_string(self, char: str, at: int) -> bool:
+        """False if the text must go on first."""
+        if char == "\\":
+            if at + 1 == len(self.text):
+                self.position = at
+                return False
+            self.position = at + 2
+            return True
+        self.position, self._in_string = at + 1, False
+        if self._depth == 1:
+            if self.open_key is None:
+                self._read_key()
+            elif self.text[self._value_start : at].lstrip()[:1] == '"':
+                self._close_value(at + 1)
+        return True
+
+    def _read_key(self) -> None:
+        self.open_key = decode_string(self.text[self._string_start : self.position])
+        self.failed = self.open_key is None
+
+    def _read_structure(self, char: str, at: int) -> None:
+        if char == '"':
+            self._in_string, self._string_start = True, at
+        elif char in "{[":
+            if self._depth == 1:
+                if self._value_start is None:
+                    self.failed = True
+                elif char == "{" and self.open_start is None:
+                    self.open_start = at
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 1:
+                self._close_value(at + 1)
+            elif self._depth == 0:
+                self._close_member(at, last=True)
+                self.end = at + 1
+        elif self._depth == 1 and char == ":":
+            if self.open_key is None or self._value_start is not None:
+                self.failed = True
+            self._value_start = at + 1
+        elif self._depth == 1:
+            self._close_member(at, last=False)
+
+    def _close_member(self, end: int, last: bool) -> None:
+        if self.open_key is None or self._value_start is None:
+            self.failed = not last or self.open_key is not None
+            return
+        self._close_value(end)
+        self.open_key = self._value_start = self.open_start = None
+
+    def _close_value(self, end: int) -> None:
+        if self.open_key is not None:
+            self.members.setdefault(self.open_key, self.text[self._value_start : end].strip())

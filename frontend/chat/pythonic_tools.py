@@ -1,0 +1,158 @@
+"""Tool calls written as a Python list of calls: `[weather(city="Rome"), now()]`."""
+
+import ast
+import json
+import re
+from enum import Enum, auto
+
+from .held_text import may_begin
+from .tools import ToolCallDelta, ToolDelta, openai_call_id
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_BEGINNING = re.compile(r"\s*(?:\[\s*(?P<name>[A-Za-z_][\w.]*\s*)?)?")
+_STRUCTURE = re.compile(r"""[()\[\]{},"']""")
+
+
+class _State(Enum):
+    START = auto()
+    CALLS = auto()
+    AFTER_CALLS = auto()
+    TEXT = auto()
+
+
+class PythonicToolParser:
+    """Parses one text. It is calls from its first character on, or content.
+
+    A call is given out when it is complete: Python's arguments are not JSON's, so they can only be
+    written out anew. Whitespace and the closing marker after the calls are dropped.
+    """
+
+    reads_special_tokens = True
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._position = 0  # how far the buffer has been scanned
+        self._call_start = 0
+        self._brackets = 0
+        self._quote = ""
+        self._state = _State.START
+        self._num_calls = 0
+        self._delta = ToolDelta()
+
+    def feed(self, text: str) -> ToolDelta:
+        self._delta = ToolDelta()
+        self._buffer += text
+        if self._state is _State.START:
+            self._read_start()
+        if self._state is _State.CALLS:
+            self._read_calls()
+        if self._state is _State.AFTER_CALLS:
+            self._skip_end()
+        if self._state is _State.TEXT:
+            self._delta.content, self._buffer = self._buffer, ""
+        return self._delta
+
+    def finish(self) -> ToolDelta:
+        rest, self._buffer = self._buffer, ""
+        if (self._state is _State.CALLS and self._num_calls) or (
+            self._state is _State.AFTER_CALLS and rest.strip() in ("", _END)
+        ):
+            rest = ""
+        return ToolDelta(rest)
+
+    def _read_start(self) -> None:
+        text = self._buffer.lstrip()
+        if text != _START and may_begin(text, (_START,)):
+            return
+        skipped = len(self._buffer) - len(text.removeprefix(_START))
+        beginning = _BEGINNING.match(self._buffer, skipped)
+        if beginning is None or beginning.end() == len(self._buffer):
+            return
+        if beginning["name"] and self._buffer[beginning.end()] == "(":
+            self._position = self._call_start = beginning.start("name")
+            self._brackets = 1
+            self._state = _State.CALLS
+        else:
+            self._state = _State.TEXT
+
+    def _read_calls(self) -> None:
+        while self._state is _State.CALLS:
+            if self._quote:
+                if not self._skip_string():
+                    return
+                continue
+            found = _STRUCTURE.search(self._buffer, self._position)
+            if found is None:
+                self._position = len(self._buffer)
+                return
+            self._position = found.end()
+            char = found[0]
+            if char in "\"'":
+                self._quote = char
+            elif char in "([{":
+                self._brackets += 1
+            elif char in ")]}":
+                self._brackets -= 1
+            if self._brackets == 0 or (self._brackets == 1 and char == ","):
+                self._close_call(found.start())
+
+    def _skip_string(self) -> bool:
+        """Go to after the string's end; False if the text must go on first."""
+        for at in range(self._position, len(self._buffer)):
+            if self._buffer[at] == "\\":
+                if at + 1 == len(self._buffer):
+                    self._position = at
+                    return False
+                self._position = at + 2
+                return True
+            if self._buffer[at] == self._quote:
+                self._quote = ""
+                self._position = at + 1
+                return True
+        self._position = len(self._buffer)
+        return False
+
+    def _close_call(self, end: int) -> None:
+        source = self._buffer[self._call_start : end].strip()
+        call = _parse_call(source)
+        if call is not None:
+            name, arguments = call
+            self._delta.tool_calls += [
+                ToolCallDelta(self._num_calls, openai_call_id(), name),
+                ToolCallDelta(self._num_calls, arguments=arguments),
+            ]
+            self._num_calls += 1
+            self._call_start = self._position
+        elif source or not self._num_calls:
+            # Not calls after all. The ones given out stay; what is left is content.
+            self._state = _State.TEXT
+            if self._num_calls:
+                self._buffer = self._buffer[self._call_start :]
+            return
+        if self._brackets == 0:
+            self._state = _State.AFTER_CALLS
+            self._buffer = self._buffer[self._position :]
+
+    def _skip_end(self) -> None:
+        text = self._buffer.lstrip()
+        if may_begin(text, (_END,)):
+            return
+        self._buffer = text.removeprefix(_END)
+        self._state = _State.TEXT
+
+
+def _parse_call(source: str) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of `source` if it is a call with keyword arguments."""
+    try:
+        call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        arguments = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                return None
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ast.unparse(call.func), text.encode(errors="replace").decode()
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None

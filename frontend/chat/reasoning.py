@@ -1,0 +1,143 @@
+"""The reasoning of a model, apart from its answer, and the parsers by name."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
+
+from ...protocol.errors import ConfigError
+from ..tokenizer import Tokenizer
+from .held_text import find_first, may_begin, start_of_held
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning goes from the first of `starts` that comes to the first of `ends`."""
+
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    implied: bool = False
+    """Whether a text without a start is reasoning all the same, until an end."""
+
+
+@dataclass(slots=True)
+class ReasoningDelta:
+    """What a piece of text adds to the message."""
+
+    reasoning: str = ""
+    content: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content)
+
+
+class _State(Enum):
+    START = auto()
+    REASONING_START = auto()
+    """In the reasoning, before its first character that is no whitespace."""
+    REASONING = auto()
+    CONTENT_START = auto()
+    CONTENT = auto()
+
+
+class ReasoningParser:
+    """Splits one text, taken in pieces: reasoning first, then content.
+
+    Whitespace at both ends of the reasoning, and before the content after it, is dropped.
+    `prompt` is the rendered chat: templates open the reasoning, or open and close it, themselves.
+    """
+
+    def __init__(self, format: ReasoningFormat, prompt: str = "") -> None:
+        self._format = format
+        self._buffer = ""
+        prompt = prompt.rstrip()
+        closed = prompt.endswith(format.ends)
+        self._begins_opened = not closed and (format.implied or prompt.endswith(format.starts))
+        self._opened = self._begins_opened
+        self._state = _State.CONTENT if closed else _State.START
+
+    def feed(self, text: str) -> ReasoningDelta:
+        self._buffer += text
+        delta = ReasoningDelta()
+        if self._state is _State.START:
+            self._read_start()
+        if self._state is _State.REASONING_START:
+            self._skip_whitespace(_State.REASONING)
+        if self._state is _State.REASONING:
+            self._read_reasoning(delta)
+        if self._state is _State.CONTENT_START:
+            self._skip_whitespace(_State.CONTENT)
+        if self._state is _State.CONTENT:
+            delta.content, self._buffer = self._buffer, ""
+        return delta
+
+    def finish(self) -> ReasoningDelta:
+        """The text has ended: give what was held back."""
+        rest, self._buffer = self._buffer, ""
+        if self._state in (_State.REASONING, _State.REASONING_START) or self._opened:
+            return ReasoningDelta(reasoning=rest.rstrip())
+        return ReasoningDelta(content="" if self._state is _State.CONTENT_START else rest)
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        """How many of the text's `token_ids` come before the end of the reasoning."""
+        pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+        text = b"".join(pieces)
+        starts = tuple(start.encode() for start in self._format.starts)
+        if not (self._begins_opened or text.lstrip().startswith(starts)):
+            return 0
+        ends = [at for end in self._format.ends if (at := text.find(end.encode())) >= 0]
+        if not ends:
+            return len(pieces)
+        return bisect_left([0, *accumulate(map(len, pieces))], min(ends))
+
+    def _read_start(self) -> None:
+        text = self._buffer.lstrip()
+        start = next((s for s in self._format.starts if text.startswith(s)), None)
+        if start is not None:
+            self._buffer = text.removeprefix(start)
+            self._opened = True
+            self._state = _State.REASONING_START
+        elif not may_begin(text, self._format.starts):
+            self._state = _State.REASONING_START if self._opened else _State.CONTENT
+
+    def _skip_whitespace(self, then: _State) -> None:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = then
+
+    def _read_reasoning(self, delta: ReasoningDelta) -> None:
+        found = find_first(self._buffer, self._format.ends)
+        if found is None:
+            held_from = start_of_held(self._buffer, self._format.ends)
+            delta.reasoning, self._buffer = self._buffer[:held_from], self._buffer[held_from:]
+            return
+        at, end = found
+        delta.reasoning = self._buffer[:at].rstrip()
+        self._buffer = self._buffer[at + len(end) :]
+        self._opened = False
+        self._state = _State.CONTENT_START
+
+
+_PARSERS = {
+    "deepseek_r1": ReasoningFormat(implied=True),
+    "qwen3": ReasoningFormat(),
+    "granite": ReasoningFormat(
+        starts=("Here is my thought process:", "Here's my thought process:"),
+        ends=("Here is my response:", "Here's my response:"),
+    ),
+}
+
+
+def reasoning_parser(name: str) -> Callable[[str], ReasoningParser]:
+    """Makes, for a rendered prompt, the parsers of `--reasoning-parser NAME`.
+
+    Raises ConfigError for a name that is not known.
+    """
+    try:
+        format = _PARSERS[name]
+    except KeyError:
+        raise ConfigError(
+            f"--reasoning-parser {name!r} is not known; choose one of {', '.join(_PARSERS)}"
+        ) from None
+    return lambda prompt: ReasoningParser(format, prompt)

@@ -1,0 +1,257 @@
+"""Chat templates: Jinja, as transformers renders it, in a sandbox with bounds.
+
+A template comes with a checkpoint, so it is data from a stranger: it gets plain values, no
+attributes of Python objects, and a limit on the time it may take.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...protocol.errors import EngineError
+from .messages import Message, TemplateTraits, normalize_messages
+
+ContentFormat = Literal["auto", "string", "openai"]
+
+MAX_RENDER_SECONDS = 10.0
+MAX_REPETITION = 1_000_000
+_DEADLINE = "_deadline"
+# Templates that trim what they show take the space away, and with it the one before the mark.
+_CONTINUE_HERE = "\u241fcontinue here\u241f "
+
+
+class ChatTemplateError(EngineError, ValueError):
+    """A chat that the template refuses, or a template that cannot be used; fit for a client."""
+
+
+class ChatTemplate:
+    """One compiled template. `render` may be called from several threads.
+
+    `content_format` says how a message's content reaches the template: as one string, as a list of
+    parts, or ("auto") as whatever the template turns out to read.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> None:
+        """`special_tokens`: values of bos_token, eos_token ... Raises ChatTemplateError."""
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the chat template is not valid, line {error.lineno}: {error.message}"
+            ) from error
+        self._traits = self._probe(content_format)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """The prompt for `messages`, in the shape of the OpenAI API.
+
+        With `continue_final_message` the prompt ends where the last message's text does, for the
+        model to go on with. `chat_template_kwargs` are further variables of the template. Raises
+        ChatTemplateError with the template's own message, ParameterError naming the field, such as
+        `messages[0].content[1].type`; both are ValueErrors.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "continue_final_message and add_generation_prompt cannot both be true"
+            )
+        normalized = normalize_messages(messages, self._traits)
+        if continue_final_message:
+            _mark_end(normalized)
+        prompt = self._render(
+            chat_template_kwargs,
+            messages=normalized,
+            tools=list(tools) if tools else None,
+            documents=list(documents) if documents else None,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return _cut_at_mark(prompt) if continue_final_message else prompt
+
+    def _render(self, more: Mapping[str, Any], **variables: Any) -> str:
+        limit = {_DEADLINE: time.monotonic() + MAX_RENDER_SECONDS}
+        try:
+            return self._template.render({**self._special_tokens, **more, **variables, **limit})
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(error.message or "the chat template failed") from error
+        except RecursionError as error:
+            raise ChatTemplateError("the chat template recurses too deeply") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def _probe(self, content_format: ContentFormat) -> TemplateTraits:
+        """Learn by rendering small chats what the template can take."""
+        word = "4f1c"
+
+        def shows(content: Any) -> bool:
+            text = self._try_render([{"role": "user", "content": content}])
+            return text is not None and word in text and "'text'" not in text
+
+        reads_strings, reads_parts = content_format == "string", content_format == "openai"
+        if content_format == "auto":
+            reads_parts = shows([{"type": "text", "text": word}])
+            reads_strings = shows(word) or not reads_parts
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+        with_null = self._try_render(
+            [
+                {"role": "user", "content": word},
+                {"role": "assistant", "content": None, "tool_calls": [{"id": "c12345678", **call}]},
+            ]
+        )
+        return TemplateTraits(
+            reads_strings=reads_strings,
+            reads_parts=reads_parts,
+            reads_null=with_null is not None and "None" not in with_null,
+            knows_developer="developer" in self.source,
+        )
+
+    def _try_render(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self._render(
+                {}, messages=messages, tools=None, documents=None, add_generation_prompt=True
+            )
+        except ChatTemplateError:
+            return None
+
+
+def load_chat_template(argument: str) -> str:
+    """The template that `--chat-template` gives, itself or as the path of a file."""
+    if "{" in argument or "\n" in argument:
+        return argument
+    try:
+        return Path(argument).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChatTemplateError(
+            f"--chat-template {argument!r} is neither a template nor a readable file: {error}"
+        ) from error
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> None:
+    """Put the mark after the last message's text."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _CONTINUE_HERE
+    elif isinstance(content, list) and content:
+        content[-1]["text"] += _CONTINUE_HERE
+    else:
+        raise ChatTemplateError("continue_final_message needs a last message with text content")
+
+
+def _cut_at_mark(prompt: str) -> str:
+    before, mark, after = prompt.rpartition(_CONTINUE_HERE.rstrip())
+    if not mark:
+        raise ChatTemplateError(
+            "continue_final_message: the chat template does not show the last message's content"
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, with which templates mark what the model says: here, just its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Looks at the clock in each turn of a loop and at each call, so nothing goes on for ever."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "_timed", [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_deadline(__context)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("the chat template may not use **")
+        for sequence, times in ((left, right), (right, left)):
+            repeats = isinstance(sequence, (str, list, tuple)) and isinstance(times, int)
+            if repeats and len(sequence) * times > MAX_REPETITION:
+                raise SecurityError(f"the chat template repeats to more than {MAX_REPETITION}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_deadline(context: Context) -> None:
+    if time.monotonic() > context.resolve(_DEADLINE):
+        raise SecurityError(f"the chat template takes more than {MAX_RENDER_SECONDS} seconds")
+
+
+@jinja2.pass_context
+def _timed(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
+    for item in iterable:
+        _check_deadline(context)
+        yield item
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> _BoundedEnvironment:
+    environment = _BoundedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.globals |= functions
+    del environment.globals["lipsum"]
+    environment.filters |= {"tojson": _tojson, "_timed": _timed}
+    return environment
+
+
+_ENVIRONMENT = _environment()

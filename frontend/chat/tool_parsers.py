@@ -1,0 +1,29 @@
+"""The tool-call parsers by name."""
+
+from collections.abc import Callable
+
+from ...protocol.errors import ConfigError
+from . import json_tools
+from .pythonic_tools import PythonicToolParser
+from .tools import ToolParser
+
+_PARSERS: dict[str, Callable[[], ToolParser]] = {
+    "hermes": json_tools.hermes,
+    "qwen3": json_tools.hermes,
+    "llama3_json": json_tools.llama3_json,
+    "llama4_json": json_tools.llama3_json,
+    "mistral": json_tools.mistral,
+    "granite": json_tools.granite,
+    "pythonic": PythonicToolParser,
+    "llama4_pythonic": PythonicToolParser,
+}
+
+
+def tool_parser(name: str) -> Callable[[], ToolParser]:
+    """Makes the parsers of `--tool-call-parser NAME`. Raises ConfigError for an unknown name."""
+    try:
+        return _PARSERS[name]
+    except KeyError:
+        raise ConfigError(
+            f"--tool-call-parser {name!r} is not known; choose one of {', '.join(_PARSERS)}"
+        ) from None

@@ -1,0 +1,75 @@
+"""Tool calls in the text of a model: what parsers give.
+
+A parser takes a text in pieces, as they come from the model, and is used once. A whole text is one
+piece, so streaming and not give the same calls, wherever the pieces are cut.
+"""
+
+import random
+import string
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it; cut short where the model's text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of call number `index`: first its id and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ToolDelta:
+    """What a piece of text adds to the message."""
+
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.tool_calls)
+
+
+class ToolParser(Protocol):
+    reads_special_tokens: bool
+    """Whether its markers are special tokens, so that the text must be made with them in it."""
+
+    def feed(self, text: str) -> ToolDelta:
+        """Take the next piece. What may be the beginning of a call is held back."""
+        ...
+
+    def finish(self) -> ToolDelta:
+        """The text has ended: give what was held back."""
+        ...
+
+
+def parse_tool_calls(parser: ToolParser, text: str) -> tuple[str | None, list[ToolCall]]:
+    """The content (None if there is none) and the tool calls of a whole text."""
+    content, calls = "", list[ToolCall]()
+    for delta in (parser.feed(text), parser.finish()):
+        content += delta.content
+        for piece in delta.tool_calls:
+            if piece.index == len(calls):
+                calls.append(ToolCall(piece.id or "", piece.name or "", piece.arguments))
+            else:
+                call = calls[piece.index]
+                calls[piece.index] = ToolCall(call.id, call.name, call.arguments + piece.arguments)
+    return content or None, calls
+
+
+def openai_call_id() -> str:
+    return f"call_{random.getrandbits(96):024x}"
+
+
+def mistral_call_id() -> str:
+    """Mistral's templates refuse ids that are not nine letters and digits."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))

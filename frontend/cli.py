@@ -1,0 +1,58 @@
+"""The `engine` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+COMMANDS = """\
+commands:
+  serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
+  worker CONFIG CORE RANK   run one worker of a running engine, as torchrun starts it
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ARGV (default: this process's); returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="engine",
+        usage="engine COMMAND ...",
+        description="A fast, small, crash-proof server for large language models.",
+        epilog=COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"engine {__version__}")
+    parser.add_argument("command", choices=("serve", "worker"), help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "worker":
+        return _worker(parsed.arguments)
+    # Imported here so that `engine --help` costs nothing.
+    from .serve import serve
+
+    return serve(parsed.arguments)
+
+
+def _worker(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="engine worker", description="Run one worker; it dials its core."
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the engine's configuration file")
+    parser.add_argument("core", metavar="CORE", type=int, help="index of the core")
+    parser.add_argument("rank", metavar="RANK", type=int, help="rank among the core's workers")
+    parsed = parser.parse_args(arguments)
+    command = [sys.executable, "-P", "-m", "engine.workers"]
+    command += [parsed.config, str(parsed.core), str(parsed.rank)]
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

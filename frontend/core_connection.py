@@ -1,0 +1,174 @@
+"""The conversation of one frontend with one core: handshake, sending once a tick, missing messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from ..protocol.arrays import int32_bytes
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    CallResult,
+    ClientHello,
+    CoreMessage,
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ResetPrefixCache,
+)
+from ..protocol.transport import AsyncPeer, Peer
+from .core_load import CoreLoad
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S: Final = 0.1
+
+
+class CoreEvents(msgspec.Struct):
+    """What a connection reports.
+
+    `on_outputs` may raise ValueError for a message that makes no sense, which is then dropped.
+    `on_lost_outputs`: outputs were lost on the way, so every sequence at this core misses tokens.
+    `on_refused`: this core can never serve this frontend, for the reason given.
+    """
+
+    on_ready: Callable[[CoreReady], None]
+    on_outputs: Callable[[EngineCoreOutputs], None]
+    on_lost_outputs: Callable[[int], None]
+    on_refused: Callable[[str], None]
+
+
+class CoreConnection:
+    """Says hello until the core answers; afterwards carries requests there and outputs back."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        config: EngineConfig,
+        client_index: int,
+        core_index: int,
+        events: CoreEvents,
+    ) -> None:
+        self.core_index = core_index
+        self.load = CoreLoad(config.scheduler)
+        self.ready = False
+        self._num_dropped_messages = 0
+        self._config = config
+        self._client_index = client_index
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._last_sequence: int | None = None
+        self._requests: list[EngineCoreRequest] = []
+        self._aborted: list[int] = []
+        self._flush_scheduled = False
+        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._num_calls = 0
+        self._wire = Peer[CoreMessage](
+            context, config.core_address(core_index), b"client%d" % client_index, CoreMessage
+        )
+        self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._say_hello()
+
+    def num_dropped_frames(self) -> int:
+        """Frames that did not decode, came twice or made no sense."""
+        return self._wire.num_dropped_frames + self._num_dropped_messages
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request with all others of this tick of the event loop."""
+        self._requests.append(request)
+        self._schedule_flush()
+
+    def abort(self, request_index: int) -> None:
+        self._aborted.append(request_index)
+        self._schedule_flush()
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[bool]:
+        """Ask at once; the core's answer."""
+        self._num_calls += 1
+        call_id = self._num_calls
+        result: asyncio.Future[bool] = self._loop.create_future()
+        self._calls[call_id] = result
+        self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
+        return result
+
+    def fail_calls(self, error: Exception) -> None:
+        for result in self._calls.values():
+            if not result.done():
+                result.set_exception(error)
+        self._calls.clear()
+
+    def close(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._requests.clear()
+        self._aborted.clear()
+        self._peer.close()
+
+    def _say_hello(self) -> None:
+        self._peer.send(ClientHello(PROTOCOL_VERSION, self._config.epoch, self._client_index))
+        self._hello_timer = self._loop.call_later(HELLO_INTERVAL_S, self._say_hello)
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._requests:
+            requests, self._requests = self._requests, []
+            self._peer.send(AddRequests(requests))
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            self._peer.send(AbortRequests(int32_bytes(aborted)))
+
+    def _receive(self, message: CoreMessage) -> None:
+        if isinstance(message, EngineCoreOutputs):
+            self._receive_outputs(message)
+        elif isinstance(message, CoreReady):
+            self._receive_ready(message)
+        elif isinstance(message, CallResult):
+            result = self._calls.pop(message.call_id, None)
+            if result is not None and not result.done():
+                result.set_result(message.ok)
+
+    def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:
+        last = self._last_sequence
+        if last is not None and outputs.sequence <= last:
+            self._num_dropped_messages += 1
+            return
+        self._last_sequence = outputs.sequence
+        if last is not None and outputs.sequence > last + 1:
+            self._events.on_lost_outputs(self.core_index)
+        try:
+            if outputs.core_index != self.core_index:
+                raise ValueError(f"core {self.core_index} calls itself {outputs.core_index}")
+            self._events.on_outputs(outputs)
+        except ValueError as error:
+            logger.warning("core %d sent nonsense: %s", self.core_index, error)
+            self._num_dropped_messages += 1
+            self._events.on_lost_outputs(self.core_index)
+
+    def _receive_ready(self, ready: CoreReady) -> None:
+        if self.ready:
+            return
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        expected = (PROTOCOL_VERSION, self._config.epoch, self.core_index)
+        if (ready.version, ready.epoch, ready.core_index) != expected:
+            self._events.on_refused(
+                f"core {self.core_index} answered as core {ready.core_index} with protocol "
+                f"version {ready.version} and epoch {ready.epoch}; this frontend expects "
+                f"version {PROTOCOL_VERSION} and epoch {self._config.epoch}: restart the server"
+            )
+            return
+        self.ready = True
+        self._events.on_ready(ready)

@@ -1,0 +1,75 @@
+"""How much work of this frontend a core holds, and when that is too much."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import Final
+
+from ..protocol.config import SchedulerConfig
+from ..protocol.errors import EngineError
+
+MAX_RETRY_AFTER_S: Final = 60
+
+
+class Overloaded(EngineError):
+    """The queue is full. After `retry_after_s` it should have room, at the present rate."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(f"{message}; retry in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class CoreLoad:
+    """Counts the sequences and prompt tokens that this frontend has at one core."""
+
+    def __init__(self, limits: SchedulerConfig) -> None:
+        self._limits = limits
+        self.num_inflight = 0
+        self.num_queued = 0
+        self.num_unscheduled_tokens = 0
+        self._finish_times: deque[float] = deque(maxlen=64)
+
+    def check(self, num_sequences: int, num_tokens: int) -> None:
+        """Raise Overloaded if new sequences with `num_tokens` prompt tokens do not fit in the queue."""
+        limits = self._limits
+        queued = self.num_inflight + num_sequences - limits.max_num_seqs
+        if self.num_queued:
+            queued = max(queued, self.num_queued + num_sequences)
+        if 0 < limits.max_num_queued_reqs < queued:
+            raise Overloaded(
+                f"the queue is full: {queued} sequences would wait, "
+                f"the limit is {limits.max_num_queued_reqs} (--max-num-queued-reqs)",
+                self._retry_after_s(queued - limits.max_num_queued_reqs),
+            )
+        waiting = self.num_unscheduled_tokens
+        if waiting and 0 < limits.max_num_queued_tokens < waiting + num_tokens:
+            raise Overloaded(
+                f"the queue is full: {waiting + num_tokens} prompt tokens would wait, "
+                f"the limit is {limits.max_num_queued_tokens} (--max-num-queued-tokens)",
+                self._retry_after_s(num_sequences),
+            )
+
+    def submitted(self, num_prompt_tokens: int) -> None:
+        self.num_inflight += 1
+        self.num_unscheduled_tokens += num_prompt_tokens
+
+    def queued(self) -> None:
+        self.num_queued += 1
+
+    def left_queue(self, num_prompt_tokens: int, *, was_queued: bool) -> None:
+        self.num_queued -= was_queued
+        self.num_unscheduled_tokens -= num_prompt_tokens
+
+    def finished(self) -> None:
+        self.num_inflight -= 1
+        self._finish_times.append(time.monotonic())
+
+    def _retry_after_s(self, num_sequences: int) -> int:
+        """Seconds until that many more sequences will have finished, at least 1."""
+        times = self._finish_times
+        if len(times) < 2:
+            return 1
+        seconds = num_sequences * (time.monotonic() - times[0]) / len(times)
+        return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S)

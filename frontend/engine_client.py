@@ -1,0 +1,284 @@
+"""The engine as the HTTP layer sees it: submit sequences, read what they generate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+import zmq
+
+from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
+from ..protocol.config import EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import (
+    CoreReady,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+)
+from .core_connection import CoreConnection, CoreEvents
+from .core_load import Overloaded
+from .detokenizer import IncrementalDetokenizer
+from .input_processor import InputProcessor
+from .logprobs import PositionLogprobs
+from .metrics import Metrics
+from .output_processor import OutputProcessor
+from .request_group import Delta, RequestGroup, Sequence, SequenceRequest
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "Delta",
+    "EngineClient",
+    "EngineDead",
+    "EngineDraining",
+    "Overloaded",
+    "PositionLogprobs",
+    "RequestGroup",
+    "Sequence",
+    "SequenceRequest",
+]
+
+HASHED_AT_ONCE: Final = 4096
+"""Prompt tokens whose blocks are hashed before other tasks get their turn: well under a millisecond."""
+
+MAX_REQUEST_INDEX: Final = 2**31 - 1
+
+
+class EngineDraining(EngineError):
+    """The server is about to stop and takes no new requests."""
+
+
+class EngineDead(EngineError):
+    """The engine has failed; the message says why."""
+
+
+class EngineClient:
+    """One frontend's access to every core.
+
+    `draining` is set by the server. `dead_reason` is None as long as the engine lives. All methods
+    belong to the event loop that ran `start`.
+    """
+
+    def __init__(self, config: EngineConfig, client_index: int, tokenizer: Tokenizer) -> None:
+        self.draining = False
+        self.dead_reason: str | None = None
+        self.metrics = Metrics(config)
+        self._config = config
+        self._client_index = client_index
+        self._tokenizer = tokenizer
+        self._input = InputProcessor(config, tokenizer)
+        self._output = OutputProcessor(self.metrics, self._abort_at_core)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._cores: list[CoreConnection] = []
+        self._started: asyncio.Future[None] | None = None
+        self._last_index = -1
+
+    @property
+    def ready(self) -> bool:
+        """Every core has answered and none has failed."""
+        return (
+            bool(self._cores)
+            and self.dead_reason is None
+            and all(core.ready for core in self._cores)
+        )
+
+    @property
+    def num_inflight(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._output.sequences)
+
+    @property
+    def stats(self) -> list[SchedulerStats]:
+        """The last statistics of each core."""
+        return [core.stats for core in self.metrics.cores]
+
+    async def start(self) -> None:
+        """Connect, and wait until every core can execute. Raises EngineDead if one never can."""
+        self._started = asyncio.get_running_loop().create_future()
+        events = CoreEvents(
+            on_ready=self._core_is_ready,
+            on_outputs=self._output.process,
+            on_lost_outputs=self._outputs_were_lost,
+            on_refused=self.fail,
+        )
+        for core_index in range(self._config.parallel.data_parallel_size):
+            core = CoreConnection(
+                self._context, self._config, self._client_index, core_index, events
+            )
+            self._cores.append(core)
+            self.metrics.cores[core_index].num_frames_dropped_here = core.num_dropped_frames
+        await self._started
+
+    def close(self) -> None:
+        """Leave the cores. Groups in flight fail."""
+        if self.dead_reason is None:
+            self.fail("the server has stopped")
+        while self._cores:
+            self._cores.pop().close()
+        self._context.term()
+
+    def fail(self, reason: str) -> None:
+        """The engine is dead: fail everything in flight and refuse what comes."""
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        error = EngineDead(reason)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+        self._output.fail(self._output.sequences.values(), reason)
+        for core in self._cores:
+            core.fail_calls(error)
+
+    async def submit(self, sequences: list[SequenceRequest], *, request_id: str) -> RequestGroup:
+        """Start generating. The sequences of one prompt (the same object) share a core.
+
+        Raises ParameterError for what the model cannot serve, Overloaded when the queue is full,
+        EngineDraining and EngineDead. Nothing has started when it raises.
+        """
+        arrival_time = time.monotonic()
+        self._check_open()
+        requests = [self._input.process(sequence, arrival_time) for sequence in sequences]
+        await self._hash_prompts(sequences, requests)
+        self._check_open()
+        cores = self._route(sequences, requests)
+        self._record_n(sequences, cores)
+        started = [
+            self._start_sequence(*each) for each in zip(sequences, requests, cores, strict=True)
+        ]
+        return RequestGroup(
+            request_id,
+            started,
+            stream_interval=self._config.frontend.stream_interval,
+            on_abort=self._abort_group,
+        )
+
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes; False where running requests prevent it. Raises EngineDead."""
+        self._check_alive()
+        done = await asyncio.gather(
+            *(core.reset_prefix_cache(reset_running) for core in self._cores)
+        )
+        return all(done)
+
+    def _check_alive(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDead(self.dead_reason)
+        if not self._cores:
+            raise EngineDead("the engine has not been started")
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self.draining:
+            self.metrics.record_rejection(0, "draining")
+            raise EngineDraining("the server is shutting down and takes no new requests")
+
+    async def _hash_prompts(
+        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> None:
+        """Fill in the hashes of the full prompt blocks; equal prompts (the same object) share them."""
+        if not self._config.cache.enable_prefix_caching:
+            return
+        hashed: dict[tuple[int, str | None], tuple[bytes, bytes]] = {}
+        for sequence, request in zip(sequences, requests, strict=True):
+            key = (id(sequence.prompt_token_ids), sequence.cache_salt)
+            if key not in hashed:
+                root = root_hash(cache_salt=sequence.cache_salt)
+                prompt = int32_view(request.prompt_token_ids)
+                hashed[key] = root, await self._hash_blocks(prompt, root)
+            request.root_hash, request.block_hashes = hashed[key]
+
+    async def _hash_blocks(self, prompt: Int32Array, root: bytes) -> bytes:
+        block_size = self._config.cache.block_size
+        slice_tokens = max(HASHED_AT_ONCE // block_size, 1) * block_size
+        hashes = hash_blocks(prompt[:slice_tokens], block_size, root)
+        for start in range(slice_tokens, len(prompt), slice_tokens):
+            await asyncio.sleep(0)
+            parent = hashes[-HASH_BYTES:]
+            hashes += hash_blocks(prompt[start : start + slice_tokens], block_size, parent)
+        return hashes
+
+    def _route(
+        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> list[CoreConnection]:
+        """A core for each sequence: the one with the least in flight. Raises Overloaded."""
+        inflight = [core.load.num_inflight for core in self._cores]
+        new_tokens: Counter[int] = Counter()
+        new_sequences: Counter[int] = Counter()
+        routed: list[CoreConnection] = []
+        for position, sequence in enumerate(sequences):
+            prompt = sequence.prompt_token_ids
+            if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
+                chosen = int(np.argmin(inflight))
+            inflight[chosen] += 1
+            new_sequences[chosen] += 1
+            new_tokens[chosen] += len(requests[position].prompt_token_ids) // 4
+            routed.append(self._cores[chosen])
+        for core_index, count in new_sequences.items():
+            try:
+                self._cores[core_index].load.check(count, new_tokens[core_index])
+            except Overloaded:
+                self.metrics.record_rejection(core_index, "queue_full")
+                raise
+        return routed
+
+    def _start_sequence(
+        self, wanted: SequenceRequest, request: EngineCoreRequest, core: CoreConnection
+    ) -> Sequence:
+        params = wanted.params
+        prompt = memoryview(request.prompt_token_ids).cast("i")
+        detokenizer = None
+        if params.detokenize:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                prompt,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        request.request_index = self._next_request_index()
+        sequence = Sequence(request, params, len(prompt), detokenizer, core.core_index, core.load)
+        self._output.sequences[request.request_index] = sequence
+        core.load.submitted(len(prompt))
+        core.add(request)
+        return sequence
+
+    def _record_n(self, sequences: list[SequenceRequest], cores: list[CoreConnection]) -> None:
+        pairs = zip(sequences, cores, strict=True)
+        for _, same_prompt in groupby(pairs, key=lambda pair: id(pair[0].prompt_token_ids)):
+            [(_, core), *others] = same_prompt
+            self.metrics.record_request(core.core_index, 1 + len(others))
+
+    def _next_request_index(self) -> int:
+        index = self._last_index
+        while True:
+            index = 0 if index == MAX_REQUEST_INDEX else index + 1
+            if index not in self._output.sequences:
+                self._last_index = index
+                return index
+
+    def _abort_group(self, group: RequestGroup) -> None:
+        for sequence in group.sequences:
+            if not sequence.finished:
+                self._output.finish(sequence, FinishReason.ABORT)
+                self._abort_at_core(sequence)
+
+    def _abort_at_core(self, sequence: Sequence) -> None:
+        self._cores[sequence.core_index].abort(sequence.request_index)
+
+    def _core_is_ready(self, ready: CoreReady) -> None:
+        self.metrics.cores[ready.core_index].ready = ready
+        if self.ready and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _outputs_were_lost(self, core_index: int) -> None:
+        lost = [s for s in self._output.sequences.values() if s.core_index == core_index]
+        self._output.fail(lost, "tokens were lost between the engine's processes; try again")
+        for sequence in lost:
+            self._abort_at_core(sequence)

@@ -1,0 +1,87 @@
+"""Settings and a resolved model become the configuration that every process reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..protocol.config import (
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    FrontendConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from ..protocol.errors import ConfigError
+from .arguments import Settings
+from .model_options import ResolvedModel
+
+
+def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
+    """Raises ConfigError, naming both flags, if two settings contradict each other."""
+    device = make_device_config(settings)
+    return EngineConfig(
+        run_dir=run_dir,
+        epoch=1,
+        model=model.config,
+        cache=CacheConfig(**settings["cache"]),
+        scheduler=_make_scheduler_config(settings, device.device, model.config.max_model_len),
+        parallel=ParallelConfig(**settings["parallel"]),
+        device=device,
+        frontend=make_frontend_config(settings, model.default_sampling),
+    )
+
+
+def make_device_config(settings: Settings) -> DeviceConfig:
+    given = dict(settings["device"])
+    given["device"] = Device(given.get("device", Device.AUTO))
+    return DeviceConfig(**given)
+
+
+def make_frontend_config(
+    settings: Settings, default_sampling: dict[str, float | int] | None = None
+) -> FrontendConfig:
+    return FrontendConfig(**settings["frontend"], default_sampling=default_sampling or {})
+
+
+def _make_scheduler_config(
+    settings: Settings, device: Device, max_model_len: int
+) -> SchedulerConfig:
+    given: dict[str, Any] = dict(settings["scheduler"])
+    chunked = given.get("enable_chunked_prefill", True)
+    limits = _limits(has_gpu(device))
+    given.setdefault("max_num_seqs", limits.max_num_seqs)
+    needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
+    given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
+    config = SchedulerConfig(**given)
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
+            f"--max-num-seqs, which is {config.max_num_seqs}; raise the one or lower the other"
+        )
+    if not chunked and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-model-len, which is "
+            f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the one or lower the other"
+        )
+    return config
+
+
+def _limits(on_gpu: bool) -> SchedulerConfig:
+    """A step on a CPU takes long in proportion to its tokens, so fewer of them keep latencies low."""
+    return (
+        SchedulerConfig()
+        if on_gpu
+        else SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512)
+    )
+
+
+def has_gpu(device: Device) -> bool:
+    """Whether the workers are expected to run on a GPU. Asks the driver's files, since torch is not loaded here."""
+    if device is Device.AUTO:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        return not hidden and Path("/dev/nvidiactl").exists()
+    return device is Device.CUDA

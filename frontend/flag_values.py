@@ -1,0 +1,118 @@
+"""What the text after a flag may be. Each function takes that text and raises ArgumentTypeError, naming the value
+and the limit."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SIZE = re.compile(
+    r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
+)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_KNOWN_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ArgumentTypeError(f"must be an integer, got {text!r}") from None
+        return _in_range(value, low, high)
+
+    return parse
+
+
+def number(low: float, high: float | None = None) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not math.isfinite(value):
+            raise ArgumentTypeError(f"must be finite, got {text}")
+        return _in_range(value, low, high)
+
+    return parse
+
+
+def size(low: int) -> Callable[[str], int]:
+    """A count with an optional unit: 4k is 4000, 4K, 4Ki and 4KiB are 4096, 4KB is 4000."""
+
+    def parse(text: str) -> int:
+        match = _SIZE.fullmatch(text.strip())
+        if match is None:
+            raise ArgumentTypeError(f"must be a number such as 4096, 32k or 4GiB, got {text!r}")
+        unit = match["unit"] or ""
+        binary = bool(match["binary"]) or (unit.isupper() and not match["byte"])
+        factor = (1024 if binary else 1000) ** _POWERS.get(unit.lower(), 0)
+        value = float(match["number"]) * factor
+        if value != int(value):
+            raise ArgumentTypeError(f"must be a whole number, got {text!r}")
+        return _in_range(int(value), low, None)
+
+    return parse
+
+
+def model_length(text: str) -> int:
+    """A size, or -1 for auto."""
+    return -1 if text in ("auto", "-1") else size(1)(text)
+
+
+def dtype(text: str) -> str:
+    name = _DTYPES.get(text, text)
+    if name not in _KNOWN_DTYPES:
+        raise ArgumentTypeError(f"must be one of {', '.join(_KNOWN_DTYPES)}, got {text!r}")
+    return name
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
+def text_or_json_list(text: str) -> list[str]:
+    if not text.startswith("["):
+        return [text]
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"must be a JSON list of strings: {error}") from None
+    if not all(isinstance(item, str) for item in value):
+        raise ArgumentTypeError(f"must be a JSON list of strings, got {text}")
+    return list(value)
+
+
+def existing_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise ArgumentTypeError(f"must be a file, got {text!r}")
+    return text
+
+
+def api_keys_in_file(text: str) -> list[str]:
+    try:
+        keys = Path(text).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"cannot read {text!r}: {error}") from None
+    if not keys:
+        raise ArgumentTypeError(f"must have a key, {text!r} has none")
+    return keys
+
+
+def _in_range(value: Any, low: float, high: float | None) -> Any:
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ArgumentTypeError(f"must be {limit}, got {value}")
+    return value

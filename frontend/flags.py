@@ -1,0 +1,375 @@
+"""Every flag of `engine serve`, as data.
+
+A flag fills one field of `ModelOptions` or of a section of `EngineConfig`; its default is that field's.
+Names are vLLM's, or our own where vLLM has none; aliases are what SGLang, TensorRT-LLM and llama.cpp call
+the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .flag_values import (
+    api_keys_in_file,
+    dtype,
+    existing_file,
+    integer,
+    json_object,
+    model_length,
+    number,
+    size,
+    text_or_json_list,
+)
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """`names` are separated by spaces, the shown one first. `type` bool makes a pair with `--no-…`; `const`
+    is stored by a flag without a value; `many` takes several values at once; `default_text` is shown where the
+    field's default would mislead."""
+
+    names: str
+    field: str
+    help: str = ""
+    type: Callable[[str], Any] = str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    const: object = None
+    many: bool = False
+    default_text: str = ""
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        Flag("--model --model-path -m", "model.model", "the same as MODEL", metavar="MODEL"),
+        Flag(
+            "--served-model-name --alias",
+            "model.served_model_name",
+            "names that clients may use for it; the first is the one in answers",
+            metavar="NAME",
+            many=True,
+        ),
+        Flag(
+            "--tokenizer",
+            "model.tokenizer",
+            "directory or hub name, if not the model's",
+            metavar="PATH",
+        ),
+        Flag("--revision", "model.revision", "branch, tag or commit on the hub"),
+        Flag(
+            "--download-dir",
+            "model.download_dir",
+            "where hub models are kept instead of its own cache",
+            metavar="DIR",
+        ),
+        Flag(
+            "--dtype",
+            "model.dtype",
+            "auto, float32, float16 (half) or bfloat16",
+            dtype,
+            metavar="DTYPE",
+        ),
+        Flag("--seed", "model.seed", "of requests that give none", integer(0, MAX_SEED)),
+        Flag(
+            "--max-model-len --context-length --ctx-size --max-seq-len -c",
+            "model.max_model_len",
+            "most tokens of a prompt and its output together; 32k is 32000, 32K 32768; auto is the model's own limit",
+            model_length,
+            metavar="N",
+            default_text="auto",
+        ),
+        Flag(
+            "--hf-overrides",
+            "model.hf_overrides",
+            "fields to replace in the model's config.json",
+            json_object,
+            metavar="JSON",
+        ),
+        Flag(
+            "--generation-config",
+            "model.generation_config",
+            "sampling defaults: auto (the model's own), vllm (none) or a path",
+            metavar="SOURCE",
+        ),
+        Flag(
+            "--override-generation-config",
+            "model.override_generation_config",
+            "sampling defaults that win over the former",
+            json_object,
+            metavar="JSON",
+        ),
+    ),
+    "server": (
+        Flag("--host", "frontend.host", "address to listen on; 0.0.0.0 is every interface"),
+        Flag("--port", "frontend.port", "0 takes any free one", integer(0, 65535)),
+        Flag("--uds", "frontend.uds", "listen on this unix socket instead", metavar="PATH"),
+        Flag(
+            "--api-key",
+            "frontend.api_keys",
+            "keys that clients must present; else $ENGINE_API_KEY",
+            metavar="KEY",
+            many=True,
+        ),
+        Flag(
+            "--api-key-file",
+            "frontend.api_keys",
+            "file with one key a line",
+            api_keys_in_file,
+            metavar="FILE",
+        ),
+        Flag("--root-path", "frontend.root_path", "prefix that a proxy in front strips"),
+        Flag("--ssl-keyfile", "frontend.ssl_keyfile", "", existing_file, metavar="FILE"),
+        Flag("--ssl-certfile", "frontend.ssl_certfile", "", existing_file, metavar="FILE"),
+        Flag(
+            "--allowed-origins",
+            "frontend.allowed_origins",
+            "origins of browsers that may call",
+            text_or_json_list,
+            metavar="ORIGIN",
+        ),
+        Flag(
+            "--api-server-count",
+            "parallel.api_server_count",
+            "frontend processes, which share the port",
+            integer(1, 256),
+        ),
+        Flag(
+            "--max-body-bytes",
+            "frontend.max_body_bytes",
+            "largest request body, as 32MiB",
+            size(1024),
+        ),
+        Flag(
+            "--max-logprobs",
+            "frontend.max_logprobs",
+            "most logprobs a request may ask for; -1 is no limit",
+            integer(-1),
+        ),
+        Flag("--strict", "frontend.strict", "refuse requests with unknown fields", bool),
+        Flag(
+            "--timeout-keep-alive",
+            "frontend.keep_alive_s",
+            "seconds an idle connection is kept",
+            number(0),
+        ),
+        Flag(
+            "--shutdown-timeout",
+            "frontend.shutdown_timeout_s",
+            "seconds that running requests get to finish when the server stops",
+            number(0),
+        ),
+        Flag(
+            "--stream-interval",
+            "frontend.stream_interval",
+            "tokens between two events of a stream",
+            integer(1),
+        ),
+        Flag(
+            "--enable-prompt-tokens-details",
+            "frontend.enable_prompt_tokens_details",
+            "report cached prompt tokens in usage",
+            bool,
+        ),
+    ),
+    "chat": (
+        Flag(
+            "--chat-template",
+            "frontend.chat_template",
+            "file, or the template itself, if not the model's",
+            metavar="TEMPLATE",
+        ),
+        Flag(
+            "--chat-template-content-format",
+            "frontend.chat_template_content_format",
+            "how message content is given to the template",
+            choices=("auto", "string", "openai"),
+        ),
+        Flag(
+            "--tool-call-parser",
+            "frontend.tool_call_parser",
+            "how the model writes tool calls: hermes, …",
+            metavar="NAME",
+        ),
+        Flag(
+            "--reasoning-parser",
+            "frontend.reasoning_parser",
+            "how the model marks its reasoning: qwen3, deepseek_r1, …",
+            metavar="NAME",
+        ),
+        Flag("--response-role", "frontend.response_role", "role of the answer"),
+    ),
+    "scheduler": (
+        Flag(
+            "--max-num-seqs --max-running-requests --max-batch-size --parallel -np",
+            "scheduler.max_num_seqs",
+            "requests that run at once",
+            integer(1, 65536),
+            default_text="256, on a CPU 64",
+        ),
+        Flag(
+            "--max-num-batched-tokens --chunked-prefill-size --max-num-tokens",
+            "scheduler.max_num_batched_tokens",
+            "tokens in one step",
+            size(1),
+            default_text="2048, on a CPU 512",
+        ),
+        Flag(
+            "--max-num-queued-reqs --max-queued-requests",
+            "scheduler.max_num_queued_reqs",
+            "requests that may wait; 0 is no limit",
+            integer(0),
+        ),
+        Flag(
+            "--max-num-queued-tokens",
+            "scheduler.max_num_queued_tokens",
+            "prompt tokens that may wait; 0 is no limit",
+            size(0),
+        ),
+        Flag(
+            "--long-prefill-token-threshold",
+            "scheduler.long_prefill_token_threshold",
+            "most tokens of one prompt in a step; 0 is no limit",
+            size(0),
+        ),
+        Flag("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", "", bool),
+        Flag(
+            "--async-scheduling",
+            "scheduler.async_scheduling",
+            "schedule a step before the one before it has ended",
+            bool,
+        ),
+        Flag(
+            "--inject-preemption",
+            "scheduler.inject_preemption",
+            "preempt at random with this probability (for tests)",
+            number(0, 1),
+            metavar="P",
+        ),
+    ),
+    "KV cache": (
+        Flag("--block-size --page-size", "cache.block_size", "tokens in a block", integer(1, 1024)),
+        Flag(
+            "--gpu-memory-utilization --mem-fraction-static",
+            "cache.gpu_memory_utilization",
+            "share of the device's memory to use",
+            number(0.01, 1),
+            metavar="SHARE",
+        ),
+        Flag(
+            "--kv-cache-memory-bytes",
+            "cache.kv_cache_memory_bytes",
+            "size of the cache instead, as 4GiB",
+            size(1),
+        ),
+        Flag(
+            "--kv-cache-dtype",
+            "cache.kv_cache_dtype",
+            "",
+            choices=("auto", "float32", "float16", "bfloat16"),
+        ),
+        Flag(
+            "--num-gpu-blocks-override",
+            "cache.num_blocks_override",
+            "number of blocks, whatever fits",
+            integer(2),
+        ),
+        Flag(
+            "--enable-prefix-caching", "cache.enable_prefix_caching", "reuse shared prefixes", bool
+        ),
+        Flag("--disable-radix-cache", "cache.enable_prefix_caching", const=False),
+    ),
+    "device": (
+        Flag("--device", "device.device", "", choices=("auto", "cpu", "cuda")),
+        Flag(
+            "--threads -t",
+            "device.threads",
+            "CPU threads of a worker; 0 is every core it may use",
+            integer(0, 4096),
+        ),
+    ),
+    "logging": (
+        Flag(
+            "--log-level --uvicorn-log-level",
+            "frontend.log_level",
+            "",
+            choices=("debug", "info", "warning", "error", "critical"),
+        ),
+        Flag("--enable-log-requests", "frontend.log_requests", "log each request", bool),
+        Flag("--disable-log-requests", "frontend.log_requests", const=False),
+        Flag(
+            "--metrics-compat",
+            "frontend.metrics_compat",
+            "also publish the metrics under the names of another server",
+            choices=("vllm",),
+            many=True,
+        ),
+    ),
+}
+
+HARMLESS = (
+    "--trust-remote-code",
+    "--no-trust-remote-code",
+    "--enforce-eager",
+    "--enable-auto-tool-choice",
+    "--disable-log-stats",
+    "--disable-uvicorn-access-log",
+)
+"""Accepted and ignored, because it is always so: code from a model repository never runs, there are no graphs to
+capture and no periodic statistics or access log, and a tool parser makes tool choice automatic."""
+
+ONLY_VALUE = {
+    "--tensor-parallel-size --tp --tp-size -tp": "1",
+    "--pipeline-parallel-size --pp --pp-size -pp": "1",
+    "--data-parallel-size --dp --dp-size -dp": "1",
+    "--nnodes -n": "1",
+    "--node-rank -r": "0",
+    "--distributed-executor-backend": "mp",
+    "--load-format": "auto",
+    "--tokenizer-mode": "auto",
+    "--prefix-caching-hash-algo": "sha256",
+    "--preemption-mode": "recompute",
+    "--scheduling-policy --schedule-policy": "fcfs",
+    "--cpu-offload-gb": "0",
+    "--swap-space": "0",
+}
+"""Flags of which this version offers one value, its default."""
+
+# fmt: off
+UNSUPPORTED = frozenset({
+    "--chat-template-kwargs", "--compilation-config", "--config-format", "--cuda-graph-sizes",
+    "--data-parallel-address", "--data-parallel-backend", "--data-parallel-rank",
+    "--data-parallel-rpc-port", "--data-parallel-size-local", "--data-parallel-start-rank",
+    "--default-chat-template-kwargs", "--disable-cascade-attn", "--disable-custom-all-reduce",
+    "--disable-hybrid-kv-cache-manager", "--disable-sliding-window", "--enable-dbo",
+    "--enable-eplb", "--enable-expert-parallel", "--enable-lora", "--enable-prompt-embeds",
+    "--enable-return-routed-experts", "--enable-server-load-tracking", "--enable-sleep-mode",
+    "--enable-ssl-refresh", "--enable-tokenizer-info-endpoint",
+    "--exclude-tools-when-tool-choice-none", "--fully-sharded-loras", "--gpu-layers",
+    "--guided-decoding-backend", "--headless", "--hf-config-path", "--io-processor-plugin",
+    "--kv-cache-dtype-skip-layers", "--kv-events-config", "--kv-offloading-backend",
+    "--kv-offloading-size", "--kv-sharing-fast-prefill", "--kv-transfer-config",
+    "--limit-mm-per-prompt", "--log-config-file", "--log-request-details",
+    "--logits-processor-pattern", "--logits-processors", "--logprobs-mode", "--lora-dtype",
+    "--lora-modules", "--mamba-block-size", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype",
+    "--master-addr", "--master-port", "--max-cpu-loras", "--max-log-len",
+    "--max-long-partial-prefills", "--max-lora-rank", "--max-loras", "--max-num-partial-prefills",
+    "--max-parallel-loading-workers", "--max-seq-len-to-capture", "--middleware",
+    "--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--mm-processor-kwargs", "--model-impl",
+    "--model-loader-extra-config", "--multi-step-stream-outputs", "--n-gpu-layers",
+    "--num-lookahead-slots", "--num-scheduler-steps", "--num-speculative-tokens",
+    "--optimization-level", "--otlp-traces-endpoint", "--override-attention-dtype",
+    "--override-pooler-config", "--pooler-config", "--quantization", "--ray-workers-use-nsight",
+    "--reasoning-parser-plugin", "--return-tokens-as-token-ids", "--runner", "--scheduler-cls",
+    "--scheduler-delay-factor", "--skip-mm-profiling", "--skip-tokenizer-init",
+    "--speculative-config", "--speculative-model", "--ssl-ca-certs", "--ssl-cert-reqs",
+    "--ssl-ciphers", "--structured-outputs-config", "--task", "--tokenizer-revision",
+    "--tool-parser-plugin", "--tool-server", "--use-tqdm-on-load", "--use-v2-block-manager",
+    "--video-pruning-rate", "--watermark", "--worker-cls", "--worker-extension-cls", "-O", "-ngl",
+    "-q",
+})
+# fmt: on
+"""Flags of the peers that have no meaning here yet: refused by name, so that nobody believes them to work."""

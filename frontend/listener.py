@@ -1,0 +1,133 @@
+"""The socket that clients connect to.
+
+The supervisor opens it before anything expensive happens and hands it to every frontend, so a port in use
+is known at once and a frontend that is restarted finds the connections that waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from types import TracebackType
+
+from ..protocol.config import FrontendConfig
+from ..protocol.errors import ConfigError
+
+BACKLOG = 2048
+
+
+class Listener:
+    """A listening TCP or unix socket and the URL it is reached at."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        """Raises ConfigError, naming the address and the remedy, if it cannot listen."""
+        self._uds = config.uds
+        if config.uds is not None:
+            self.socket = _listen_unix(config.uds)
+            self.port = config.port
+            self.url = f"unix://{os.path.abspath(config.uds)}"
+        else:
+            self.socket = _listen_tcp(config.host, config.port)
+            self.port = self.socket.getsockname()[1]
+            scheme = "https" if config.ssl_certfile else "http"
+            self.url = f"{scheme}://{_reachable_host(config.host)}:{self.port}{config.root_path}"
+
+    def close(self) -> None:
+        self.socket.close()
+        if self._uds is not None:
+            _unlink_if_present(self._uds)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _reachable_host(host: str) -> str:
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(
+            f"cannot listen on host {host!r}: it is not an address of this machine; "
+            "use --host 127.0.0.1, or --host 0.0.0.0 for every interface"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and address[0] == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_explain_tcp(error, host, port)) from None
+    return listener
+
+
+def _explain_tcp(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"cannot listen on {host}:{port}: port {port} is in use; "
+            "stop the program that uses it, or choose another with --port (0 takes any free one)"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"cannot listen on {host}:{port}: not permitted; choose a --port above 1023"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"cannot listen on {host}:{port}: {host} is not an address of this machine; "
+            "use --host 127.0.0.1, or --host 0.0.0.0 for every interface"
+        )
+    return f"cannot listen on {host}:{port}: {error.strerror}; check --host and --port"
+
+
+def _listen_unix(path: str) -> socket.socket:
+    _remove_stale_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on unix socket {path}: {reason}; choose another with --uds"
+        ) from None
+    return listener
+
+
+def _remove_stale_socket(path: str) -> None:
+    """Remove a socket that nobody listens on; leave everything else for bind to complain about."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+    except OSError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            _unlink_if_present(path)
+        except OSError:
+            pass
+
+
+def _unlink_if_present(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

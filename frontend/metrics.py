@@ -1,0 +1,269 @@
+"""The Prometheus series of one frontend.
+
+Everything is counted once, in `CoreMetrics`; a scrape renders it under `engine:` and, on request,
+under vLLM's names too, whose meanings and buckets they share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from ..protocol.config import EngineConfig
+from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
+from .histogram import Histogram, decimal_bounds
+
+if TYPE_CHECKING:
+    from .request_group import Sequence
+
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+
+GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
+    "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
+    "num_requests_waiting": ("Sequences waiting to be scheduled.", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": (
+        "Share of the KV-cache blocks in use, 0 to 1.",
+        lambda s: s.kv_cache_usage,
+    ),
+}
+
+COUNTERS: Final = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Preemptions of running sequences.",
+    "corrupted_requests": "Requests with NaNs in their logits.",
+    "prompt_tokens": "Prompt tokens processed.",
+    "generation_tokens": "Tokens generated.",
+}
+
+OWN_COUNTERS: Final = {
+    "scheduler_steps": "Steps that the scheduler made.",
+    "scheduled_tokens": "Tokens computed in all steps.",
+}
+
+FIRST_TOKEN_BOUNDS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BOUNDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_TOKEN_BOUNDS: Final = (
+    *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0),
+)
+
+HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_BOUNDS),
+    "inter_token_latency_seconds": ("Between successive tokens of a sequence.", TOKEN_BOUNDS),
+    "request_time_per_output_token_seconds": ("A sequence's mean time per token.", TOKEN_BOUNDS),
+    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_BOUNDS),
+    "request_queue_time_seconds": ("From queued to first scheduled.", REQUEST_BOUNDS),
+    "request_prefill_time_seconds": ("From first scheduled to first token.", REQUEST_BOUNDS),
+    "request_decode_time_seconds": ("From first token to last.", REQUEST_BOUNDS),
+    "request_inference_time_seconds": ("From first scheduled to last token.", REQUEST_BOUNDS),
+    "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKEN_BOUNDS),
+    "request_prompt_tokens": ("Prompt tokens of a sequence.", None),
+    "request_generation_tokens": ("Tokens generated for a sequence.", None),
+    "request_params_max_tokens": ("The max_tokens of a sequence.", None),
+    "request_params_n": ("The n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+}
+"""Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
+
+
+class CoreMetrics:
+    """What one frontend knows of one core and of its own sequences there."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.stats = SchedulerStats()
+        self.ready: CoreReady | None = None
+        self.counters = dict.fromkeys((*COUNTERS, *OWN_COUNTERS), 0)
+        self.num_finished = dict.fromkeys(FinishReason, 0)
+        self.num_rejected = {"queue_full": 0, "draining": 0}
+        self.num_frames_dropped_there = 0
+        self.num_frames_dropped_here: Callable[[], int] = int
+        lengths = decimal_bounds(max_model_len)
+        self.histograms = {
+            name: Histogram(lengths if bounds is None else bounds)
+            for name, (_, bounds) in HISTOGRAMS.items()
+        }
+
+
+class Metrics(Collector):
+    """Records what happens and renders it for a scrape."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.cores = [
+            CoreMetrics(config.model.max_model_len)
+            for _ in range(config.parallel.data_parallel_size)
+        ]
+        self._config = config
+        self._model_name = config.model.served_names[0]
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def record_tokens(self, core_index: int, num_tokens: int, intervals: list[float]) -> None:
+        """Tokens of one message; `intervals` are the seconds since each sequence's previous token."""
+        core = self.cores[core_index]
+        core.counters["generation_tokens"] += num_tokens
+        if intervals:
+            core.histograms["inter_token_latency_seconds"].observe_all(intervals)
+
+    def record_first_token(self, sequence: Sequence) -> None:
+        core = self.cores[sequence.core_index]
+        core.counters["prompt_tokens"] += sequence.num_prompt_tokens
+        waited = time.monotonic() - sequence.arrival_time
+        core.histograms["time_to_first_token_seconds"].observe(waited)
+
+    def record_finished(self, sequence: Sequence) -> None:
+        core = self.cores[sequence.core_index]
+        observed = core.histograms
+        num_tokens = sequence.num_generated_tokens
+        if sequence.finish_reason is not None:
+            core.num_finished[sequence.finish_reason] += 1
+        observed["e2e_request_latency_seconds"].observe(
+            sequence.finish_time - sequence.arrival_time
+        )
+        observed["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
+        observed["request_generation_tokens"].observe(num_tokens)
+        if sequence.max_tokens is not None:
+            observed["request_params_max_tokens"].observe(sequence.max_tokens)
+        scheduled, first = sequence.scheduled_time, sequence.first_token_time
+        if scheduled and sequence.queued_time:
+            observed["request_queue_time_seconds"].observe(scheduled - sequence.queued_time)
+        if not first:
+            return
+        decode_time = sequence.last_token_time - first
+        observed["request_decode_time_seconds"].observe(decode_time)
+        if scheduled:
+            observed["request_prefill_time_seconds"].observe(first - scheduled)
+            observed["request_inference_time_seconds"].observe(first + decode_time - scheduled)
+        if num_tokens > 1:
+            observed["request_time_per_output_token_seconds"].observe(
+                decode_time / (num_tokens - 1)
+            )
+
+    def record_request(self, core_index: int, n: int) -> None:
+        self.cores[core_index].histograms["request_params_n"].observe(n)
+
+    def record_rejection(self, core_index: int, reason: str) -> None:
+        self.cores[core_index].num_rejected[reason] += 1
+
+    def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
+        core = self.cores[core_index]
+        core.stats = stats
+        counters = core.counters
+        counters["prefix_cache_queries"] += stats.prefix_cache_queries
+        counters["prefix_cache_hits"] += stats.prefix_cache_hits
+        counters["num_preemptions"] += stats.num_preemptions
+        counters["corrupted_requests"] += stats.num_corrupted_requests
+        core.num_frames_dropped_there += stats.num_dropped_frames
+        counters["scheduler_steps"] += stats.num_steps
+        counters["scheduled_tokens"] += stats.num_scheduled_tokens
+        if stats.num_steps:
+            core.histograms["iteration_tokens_total"].observe(
+                stats.num_scheduled_tokens / stats.num_steps, stats.num_steps
+            )
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The body and content type of a scrape, in the format that the Accept header prefers."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._families("engine", {**COUNTERS, **OWN_COUNTERS})
+        yield self._dropped_frames()
+        if "vllm" in self._config.frontend.metrics_compat:
+            yield from self._families("vllm", COUNTERS)
+
+    def describe(self) -> Iterator[Family]:
+        return iter(())
+
+    def _families(self, prefix: str, counters: dict[str, str]) -> Iterator[Family]:
+        labels = ["model_name", "engine"]
+        cores = [([self._model_name, str(index)], core) for index, core in enumerate(self.cores)]
+        family: Family
+        for name, (documentation, value_of) in GAUGES.items():
+            family = GaugeMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
+            for values, core in cores:
+                family.add_metric(values, value_of(core.stats))
+            yield family
+        for name, documentation in counters.items():
+            family = CounterMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
+            for values, core in cores:
+                family.add_metric(values, core.counters[name])
+            yield family
+        family = CounterMetricFamily(
+            f"{prefix}:request_success",
+            "Sequences that ended, by reason.",
+            labels=[*labels, "finished_reason"],
+        )
+        for values, core in cores:
+            for reason, count in core.num_finished.items():
+                family.add_metric([*values, str(reason)], count)
+        yield family
+        family = CounterMetricFamily(
+            f"{prefix}:admission_rejections",
+            "Requests that were refused at the door.",
+            labels=[*labels, "reason"],
+        )
+        for values, core in cores:
+            for rejection, count in core.num_rejected.items():
+                family.add_metric([*values, rejection], count)
+        yield family
+        for name, (documentation, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
+            for values, core in cores:
+                histogram = core.histograms[name]
+                family.add_metric(values, histogram.cumulative_buckets(), histogram.sum)
+            yield family
+        yield self._cache_config(prefix)
+
+    def _dropped_frames(self) -> Family:
+        family = CounterMetricFamily(
+            "engine:dropped_frames",
+            "Messages that did not decode, made no sense or came twice, by who dropped them.",
+            labels=["model_name", "engine", "process"],
+        )
+        for index, core in enumerate(self.cores):
+            labels = [self._model_name, str(index)]
+            family.add_metric([*labels, "core"], core.num_frames_dropped_there)
+            family.add_metric([*labels, "frontend"], core.num_frames_dropped_here())
+        return family
+
+    def _cache_config(self, prefix: str) -> Family:
+        cache = self._config.cache
+        family = GaugeMetricFamily(
+            f"{prefix}:cache_config_info",
+            "How the KV cache of each core is cut.",
+            labels=[
+                *("model_name", "engine", "block_size", "num_gpu_blocks"),
+                *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
+            ],
+        )
+        for index, core in enumerate(self.cores):
+            if core.ready is not None:
+                family.add_metric(
+                    [
+                        self._model_name,
+                        str(index),
+                        str(core.ready.block_size),
+                        str(core.ready.num_blocks),
+                        str(cache.enable_prefix_caching),
+                        str(cache.gpu_memory_utilization),
+                        cache.kv_cache_dtype,
+                    ],
+                    1.0,
+                )
+        return family

@@ -1,0 +1,193 @@
+"""Applies what the cores report to the sequences that wait for it.
+
+This runs once for every token that the server generates, so a message is handled as a whole: one
+decoding of its arrays, one pass over its tokens, at most one wake-up a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from ..protocol.arrays import int32_view
+from ..protocol.messages import (
+    EngineCoreOutputs,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+)
+from .metrics import Metrics
+from .request_group import FAILURES, Sequence
+
+logger = logging.getLogger(__name__)
+
+NewTokens = tuple[int, ...] | list[int]
+
+
+class OutputProcessor:
+    """Owns the sequences in flight, by request index.
+
+    `abort` is called for a sequence that ended here while its core still generates.
+    """
+
+    def __init__(self, metrics: Metrics, abort: Callable[[Sequence], None]) -> None:
+        self.sequences: dict[int, Sequence] = {}
+        self._metrics = metrics
+        self._abort = abort
+
+    def process(self, outputs: EngineCoreOutputs) -> None:
+        """Apply one message; what belongs to unknown or ended sequences is ignored.
+
+        Raises ValueError, having changed nothing, for arrays that do not fit together.
+        """
+        new_tokens = _new_tokens(outputs)
+        ended = int32_view(outputs.finished_set).tolist()
+        for event in outputs.events:
+            self._apply_event(event)
+        for message in outputs.logprobs:
+            if (sequence := self.sequences.get(message.request_index)) is not None:
+                sequence.logprobs.append(message)
+        for message in outputs.prompt_logprobs:
+            if (sequence := self.sequences.get(message.request_index)) is not None:
+                sequence.prompt_logprob_messages.append(message)
+        watched = self._append_tokens(outputs, new_tokens)
+        if watched:
+            self._find_stop_strings(
+                watched, {done.request_index: done for done in outputs.finished}
+            )
+        for done in outputs.finished:
+            if (sequence := self.sequences.get(done.request_index)) is not None:
+                self._finish_as_reported(sequence, done)
+        for request_index in ended:
+            if (sequence := self.sequences.get(request_index)) is not None:
+                self.finish(sequence, FinishReason.ERROR, error="the engine lost this request")
+        if outputs.stats is not None:
+            self._metrics.record_stats(outputs.core_index, outputs.stats)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a sequence that is in flight, whatever its core thinks."""
+        del self.sequences[sequence.request_index]
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        sequence.error = error
+        sequence.finish_time = time.monotonic()
+        self._leave_queue(sequence)
+        sequence.load.finished()
+        self._metrics.record_finished(sequence)
+        group = sequence.group
+        group.num_unfinished -= 1
+        if not sequence.has_news:
+            sequence.has_news = True
+            group.news.append(sequence)
+        group.wake()
+
+    def fail(self, sequences: Iterable[Sequence], error: str) -> None:
+        for sequence in list(sequences):
+            self.finish(sequence, FinishReason.ERROR, error=error)
+
+    def _append_tokens(
+        self, outputs: EngineCoreOutputs, new_tokens: Iterator[tuple[int, NewTokens]]
+    ) -> list[Sequence]:
+        """Hand out the tokens and wake the readers; the sequences that have stop strings."""
+        find = self.sequences.get
+        timestamp = outputs.timestamp
+        intervals: list[float] = []
+        num_tokens = 0
+        watched: list[Sequence] = []
+        for request_index, tokens in new_tokens:
+            sequence = find(request_index)
+            if sequence is None:
+                continue
+            unread = sequence.unread
+            unread.extend(tokens)
+            num_tokens += len(tokens)
+            if sequence.last_token_time:
+                intervals.append(timestamp - sequence.last_token_time)
+            else:
+                sequence.first_token_time = timestamp
+                self._metrics.record_first_token(sequence)
+            sequence.last_token_time = timestamp
+            if sequence.has_stop_strings:
+                watched.append(sequence)
+            if len(unread) >= sequence.wake_at and not sequence.has_news:
+                sequence.has_news = True
+                group = sequence.group
+                group.news.append(sequence)
+                waiter = group.waiter
+                if waiter is not None:
+                    group.wake()
+        if num_tokens:
+            self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
+        return watched
+
+    def _find_stop_strings(
+        self, watched: list[Sequence], finished: dict[int, FinishedRequest]
+    ) -> None:
+        for sequence in watched:
+            done = finished.get(sequence.request_index)
+            try:
+                stop = sequence.find_stop_string(
+                    ended_by_token=done is not None and done.reason is FinishReason.STOP
+                )
+            except Exception:
+                logger.exception("request %s: detokenisation failed", sequence.group.request_id)
+                self.finish(sequence, FinishReason.ERROR, error="the tokens could not be decoded")
+                self._abort(sequence)
+                continue
+            if stop is not None:
+                self.finish(sequence, FinishReason.STOP, stop_reason=stop)
+                if done is None:
+                    self._abort(sequence)
+
+    def _finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+        error = None
+        if done.reason in FAILURES:
+            error = done.message or f"the engine ended this request: {done.reason}"
+        self.finish(sequence, done.reason, stop_reason=done.stop_reason, error=error)
+
+    def _apply_event(self, event: RequestEvent) -> None:
+        sequence = self.sequences.get(event.request_index)
+        if sequence is None:
+            return
+        if event.kind is EventKind.QUEUED:
+            sequence.queued_time = event.timestamp
+            sequence.load.queued()
+        elif event.kind is EventKind.SCHEDULED and not sequence.scheduled_time:
+            self._leave_queue(sequence)
+            sequence.scheduled_time = event.timestamp
+            sequence.num_cached_tokens = event.num_cached_tokens
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        if not sequence.scheduled_time:
+            sequence.load.left_queue(
+                sequence.num_prompt_tokens, was_queued=bool(sequence.queued_time)
+            )
+
+
+def _new_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[int, NewTokens]]:
+    """(request index, its new tokens) in the order of the message."""
+    request_indices: list[int] = int32_view(outputs.request_indices).tolist()
+    token_ids: list[int] = int32_view(outputs.token_ids).tolist()
+    if not outputs.num_tokens:
+        if len(token_ids) != len(request_indices):
+            raise ValueError(f"{len(token_ids)} tokens for {len(request_indices)} requests")
+        return zip(request_indices, zip(token_ids, strict=True), strict=True)
+    counts = int32_view(outputs.num_tokens)
+    if len(counts) != len(request_indices) or counts.min() < 0 or counts.sum() != len(token_ids):
+        raise ValueError(
+            f"counts of {len(token_ids)} tokens do not fit {len(request_indices)} requests"
+        )
+    ends = counts.cumsum().tolist()
+    return (
+        (index, token_ids[end - count : end])
+        for index, count, end in zip(request_indices, counts.tolist(), ends, strict=True)
+    )

@@ -1,0 +1,242 @@
+"""What one HTTP request generates, as its handler reads it.
+
+Tokens are stored as they come and become text when somebody reads, so a slow reader costs a list of
+integers. Only sequences with stop strings are detokenised at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy.typing as npt
+
+from ..protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from ..protocol.sampling_params import SamplingParams
+from .core_load import CoreLoad
+from .detokenizer import IncrementalDetokenizer
+from .logprobs import PositionLogprobs, decode_logprobs
+
+ONLY_WHEN_FINISHED: Final = sys.maxsize
+
+FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.IGNORED, FinishReason.EXPIRED})
+
+
+@dataclass(slots=True)
+class SequenceRequest:
+    """One prompt with one sampling. `prompt_token_ids` are integers [T], `params.n` is not expanded.
+
+    `deadline` is in CLOCK_MONOTONIC seconds, 0 for none.
+    """
+
+    prompt_token_ids: npt.ArrayLike
+    params: SamplingParams
+    prompt_text: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    deadline: float = 0.0
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What is new of one sequence since the last read.
+
+    `error` is set when `finish_reason` is "error", "ignored" or "expired". `stop_reason` is the stop
+    string or stop token id, None for the end-of-sequence token.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class Sequence:
+    """One prompt being continued: its unread tokens, its end, and its times for the metrics.
+
+    Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
+    frontend's, the others the core's.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        detokenizer: IncrementalDetokenizer | None,
+        core_index: int,
+        load: CoreLoad,
+    ) -> None:
+        self.request_index = request.request_index
+        self.core_index = core_index
+        self.load = load
+        self.params = params
+        self.max_tokens = request.sampling_params.max_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.has_stop_strings = bool(params.stop)
+
+        self.group: RequestGroup
+        self.position = 0
+        self.unread: list[int] = []
+        self.wake_at = 1
+        self.has_news = False
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprob_messages: list[TokenLogprobs] = []
+
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+
+        self.arrival_time = request.arrival_time
+        self.queued_time = 0.0
+        self.scheduled_time = 0.0
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+        self.finish_time = 0.0
+
+        self._detokenizer = detokenizer
+        self._text = ""
+        self._num_detokenized = 0
+        self._num_read = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._num_read + len(self.unread)
+
+    @cached_property
+    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """One entry a prompt token, None for the first; None when they were not asked for.
+
+        Complete once the first token has been read.
+        """
+        if self.params.prompt_logprobs is None:
+            return None
+        return [None, *decode_logprobs(self.prompt_logprob_messages)]
+
+    def find_stop_string(self, *, ended_by_token: bool) -> str | None:
+        """Detokenise what is new; the stop string in it, the tokens after which are dropped.
+
+        `ended_by_token` says that the last token is the one that ended the sequence.
+        """
+        detokenizer = self._detokenizer
+        assert detokenizer is not None
+        new = self._tokens_with_text(ended_by_token)
+        start = self._num_detokenized - detokenizer.num_tokens
+        self._text += detokenizer.append(new)
+        self._num_detokenized = start + detokenizer.num_tokens
+        if detokenizer.stop_reason is not None:
+            del self.unread[self._num_detokenized :]
+            self._detokenizer = None
+        return detokenizer.stop_reason
+
+    def read(self) -> Delta:
+        """Everything since the last read."""
+        self._detokenize()
+        token_ids, self.unread = self.unread, []
+        text, self._text = self._text, ""
+        self._num_detokenized = 0
+        self._num_read += len(token_ids)
+        self.has_news = False
+        self.wake_at = self.group.stream_interval
+        logprobs = None
+        if self.params.logprobs is not None:
+            messages, self.logprobs = self.logprobs, []
+            logprobs = decode_logprobs(messages)[: len(token_ids)]
+        reason = self.finish_reason
+        if reason is None:
+            return Delta(text, token_ids, logprobs)
+        return Delta(text, token_ids, logprobs, str(reason), self.stop_reason, self.error)
+
+    def _detokenize(self) -> None:
+        if self._detokenizer is None:
+            return
+        new = self._tokens_with_text(self.finish_reason is FinishReason.STOP)
+        if not new and not self.finished:
+            return
+        self._text += self._detokenizer.append(new, self.finished)
+        self._num_detokenized += len(new)
+        if self.finished:
+            self._detokenizer = None
+
+    def _tokens_with_text(self, ended_by_token: bool) -> list[int]:
+        """The new tokens but for one that ended the sequence: it is not part of the text."""
+        end = len(self.unread)
+        if ended_by_token and not self.params.include_stop_str_in_output:
+            end -= 1
+        return self.unread[self._num_detokenized : end]
+
+
+class RequestGroup:
+    """The sequences of one request. One task reads it, by `next` or by `result`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        sequences: list[Sequence],
+        *,
+        stream_interval: int,
+        on_abort: Callable[[RequestGroup], None],
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = sequences
+        self.stream_interval = stream_interval
+        self.num_unfinished = len(sequences)
+        self.news: list[Sequence] = []
+        self.waiter: asyncio.Future[None] | None = None
+        self._on_abort = on_abort
+        for position, sequence in enumerate(sequences):
+            sequence.group = self
+            sequence.position = position
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Wait until something is new and read it all; [] once every sequence's end has been read.
+
+        The first token of a sequence and its end come at once, the others every `stream_interval`.
+        """
+        while not self.news:
+            if not self.num_unfinished:
+                return []
+            await self._wait()
+        news, self.news = self.news, []
+        return [(sequence.position, sequence.read()) for sequence in news]
+
+    async def result(self) -> list[Delta]:
+        """Wait until every sequence has ended; one Delta each of all that was not read before."""
+        for sequence in self.sequences:
+            sequence.wake_at = ONLY_WHEN_FINISHED
+        while self.num_unfinished:
+            await self._wait()
+        self.news = []
+        return [sequence.read() for sequence in self.sequences]
+
+    def abort(self) -> None:
+        """End what has not ended with the reason "abort"; nothing happens after the end."""
+        if self.num_unfinished:
+            self._on_abort(self)
+
+    def wake(self) -> None:
+        """Let the reader go on."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self.waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None

@@ -1,0 +1,182 @@
+"""A frontend process: HTTP on the inherited socket, one engine client, from start-up to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+import uvicorn
+import uvloop
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ConfigError, EngineError
+from ..protocol.messages import Stage
+from ..protocol.sampling_params import SamplingParams
+from ..protocol.transport import StatusReporter
+from .api.app import create_app
+from .api.serving import Serving
+from .chat import ChatTemplate, ChatTemplateError, load_chat_template
+from .chat.template import ContentFormat
+from .engine_client import EngineClient, SequenceRequest
+from .tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.02
+LAST_WRITES_S = 2.0
+"""What a client may take to read the end of its answer once the drain is over."""
+
+FORCED_EXIT_CODE = 1
+
+
+class _HTTPServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the frontend decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _chat_templates(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, ChatTemplate]:
+    """The templates by name. Raises ConfigError for one that cannot be used."""
+    frontend = config.frontend
+    tokens = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+    }
+    special_tokens = {name: token for name, token in tokens.items() if token is not None}
+    content_format = cast(ContentFormat, frontend.chat_template_content_format)
+    try:
+        sources = tokenizer.chat_templates
+        if frontend.chat_template is not None:
+            sources = {"default": load_chat_template(frontend.chat_template)}
+        return {
+            name: ChatTemplate(source, special_tokens=special_tokens, content_format=content_format)
+            for name, source in sources.items()
+            if name in ("default", "tool_use")
+        }
+    except ChatTemplateError as error:
+        raise ConfigError(f"{error}; choose another with --chat-template") from error
+
+
+class Frontend:
+    """Serves until SIGTERM, then drains. `client_index` is this process's number among the frontends."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client_index: int,
+        listener: socket.socket,
+        reporter: StatusReporter,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._reporter = reporter
+        tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self._engine = EngineClient(config, client_index, tokenizer)
+        self._serving = Serving(config, tokenizer, _chat_templates(config, tokenizer), self._engine)
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises EngineError if the engine cannot generate a token."""
+        self._handle_signals()
+        http = _HTTPServer(self._uvicorn_config())
+        http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
+        stop_task = asyncio.create_task(self._stop.wait())
+        start_task = asyncio.create_task(self._start())
+        try:
+            await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            if start_task.done():
+                start_task.result()
+                await asyncio.wait({http_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            start_task.cancel()
+            await self._drain()
+        finally:
+            self._engine.close()
+            http.should_exit = True
+            await http_task
+            self._serving.close()
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        self._enter(Stage.WARMING, "generating the first token")
+        await self._generate_one_token()
+        gc.collect()
+        gc.freeze()
+        self._enter(Stage.READY, "")
+
+    async def _generate_one_token(self) -> None:
+        """The proof of readiness: every process and socket on the way of a token works."""
+        request = SequenceRequest(
+            prompt_token_ids=np.array(self._config.model.eos_token_ids[:1], np.int32),
+            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        )
+        group = await self._engine.submit([request], request_id="warm-up")
+        [output] = await group.result()
+        if len(output.token_ids) != 1:
+            raise EngineError(f"the first token could not be generated: {output.error}")
+
+    async def _drain(self) -> None:
+        """Refuse what is new, let what runs finish, end the rest after the shutdown timeout."""
+        self._enter(Stage.DRAINING, "finishing the requests in flight")
+        self._engine.draining = True
+        deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
+        while self._engine.num_inflight and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self._engine.num_inflight:
+            logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
+
+    def _enter(self, stage: Stage, detail: str) -> None:
+        self._serving.stage, self._serving.detail = stage, detail
+        self._reporter.report(stage, detail)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        # The supervisor answers these for all of its children.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _on_terminate(self) -> None:
+        if self._stop.is_set():
+            os._exit(FORCED_EXIT_CODE)
+        self._stop.set()
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        frontend = self._config.frontend
+        return uvicorn.Config(
+            create_app(self._serving),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="info" if frontend.log_requests else "warning",
+            access_log=frontend.log_requests,
+            server_header=False,
+            timeout_keep_alive=frontend.keep_alive_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
+            ssl_keyfile=frontend.ssl_keyfile,
+            ssl_certfile=frontend.ssl_certfile,
+        )
+
+
+def serve(
+    config: EngineConfig, client_index: int, listener: socket.socket, reporter: StatusReporter
+) -> None:
+    """Run a frontend until it is told to stop. Raises EngineError for a start that cannot succeed."""
+
+    async def main() -> None:
+        await Frontend(config, client_index, listener, reporter).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

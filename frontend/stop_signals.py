@@ -1,0 +1,51 @@
+"""SIGTERM, SIGINT and SIGHUP as events of a poll loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StopRequested(Exception):
+    """Somebody asked the engine to stop."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class StopSignals:
+    """While entered, stop signals make `fd` readable instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+
+    def raise_if_received(self) -> None:
+        """Raise StopRequested once for each signal received."""
+        try:
+            received = os.read(self.fd, 1)
+        except BlockingIOError:
+            return
+        raise StopRequested(received[0])
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {s: signal.signal(s, self._on_signal) for s in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        os.write(self._write_fd, bytes([signum]))

@@ -1,0 +1,11 @@
+"""Text to token ids and back, from a Hugging Face directory or from a GGUF file."""
+
+import os
+
+from .load import load_tokenizer, tokenizer_json_path
+from .tokenizer import Tokenizer
+
+# Read at each call. One prompt gains nothing from a thread pool, and the server counts its threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+__all__ = ["Tokenizer", "load_tokenizer", "tokenizer_json_path"]

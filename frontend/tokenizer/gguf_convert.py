@@ -1,0 +1,308 @@
+"""A GGUF file's `tokenizer.ggml.*` metadata as the content of tokenizer.json and
+tokenizer_config.json."""
+
+import base64
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from os import PathLike
+from typing import Any
+
+from ...protocol.errors import CheckpointError
+from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
+
+logger = logging.getLogger(__name__)
+
+_SPACE = "▁"
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    path: str | PathLike[str]
+    metadata: Mapping[str, Any]
+    tokens: list[str]
+    types: list[int]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def array(self, key: str) -> Any:
+        """An array with at least one value; raises CheckpointError where there is none."""
+        values = self.get(key)
+        if values is None or isinstance(values, (str, int, float)):
+            raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
+        return values
+
+    def special(self, key: str, default: int | None = None) -> str | None:
+        """The token that `tokenizer.ggml.<key>_token_id` names."""
+        index = self.get(f"{key}_token_id", default)
+        return self.tokens[index] if index is not None and index < len(self.tokens) else None
+
+    def scores(self) -> list[float]:
+        scores: list[float] = self.array("scores").tolist()
+        if len(scores) != len(self.tokens):
+            raise CheckpointError(
+                self.path,
+                f"tokenizer.ggml.scores has {len(scores)} values for {len(self.tokens)} tokens",
+            )
+        return scores
+
+
+def convert(
+    path: str | PathLike[str], metadata: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tokenizer.json and the tokenizer_config.json for the metadata of the GGUF file `path`.
+
+    Raises CheckpointError for metadata that is missing or of a kind not supported.
+    """
+    vocabulary = _read(path, metadata)
+    match kind := vocabulary.get("model"):
+        case "gpt2":
+            parts, add_bos, add_eos = _byte_level(vocabulary)
+            bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+        case "llama":
+            parts, add_bos, add_eos = _sentencepiece(vocabulary), True, False
+            bos, eos = vocabulary.special("bos", 1), vocabulary.special("eos", 2)
+        case "t5":
+            parts, add_bos, add_eos = _unigram(vocabulary), False, True
+            bos, eos = vocabulary.special("bos"), vocabulary.special("eos", 1)
+        case None:
+            raise CheckpointError(path, "there is no tokenizer in it (no tokenizer.ggml.model)")
+        case _:
+            raise CheckpointError(
+                path, f"its tokenizer is of kind {kind!r}; supported are gpt2, llama and t5"
+            )
+    add_bos = vocabulary.get("add_bos_token", add_bos)
+    add_eos = vocabulary.get("add_eos_token", add_eos)
+    if (add_bos and bos is None) or (add_eos and eos is None):
+        raise CheckpointError(path, "it adds a bos or eos token to prompts without naming one")
+    before = [bos] if add_bos and bos else []
+    after = [eos] if add_eos and eos else []
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(vocabulary),
+        "post_processor": _post_processor(vocabulary, before, after),
+        **parts,
+    }
+    config = {
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": vocabulary.special("padding"),
+        "chat_template": _chat_templates(metadata),
+    }
+    return tokenizer, {key: value for key, value in config.items() if value is not None}
+
+
+def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary:
+    vocabulary = _Vocabulary(path, metadata, [], [])
+    if vocabulary.get("model") is None:
+        return vocabulary
+    # An empty token would match everywhere; it still takes up its id.
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.array("tokens"))]
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(path, "tokenizer.ggml.tokens holds the same token twice")
+    types = vocabulary.get("token_type")
+    types = [int(TokenType.NORMAL)] * len(tokens) if types is None else types.tolist()
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            path, f"tokenizer.ggml.token_type has {len(types)} values for {len(tokens)} tokens"
+        )
+    return _Vocabulary(path, metadata, tokens, types)
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
+    pre_tokenizer = _pre_tokenizer(vocabulary)
+    splits = [
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
+        for p in pre_tokenizer.patterns
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    parts = {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*splits, byte_level | {"use_regex": False}],
+        },
+        "decoder": byte_level | {"use_regex": True},
+        "model": _bpe(
+            vocabulary,
+            vocabulary.array("merges"),
+            ignore_merges=pre_tokenizer.ignore_merges,
+        ),
+    }
+    return parts, pre_tokenizer.add_bos, False
+
+
+def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
+    name = vocabulary.get("pre")
+    if name is None:
+        logger.warning(
+            "%s does not say how its tokenizer splits words (no tokenizer.ggml.pre); "
+            "the default is used and the text may suffer. Convert the model again.",
+            vocabulary.path,
+        )
+        name = "default"
+    try:
+        return PRE_TOKENIZERS[name]
+    except KeyError:
+        raise CheckpointError(
+            vocabulary.path,
+            f"tokenizer.ggml.pre {name!r} is not supported; serve the Hugging Face directory of "
+            "the model instead",
+        ) from None
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
+    to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    normalizers, decoders = [to_space], [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if vocabulary.get("add_space_prefix", True):
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(
+            vocabulary,
+            _merges_of_scores(vocabulary),
+            unk_token=vocabulary.special("unknown", 0),
+            fuse_unk=True,
+            byte_fallback=TokenType.BYTE in vocabulary.types,
+        ),
+    }
+
+
+def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
+    """The merges that rank as SentencePiece's scores do.
+
+    SentencePiece joins the adjacent pair whose union is the best scored token. So every way to cut
+    a token into two tokens is a merge, and the better token's merges come first.
+    """
+    scores = vocabulary.scores()
+    tokens = [
+        (token, score)
+        for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
+        if kind == TokenType.NORMAL and " " not in token  # the normalizer leaves no space
+    ]
+    normal = {token for token, _ in tokens}
+    tokens.sort(key=lambda pair: -pair[1])
+    return [
+        f"{left} {right}"
+        for token, _ in tokens
+        for cut in range(1, len(token))
+        if (left := token[:cut]) in normal and (right := token[cut:]) in normal
+    ]
+
+
+def _bpe(
+    vocabulary: _Vocabulary,
+    merges: Sequence[str],
+    *,
+    unk_token: str | None = None,
+    fuse_unk: bool = False,
+    byte_fallback: bool = False,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: i for i, token in enumerate(vocabulary.tokens)},
+        "merges": merges,
+    }
+
+
+def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
+    prepend = "always" if vocabulary.get("add_space_prefix", True) else "never"
+    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": prepend}
+    normalizers: list[dict[str, Any]] = []
+    if (charsmap := vocabulary.get("precompiled_charsmap")) is not None:
+        encoded = base64.b64encode(charsmap.tobytes()).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
+    if vocabulary.get("remove_extra_whitespaces", False):
+        normalizers += [
+            {"type": "Strip", "strip_left": True, "strip_right": True},
+            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        ]
+    decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}, metaspace | {"split": True}]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": metaspace | {"split": True},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "Unigram",
+            "unk_id": vocabulary.get("unknown_token_id", 2),
+            "vocab": list(zip(vocabulary.tokens, vocabulary.scores(), strict=True)),
+            "byte_fallback": TokenType.BYTE in vocabulary.types,
+        },
+    }
+
+
+def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
+    """The tokens that are found in a text before anything else is done to it."""
+    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    # Phi-3's markers swallow the whitespace after them, which GGUF has no place to say.
+    swallows = (
+        vocabulary.metadata.get("general.architecture") == "phi3"
+        and vocabulary.get("model") == "llama"
+    )
+    return [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": swallows and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            "normalized": False,
+            "special": kind in special,
+        }
+        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind in special or kind == TokenType.USER_DEFINED
+    ]
+
+
+def _post_processor(
+    vocabulary: _Vocabulary, before: list[str], after: list[str]
+) -> dict[str, Any] | None:
+    if not before and not after:
+        return None
+    ids = {token: vocabulary.tokens.index(token) for token in (*before, *after)}
+
+    def special(token: str) -> dict[str, Any]:
+        return {"SpecialToken": {"id": token, "type_id": 0}}
+
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    start, end = [special(token) for token in before], [special(token) for token in after]
+    return {
+        "type": "TemplateProcessing",
+        "single": [*start, first, *end],
+        "pair": [*start, first, *end, *start, second, *end],
+        "special_tokens": {
+            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
+        },
+    }
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in metadata.get(f"{key}s", ())}
+    templates = {"default": metadata.get(key), **named}
+    return [{"name": k, "template": v} for k, v in templates.items() if v is not None] or None

@@ -1,0 +1,102 @@
+"""How byte-level BPE vocabularies cut text into words before merging, by the names that GGUF
+files carry in `tokenizer.ggml.pre`.
+
+A GGUF file names the scheme but does not hold it. The expressions are those of the original
+tokenizers; several are applied one after the other, each to what the ones before left over.
+"""
+
+from dataclasses import dataclass
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_CASED_WORD = rf"{_LEAD}{_UPPER}*{_LOWER}+", rf"{_LEAD}{_UPPER}+{_LOWER}*"
+
+
+def _cl100k(digits: str, letters: str = r"\p{L}+", others: str = _PUNCTUATION) -> str:
+    return rf"{_CONTRACTION}|{_LEAD}{letters}|{digits}|{others}|{_SPACES}"
+
+
+def _o200k(digits: str, contraction: str) -> str:
+    words = "|".join(word + contraction for word in _CASED_WORD)
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_LLAMA3 = _cl100k(r"\p{N}{1,3}")
+_QWEN2 = _cl100k(r"\p{N}")
+_O200K = _o200k(r"\p{N}{1,3}", _CONTRACTION + "?")
+# Letters that have case, but not the styled alphabets of mathematics.
+_CASED_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{1D400}-\x{1D7FF}]]+"
+_CJK = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+_ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    """Whether a word that is in the vocabulary is one token, whatever the merges say."""
+    add_bos: bool = False
+    """Whether prompts begin with the BOS token when the file does not say."""
+
+
+_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_DEEPSEEK_V3 = PreTokenizer(
+    (
+        r"\p{N}{1,3}",
+        r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+        rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    )
+)
+_SENTENCES = PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",))
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+_SCHEMES: dict[PreTokenizer, str] = {
+    _PLAIN_GPT2: (
+        "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling "
+        "modern-bert"
+    ),
+    _DIGITS_THEN_GPT2: "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    _LLAMA3_LIKE: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    PreTokenizer((_QWEN2,)): (
+        "qwen2 stablelm2 deepseek-r1-qwen megrez hunyuan grok-2 solar-open kormo"
+    ),
+    PreTokenizer((_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)): (
+        "qwen35"
+    ),
+    PreTokenizer((_cl100k(r"\p{N}", others=r" ?[^\s\p{L}\p{N}\r\n]+"),)): "seed-coder",
+    PreTokenizer((_o200k(r"\p{N}", ""),), ignore_merges=True, add_bos=True): "tekken",
+    PreTokenizer((_O200K,)): "gpt-4o llama4 kanana2 minimax-m2",
+    PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)): "tiny_aya cohere2moe",
+    PreTokenizer((r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True): "minicpm5",
+    PreTokenizer(
+        (
+            "[\r\n]",
+            rf"\s?{_CASED_LETTERS}",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            _CJK,
+            r"\p{N}+",
+        )
+    ): "deepseek-llm",
+    PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): "deepseek-coder",
+    _DEEPSEEK_V3: "deepseek-v3 hunyuan-dense joyai-llm",
+    PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",
+    PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
+    _SENTENCES: "poro-chat bloom gpt3-finnish",
+    PreTokenizer((*_SENTENCES.patterns, r"\p{N}")): "viking",
+    PreTokenizer((_BAILING,)): "bailingmoe bailingmoe2 llada-moe",
+    PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")): "superbpe",
+}
+
+PRE_TOKENIZERS = {name: scheme for scheme, names in _SCHEMES.items() for name in names.split()}

@@ -1,0 +1,107 @@
+"""What a token says, as bytes.
+
+A token need not be whole characters, so text is built from bytes: the text of some tokens is the
+UTF-8 decoding of their bytes put together.
+"""
+
+import re
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes with: printable ones as they are,
+    the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; added tokens may be plain text instead."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How a vocabulary's tokens become text."""
+
+    to_bytes: Callable[[str], bytes]
+    strips_leading_space: bool
+    """Whether one space at the very start of a text is an artefact of encoding."""
+
+
+def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
+    """The decoding that the `decoder` section of a tokenizer.json describes.
+
+    Raises ValueError for a kind of decoder that does not go token by token.
+    """
+    replacements: list[tuple[str, str]] = []
+    byte_fallback = strips = fused = False
+    for step in _steps(decoder):
+        match step:
+            case {"type": "ByteLevel"}:
+                return Decoding(byte_level_bytes, strips_leading_space=False)
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+                replacements.append((pattern, content))
+            case {"type": "ByteFallback"}:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
+                strips = bool(start)
+            case {"type": "Metaspace", "replacement": str(replacement)}:
+                replacements.append((replacement, " "))
+                strips = step.get("prepend_scheme", "always") != "never"
+            case _:
+                raise ValueError(f"a token decoder of type {step.get('type')!r} is not supported")
+
+    def to_bytes(token: str) -> bytes:
+        if byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        for pattern, content in replacements:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    return Decoding(to_bytes, strips)
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        raise ValueError("there is no token decoder")
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for nested in decoder["decoders"] for step in _steps(nested)]
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id -> bytes, filled as tokens are first seen, so it costs nothing at start.
+
+    `hidden` ids, and ids that the vocabulary has no token for, are b"".
+    """
+
+    def __init__(
+        self,
+        id_to_token: Callable[[int], str | None],
+        to_bytes: Callable[[str], bytes],
+        hidden: Container[int] = (),
+    ) -> None:
+        super().__init__()
+        self._id_to_token = id_to_token
+        self._to_bytes = to_bytes
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._id_to_token(token_id)
+        self[token_id] = data = b"" if token is None else self._to_bytes(token)
+        return data

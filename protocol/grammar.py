@@ -1,0 +1,132 @@
+"""Structured outputs as grammars: the text that llguidance compiles.
+
+The frontend checks a grammar at the door and the core compiles it; both must mean the same by it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+import msgspec
+
+from .errors import ParameterError
+from .sampling_params import GrammarKind, StructuredOutput
+
+PARAM: Final = "structured_outputs"
+
+MAX_SPEC_LENGTH: Final = 1 << 20
+"""Characters of a schema, expression or grammar."""
+
+MAX_ERROR_LENGTH: Final = 500
+"""Characters of a grammar's error that a client gets to see."""
+
+
+class _TagStructure(msgspec.Struct, frozen=True):
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class _StructuralTag(msgspec.Struct, frozen=True):
+    structures: list[_TagStructure]
+    triggers: list[str]
+
+
+def grammar_text(structured_output: StructuredOutput) -> str:
+    """The grammar in llguidance's notation. Raises ParameterError for a specification that cannot be read."""
+    spec = structured_output.spec
+    if len(spec) > MAX_SPEC_LENGTH:
+        raise ParameterError(
+            PARAM, f"must have at most {MAX_SPEC_LENGTH} characters, got {len(spec)}"
+        )
+    match structured_output.kind:
+        case GrammarKind.JSON_OBJECT:
+            return _grammar("json_schema", {"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            return _grammar("json_schema", _decode(spec, dict[str, Any] | bool))
+        case GrammarKind.REGEX:
+            return _grammar("lark_grammar", f"start: {_regex_literal(spec)}")
+        case GrammarKind.CHOICE:
+            choices = _decode(spec, list[str])
+            if not choices:
+                raise ParameterError(PARAM, "must offer at least one choice, got []")
+            return _grammar("lark_grammar", "start: " + " | ".join(map(json.dumps, choices)))
+        case GrammarKind.LARK:
+            return _grammar("lark_grammar", _lark(spec))
+        case GrammarKind.STRUCTURAL_TAG:
+            return _grammar("lark_grammar", _tags(_decode(spec, _StructuralTag)))
+
+
+def shorten_error(message: str) -> str:
+    """A grammar's error without the parser's state, and of bounded length."""
+    message = re.split(r"<state>|<non-verbose/>", message)[0].strip()
+    if len(message) <= MAX_ERROR_LENGTH:
+        return message
+    return message[: MAX_ERROR_LENGTH - 1] + "…"
+
+
+def _grammar(notation: str, content: object) -> str:
+    return json.dumps({"grammars": [{notation: content}]})
+
+
+def _decode(spec: str, expected: Any) -> Any:
+    try:
+        return msgspec.json.decode(spec, type=expected)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ParameterError(PARAM, f"cannot be read: {error}") from None
+
+
+def _regex_literal(regex: str) -> str:
+    """The expression between slashes."""
+
+    def escape(match: re.Match[str]) -> str:
+        character = match[0]
+        return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(character, character)
+
+    return "/" + re.sub(r"\\.|[/\n\r]", escape, regex, flags=re.DOTALL) + "/"
+
+
+def _lark(grammar: str) -> str:
+    """A Lark grammar as it is, or a GBNF one (`root ::= …`) as Lark."""
+    if "::=" not in grammar:
+        return grammar
+    # Only processes that handle grammars pay for the library.
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the converter raises its own and several built-in ones
+        raise ParameterError(PARAM, shorten_error(f"cannot be read as GBNF: {error}")) from None
+
+
+def _tags(structural_tag: _StructuralTag) -> str:
+    """Free text in which every occurrence of a trigger begins one of its tags."""
+    if not structural_tag.structures:
+        raise ParameterError(PARAM, "must have at least one entry in structures, got []")
+    bodies: dict[str, list[str]] = {}
+    for structure in structural_tag.structures:
+        matching = [t for t in structural_tag.triggers if t and structure.begin.startswith(t)]
+        if not matching:
+            raise ParameterError(
+                PARAM,
+                f"must have a trigger that begins {structure.begin!r}, got {structural_tag.triggers}",
+            )
+        trigger = max(matching, key=len)
+        rest = structure.begin[len(trigger) :]
+        body = [
+            json.dumps(rest),
+            f"%json {json.dumps(structure.schema)}",
+            json.dumps(structure.end),
+        ]
+        bodies.setdefault(trigger, []).append(" ".join(body))
+    rules = [
+        "%llguidance {}",
+        f"start: ({' | '.join(f'tag_{i}' for i in range(len(bodies)))})* TEXT",
+    ]
+    rules.append(r"TEXT: /(.|\n)*/")
+    for i, (trigger, tags) in enumerate(bodies.items()):
+        rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
+        rules.append(f"tag_{i}: trigger_{i} ({' | '.join(tags)})")
+    return "\n".join(rules)

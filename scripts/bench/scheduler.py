@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""What a step costs in the core, without a model.
+
+Times, per step of steady decode: schedule() and update_from_output(), and the encoding and decoding of
+SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight and statistics on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from engine.core.scheduler import Scheduler
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.block_hash import hash_blocks, root_hash
+from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from engine.protocol.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+EOS = VOCAB_SIZE - 1
+
+encode = msgspec.msgpack.Encoder().encode
+decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
+decode_result = msgspec.msgpack.Decoder(ModelRunnerOutput).decode
+decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+
+
+class Loop:
+    """The core's work for each step, against a worker that answers at once."""
+
+    def __init__(self, num_seqs: int, num_tokens: int, budget: int | None = None) -> None:
+        num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget or 1 << 30),
+            CacheConfig(block_size=BLOCK_SIZE),
+            max_model_len=num_tokens,
+            vocab_size=VOCAB_SIZE,
+            num_blocks=num_blocks,
+        )
+        self.rng = np.random.default_rng(0)
+        self.num_requests = 0
+        self.in_flight: deque[tuple[SchedulerOutput, int]] = deque()
+        self.tokens = np.arange(num_seqs, dtype=np.int32) % (VOCAB_SIZE - 2)
+        self.step_bytes = self.output_bytes = 0
+
+    def request(self, length: int, max_tokens: int) -> EngineCoreRequest:
+        token_ids = self.rng.integers(0, VOCAB_SIZE - 2, length, dtype=np.int32)
+        self.num_requests += 1
+        return EngineCoreRequest(
+            request_index=self.num_requests,
+            prompt_token_ids=token_ids.tobytes(),
+            sampling_params=SamplingParams(max_tokens=max_tokens),
+            arrival_time=0.0,
+            eos_token_ids=(EOS,),
+            block_hashes=hash_blocks(token_ids, BLOCK_SIZE, root_hash()),
+            root_hash=root_hash(),
+        )
+
+    def add(self, length: int, max_tokens: int) -> int:
+        request = self.request(length, max_tokens)
+        self.scheduler.add_request(0, request, 0.0)
+        return request.request_index
+
+    def send(self) -> None:
+        step = self.scheduler.schedule(0.0)
+        assert step is not None
+        frame = encode(step)
+        self.step_bytes = len(frame)
+        received = decode_step(frame)
+        num_sampling = len(self.scheduler._in_flight[-1].sampling)
+        self.in_flight.append((step, num_sampling))
+        assert received.step == step.step
+
+    def take(self) -> None:
+        step, num_sampling = self.in_flight.popleft()
+        result = ModelRunnerOutput(step.step, self.tokens[:num_sampling].tobytes())
+        result = decode_result(encode(result))
+        for outputs in self.scheduler.update_from_output(step, result, 0.0).values():
+            frame = encode(outputs)
+            self.output_bytes = len(frame)
+            decode_outputs(frame)
+
+    def run(self) -> None:
+        self.send()
+        self.take()
+
+
+def time_each(action: Callable[[], object], repeats: int) -> list[float]:
+    """Microseconds of each call, collections of garbage left out as the core leaves them out."""
+    gc.collect()
+    gc.freeze()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append((time.perf_counter() - start) * 1e6)
+    gc.unfreeze()
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {
+        "mean_us": round(statistics.fmean(times), 1),
+        "median_us": round(statistics.median(times), 1),
+        "p99_us": round(sorted(times)[int(len(times) * 0.99)], 1),
+    }
+
+
+def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+    """Every request decodes; blocks are allocated as they fill, evenly spread over the steps."""
+    loop = Loop(num_seqs, prompt + BLOCK_SIZE + steps + 100)
+    for index in range(num_seqs):
+        loop.add(prompt + index % BLOCK_SIZE, steps + 100)
+    loop.send()
+    for _ in range(20):
+        loop.run()
+    times = time_each(loop.run, steps)
+    return {
+        "case": "steady decode",
+        "running": num_seqs,
+        **summary(times),
+        "step_bytes": loop.step_bytes,
+        "output_bytes": loop.output_bytes,
+    }
+
+
+def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
+    """In every step `events` requests arrive and as many end."""
+    lifetime = num_seqs // events - 3
+    loop = Loop(num_seqs, 64 + lifetime + 2 * BLOCK_SIZE)
+    arrivals = [[loop.request(32, lifetime) for _ in range(events)] for _ in range(50 + steps)]
+    waves = iter(arrivals)
+
+    def wave() -> None:
+        for request in next(waves):
+            loop.scheduler.add_request(0, request, 0.0)
+        loop.run()
+
+    for request in next(waves):
+        loop.scheduler.add_request(0, request, 0.0)
+    loop.send()
+    for _ in range(40):
+        wave()
+    num_running = loop.scheduler.get_request_counts()[0]
+    times = time_each(wave, steps)
+    return {"case": f"{events} arrivals and ends a step", "running": num_running, **summary(times)}
+
+
+def many_waiting(num_seqs: int, steps: int, num_waiting: int) -> dict[str, Any]:
+    """Steady decode in front of a long queue."""
+    loop = Loop(num_seqs, 512 + BLOCK_SIZE + steps + 100)
+    for index in range(num_seqs):
+        loop.add(512 + index % BLOCK_SIZE, steps + 100)
+    loop.send()
+    add = time_each(lambda: loop.add(8, 8), num_waiting)
+    for _ in range(20):
+        loop.run()
+    times = time_each(loop.run, steps)
+    aborts = iter(range(loop.num_requests, loop.num_requests - num_waiting, -1))
+    abort = time_each(
+        lambda: loop.scheduler.finish_requests([(0, next(aborts))], FinishReason.ABORT), num_waiting
+    )
+    return {
+        "case": f"{num_waiting} waiting",
+        "running": num_seqs,
+        **summary(times),
+        "add_us": round(statistics.median(add), 1),
+        "abort_us": round(statistics.median(abort), 1),
+    }
+
+
+def long_prompt(length: int, repeats: int) -> dict[str, Any]:
+    """Admission of a prompt whose every block is cached, and the hashing of it in the frontend."""
+    loop = Loop(4, length + BLOCK_SIZE + 4)
+    request = loop.request(length, 1)
+    times, hashing = [], []
+    for index in range(repeats + 1):
+        copy = msgspec.structs.replace(request, request_index=index)
+        start = time.perf_counter()
+        loop.scheduler.add_request(0, copy, 0.0)
+        step = loop.scheduler.schedule(0.0)
+        times.append((time.perf_counter() - start) * 1e6)
+        assert step is not None
+        result = ModelRunnerOutput(step.step, int32_bytes([1]))
+        loop.scheduler.update_from_output(step, result, 0.0)
+        token_ids = np.frombuffer(request.prompt_token_ids, np.int32)
+        start = time.perf_counter()
+        hash_blocks(token_ids, BLOCK_SIZE, root_hash())
+        hashing.append((time.perf_counter() - start) * 1e6)
+    hits = times[1:]
+    return {
+        "case": f"full hit of {length} tokens",
+        **summary(hits),
+        "hashing_us": round(statistics.median(hashing), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", default="1,16,64,256,1024,4096")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    for num_seqs in map(int, args.running.split(",")):
+        report(steady_decode(num_seqs, args.steps, args.prompt), args.json)
+    report(churn(1024, args.steps, 100), args.json)
+    report(many_waiting(256, args.steps, 100_000), args.json)
+    report(long_prompt(32_768, 50), args.json)
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print("  ".join(f"{name} {value}" for name, value in result.items()))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+from engine.core.block_pool import NULL_BLOCK, BlockPool
+
+
+def digests(*names: str) -> list[bytes]:
+    return [name.encode().ljust(32, b".") for name in names]
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(num_blocks=6)
+
+
+def test_3_1_the_null_block_is_never_allocated(pool):
+    assert pool.num_free == 5
+    assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
+    assert pool.num_free == 0
+    assert NULL_BLOCK == 0
+
+
+def test_3_1_blocks_never_cached_are_taken_before_cached_ones(pool):
+    held = pool.allocate(2)
+    pool.cache(held, digests("a", "b"))
+    pool.release(held)
+    assert not set(pool.allocate(3)) & set(held)
+    assert pool.find(digests("a", "b")) == held
+
+
+def test_3_1_the_least_recently_freed_cached_block_is_evicted_first_tails_before_heads(pool):
+    held = pool.allocate(5)
+    pool.cache(held, digests("a", "b", "c", "d", "e"))
+    pool.release(held[2:])
+    pool.release(held[:2])
+    assert pool.allocate(3) == held[:1:-1]
+    assert pool.find(digests("a", "b", "c")) == held[:2]
+    assert pool.allocate(1) == [held[1]]
+    assert pool.find(digests("a", "b")) == [held[0]]
+
+
+def test_3_3_a_hit_takes_the_longest_prefix_and_revives_free_blocks(pool):
+    held = pool.allocate(3)
+    pool.cache(held, digests("a", "b", "c"))
+    pool.release(held)
+    found = pool.find(digests("a", "b", "x", "c"))
+    assert found == held[:2]
+    pool.hold(found)
+    assert pool.num_free == 3
+    assert held[0] not in pool.allocate(3)
+
+
+def test_3_3_the_same_content_filled_twice_leaves_one_entry_and_survives_either_free(pool):
+    first, second = pool.allocate(1), pool.allocate(1)
+    pool.cache(first, digests("a"))
+    pool.cache(second, digests("a"))
+    pool.release(second)
+    assert pool.find(digests("a")) == first
+    pool.release(first)
+    assert pool.find(digests("a")) == first
+    pool.allocate(5)
+    assert pool.find(digests("a")) == []
+
+
+def test_3_4_a_hit_on_a_free_block_consumes_a_free_block(pool):
+    held = pool.allocate(2)
+    pool.cache(held, digests("a", "b"))
+    pool.release(held[1:])
+    assert pool.count_free(held) == 1
+
+
+def test_shared_blocks_stay_until_the_last_reference_goes(pool):
+    held = pool.allocate(2)
+    pool.hold(held)
+    pool.release(held)
+    assert pool.num_free == 3
+    pool.release(held)
+    assert pool.num_free == 5
+
+
+def test_3_6_reset_only_while_nothing_is_held(pool):
+    held = pool.allocate(2)
+    pool.cache(held, digests("a", "b"))
+    assert not pool.reset()
+    assert pool.find(digests("a")) == [held[0]]
+    pool.release(held)
+    assert pool.reset()
+    assert pool.find(digests("a")) == []
+    assert len(set(pool.allocate(5))) == 5
+
+
+def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool):
+    held = pool.allocate(2)
+    pool.cache(held, digests("a", "b"))
+    pool.uncache(held)
+    assert pool.find(digests("a")) == []
+    pool.release(held)
+    assert pool.num_free == 5
+    assert len(set(pool.allocate(5))) == 5
+
+
+def test_usage_is_the_share_of_held_blocks(pool):
+    assert pool.usage == 0.0
+    pool.allocate(1)
+    assert pool.usage == pytest.approx(0.2)

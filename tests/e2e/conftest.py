@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from support.server import Server, default_model
+
+MODEL_NAME = "smollm2"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One server of the default model for every test that leaves it as it was."""
+    with Server(default_model(), "--served-model-name", MODEL_NAME, "--max-model-len", "2048") as s:
+        yield s
+        assert s.stop() == 0, s.log
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as c:
+        yield c

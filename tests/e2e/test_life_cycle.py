@@ -1,0 +1,188 @@
+"""Starting, stopping, disconnecting and dying, with real processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from support.server import Server, default_model, wait_until
+
+SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+def start(tmp_path: Path, *args: str) -> Server:
+    return Server(default_model(), *args, env={"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def open_stream(server: Server, **body) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    parts = urlsplit(server.url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({**SLOW, **body}), {"content-type": "application/json"}
+    )
+    response = connection.getresponse()
+    assert response.status == 200
+    response.readline()
+    return connection, response
+
+
+def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> None:
+    titles = {c.cmdline()[0] for c in server.children}
+    assert titles == {"engine: core 0", "engine: frontend 0", "engine: worker 0"}
+    assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
+    for title in ("core 0", "frontend 0"):
+        maps = Path(f"/proc/{server.child(title).pid}/maps").read_text()
+        assert "libtorch" not in maps
+
+
+def test_disconnect_aborts_the_request(server: Server) -> None:
+    connection, response = open_stream(server, model="smollm2")
+    wait_until(lambda: server.metric("engine:num_requests_running") == 1, what="the request runs")
+    response.close()
+    connection.close()
+    wait_until(lambda: server.metric("engine:num_requests_running") == 0, what="the request ends")
+    wait_until(lambda: server.metric("engine:kv_cache_usage_perc") == 0, what="its blocks are free")
+
+
+def test_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        connection, response = open_stream(server, max_tokens=150)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/readyz")[0] != 200, what="not ready while draining")
+        assert server.post("/v1/completions", {"prompt": "no", "max_tokens": 1})[0] == 503
+        rest = response.read().decode()
+        connection.close()
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert '"finish_reason":"length"' in rest.replace(": ", ":")
+        assert server.wait() == 0, server.log
+        assert not any(c.is_running() for c in server.children)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        assert server.stop(signal.SIGINT) == 0, server.log
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        connection, response = open_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(5)
+        connection.close()
+        wait_until(lambda: not any(c.is_running() for c in server.children), 5)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not any(c.is_running() for c in server.children), what="children end")
+        wait_until(lambda: list(tmp_path.rglob("*")) == [], what="the run directory goes")
+
+
+@pytest.mark.parametrize("title", ["worker 0", "core 0", "frontend 0"])
+def test_a_dead_process_ends_the_server_with_its_name(tmp_path: Path, title: str) -> None:
+    with start(tmp_path) as server:
+        server.child(title).kill()
+        assert server.wait() == 1
+        assert title in server.output[-1], server.log
+        assert not any(c.is_running() for c in server.children)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def run_serve(*args: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.frontend.cli", "serve", *args],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, output = run_serve(default_model(), "--port", str(port))
+    assert code == 1 and str(port) in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_truncated_checkpoint_is_one_line(tmp_path: Path) -> None:
+    whole = Path(default_model()).read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(whole[: len(whole) // 2])
+    code, output = run_serve(str(broken), "--port", "0")
+    assert code == 1 and "broken.gguf" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_unknown_architecture_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["MysteryForCausalLM"], "model_type": "mystery"})
+    )
+    code, output = run_serve(str(tmp_path), "--port", "0")
+    assert code == 1 and re.search("(?i)mystery", output.splitlines()[-1])
+    assert "Traceback" not in output
+
+
+def test_missing_model_is_one_line() -> None:
+    code, output = run_serve("/nonexistent/model", "--port", "0")
+    assert code != 0 and "/nonexistent/model" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_big_body_and_malformed_json_do_not_hurt(server: Server) -> None:
+    status, body = server.post("/v1/completions", b"x" * (50 * 1024 * 1024))
+    assert status == 413 and "error" in body
+    status, body = server.post("/v1/completions", b'{"prompt": ')
+    assert status == 400 and "error" in body
+    assert server.get("/readyz")[0] == 200
+
+
+def test_slow_reader_does_not_stall_others(server: Server) -> None:
+    connection, response = open_stream(server, model="smollm2", max_tokens=1000)
+    done = threading.Event()
+
+    def other() -> None:
+        status, _ = server.post("/v1/completions", {"model": "smollm2", "prompt": "Hi", "max_tokens": 16})
+        assert status == 200
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert done.wait(60)
+    thread.join()
+    connection.close()
+    wait_until(lambda: server.metric("engine:num_requests_running") == 0)
+
+
+def test_sockets_are_private(server: Server) -> None:
+    sockets = [
+        c.laddr
+        for p in server.children
+        for c in p.net_connections("unix")
+        if c.laddr and "core" in os.path.basename(c.laddr)
+    ]
+    assert sockets
+    for path in sockets:
+        assert Path(path).parent.stat().st_mode & 0o777 == 0o700

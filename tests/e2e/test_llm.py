@@ -1,0 +1,126 @@
+"""The offline API on the real default model, with every process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from engine.frontend.engine_client import EngineDead
+from engine.frontend.llm import LLM
+from engine.protocol.errors import ConfigError, EngineError, ParameterError
+from engine.protocol.sampling_params import SamplingParams
+from support.server import default_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(default_model(), max_model_len=512, max_num_seqs=8) as llm:
+        yield llm
+
+
+def test_prompts_are_continued_in_their_order(llm: LLM) -> None:
+    prompts = ["The capital of France is", "The capital of Italy is", "One, two, three,"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == prompts
+    assert "Paris" in outputs[0].outputs[0].text
+    assert "Rome" in outputs[1].outputs[0].text
+    assert outputs[2].outputs[0].text.startswith(" four")
+    for output in outputs:
+        [only] = output.outputs
+        assert len(only.token_ids) == 12 and only.finish_reason == "length"
+
+
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
+    [by_text] = llm.generate("The capital of France is", GREEDY)
+    ids = by_text.prompt_token_ids
+    for prompt in (ids, [ids], {"prompt_token_ids": ids}, {"prompt": "The capital of France is"}):
+        [output] = llm.generate(prompt, GREEDY)
+        assert output.outputs[0].text == by_text.outputs[0].text
+
+
+def test_outputs_of_one_prompt_differ_and_can_be_repeated(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=8)
+    [first] = llm.generate("Once upon a time", params)
+    [second] = llm.generate("Once upon a time", params)
+    texts = [output.text for output in first.outputs]
+    assert len(set(texts)) == 3
+    assert [output.text for output in second.outputs] == texts
+
+
+def test_a_chat_is_answered_and_stops_by_itself(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? One short sentence."}]
+    [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=60))
+    [answer] = output.outputs
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert "<|im_end|>" not in answer.text
+
+
+def test_logprobs_of_prompt_and_output(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    [output] = llm.generate("The capital of France is", params)
+    [only] = output.outputs
+    assert only.logprobs is not None and output.prompt_logprobs is not None
+    assert [p.token_id for p in only.logprobs] == only.token_ids
+    assert all(p.rank == 1 and p.top[0][0] == p.token_id for p in only.logprobs)
+    assert output.prompt_logprobs[0] is None
+    scored = [p for p in output.prompt_logprobs if p is not None]
+    assert [p.token_id for p in scored] == output.prompt_token_ids[1:]
+    assert all(math.isfinite(p.logprob) and p.logprob <= 0 for p in scored)
+
+
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=50, stop=("six",))
+    [output] = llm.generate("One, two, three, four,", params)
+    assert output.outputs[0].text == " five, "
+    assert output.outputs[0].stop_reason == "six"
+
+
+def test_a_repeated_prompt_is_taken_from_the_cache(llm: LLM) -> None:
+    prompt = "A sentence that is long enough to fill some blocks of the cache. " * 5
+    llm.generate(prompt, GREEDY)
+    [again] = llm.generate(prompt, GREEDY)
+    assert again.num_cached_tokens >= 32
+    assert llm.reset_prefix_cache()
+    [after] = llm.generate(prompt, GREEDY)
+    assert after.num_cached_tokens == 0
+    assert after.outputs == again.outputs
+
+
+def test_what_cannot_be_served_is_refused_and_nothing_is_left(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="maximum context length is 512"):
+        llm.generate(["fine", [5] * 600], GREEDY)
+    with pytest.raises(ParameterError, match="temperature"):
+        llm.generate("x", SamplingParams(temperature=-1.0))
+    with pytest.raises(ParameterError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    assert llm._engine.client.num_inflight == 0
+    assert llm.generate("still fine", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_start_that_cannot_succeed_says_why() -> None:
+    with pytest.raises(ConfigError, match="unknown flag --max-model-length"):
+        LLM(default_model(), max_model_length=512)
+    with pytest.raises(EngineError, match="nowhere"):
+        LLM("/nowhere/at/all.gguf")
+
+
+def test_a_dead_worker_ends_a_generation_with_the_reason_and_close_leaves_nothing() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    llm = LLM(default_model(), max_model_len=512)
+    try:
+        children = set(psutil.Process().children(recursive=True)) - before
+        [worker] = [child for child in children if child.cmdline()[0] == "engine: worker 0"]
+        worker.kill()
+        with pytest.raises(EngineDead, match="worker 0"):
+            while True:
+                [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=400))
+                assert output.outputs[0].finish_reason in ("error", "length", "stop")
+    finally:
+        llm.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
+    llm.close()

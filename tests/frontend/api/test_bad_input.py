@@ -1,0 +1,321 @@
+"""Every bad request gets one clear error that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from support.frontend_process import MODEL, FrontendProcess
+
+PROMPT = "One two three"
+USER = [{"role": "user", "content": PROMPT}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def error_of(response: httpx.Response) -> dict:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+def goes_on(frontend: FrontendProcess) -> None:
+    assert frontend.http.get("/health").status_code == 200
+    assert frontend.complete(PROMPT, max_tokens=1)["choices"][0]["text"] == "One"
+
+
+BAD_FIELDS = [
+    # (fields, the param that the error names, what its message says)
+    ({"temperature": -1}, "temperature", "[0, 100], got -1"),
+    ({"temperature": "hot"}, "temperature", 'must be a number or null, got "hot"'),
+    ({"top_p": 0}, "top_p", "(0, 1], got 0"),
+    ({"top_p": 1.5}, "top_p", "got 1.5"),
+    ({"top_k": -2}, "top_k", "at least -1, got -2"),
+    ({"top_k": 10**30}, "top_k", "9223372036854775807"),
+    ({"min_p": 2}, "min_p", "got 2"),
+    ({"n": 0}, "n", "between 1 and 128, got 0"),
+    ({"n": 10**6}, "n", "got 1000000"),
+    ({"n": 1.5}, "n", "an integer or null, got 1.5"),
+    ({"n": True}, "n", "an integer or null, got true"),
+    ({"n": [1]}, "n", "got [1]"),
+    ({"max_tokens": -1}, "max_tokens", "at least 1, got -1"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+    ({"max_tokens": 100_000}, "max_tokens", "maximum context length is 512 tokens"),
+    ({"max_tokens": 2**80}, "max_tokens", "max_tokens"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "got 20"),
+    ({"presence_penalty": 3}, "presence_penalty", "[-2, 2], got 3"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "got -3"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "got 0"),
+    ({"seed": 2**63}, "seed", "9223372036854775807"),
+    ({"seed": "x"}, "seed", "an integer"),
+    ({"stop": 5}, "stop", "got 5"),
+    ({"stop": [1]}, "stop[0]", "a string, got 1"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"stop": ["x"] * 65}, "stop", "at most 64 entries, got 65"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", 'token ids, got "a"'),
+    ({"logit_bias": {"9999999": 1}}, "logit_bias", "9999999"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5]", "101"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias[...]", "a number"),
+    ({"logit_bias": [5]}, "logit_bias", "an object or null, got [5]"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
+    ({"bad_words": [" "]}, "bad_words", "empty"),
+    ({"priority": 2**40}, "priority", "32 bits"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "got 0"),
+    ({"truncate_prompt_tokens": 10_000}, "truncate_prompt_tokens", "got 10000"),
+    ({"stream": "yes"}, "stream", 'a boolean or null, got "yes"'),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage", "3"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs", "got -2"),
+    ({"guided_json": {}}, "guided_json", "structured_outputs"),
+    ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
+    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
+    ({"guided_grammar": "x"}, "guided_grammar", "structured_outputs"),
+    ({"best_of": 2}, "best_of", "got 2"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
+    ({"response_format": "json"}, "response_format", 'an object or null, got "json"'),
+    ({"response_format": {"type": "xml"}}, "response_format.type", 'got "xml"'),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "null"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "required",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},
+        "response_format.json_schema.schema",
+        "not valid JSON",
+    ),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "non-empty"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of strings"),
+    ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "one"),
+]
+
+COMPLETION_ONLY = [
+    ({"prompt": None}, "prompt", "required"),
+    ({"prompt": ""}, "prompt", "at least one token"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": ["a", ""]}, "prompt[1]", "at least one token"),
+    ({"prompt": ["a", [1]]}, "prompt[1]", "a string like the first"),
+    ({"prompt": [[1], []]}, "prompt[1]", "at least one token"),
+    ({"prompt": [1, -1]}, "prompt[1]", "got -1"),
+    ({"prompt": [[1, 10**6]]}, "prompt[0][1]", "got 1000000"),
+    ({"prompt": [1, "a"]}, "prompt", "token ids only"),
+    ({"prompt": {"a": 1}}, "prompt", 'got {"a":1}'),
+    ({"prompt": [1.5]}, "prompt[0]", "got 1.5"),
+    ({"prompt": [1] * 512}, "prompt", "maximum context length is 512 tokens"),
+    ({"prompt": "word " * 600}, "prompt", "maximum context length is 512 tokens"),
+    ({"prompt": "x" * 200_000}, "prompt", "200000 characters"),
+    ({"prompt": ["a"] * 100, "n": 100}, "prompt", "10000 sequences, at most 4096"),
+    ({"logprobs": 21}, "logprobs", "at most 20"),
+    ({"logprobs": True}, "logprobs", "an integer"),
+    ({"suffix": "end"}, "suffix", "not supported"),
+    ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
+    ({"echo": 1}, "echo", "a boolean"),
+]
+
+CHAT_ONLY = [
+    ({"messages": None}, "messages", "required"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "hi"}, "messages", 'got "hi"'),
+    ({"messages": ["hi"]}, "messages[0]", 'an object, got "hi"'),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", "role"),
+    ({"messages": [{"role": 1, "content": "hi"}]}, "messages[0].role", "1"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+        "image_url",
+    ),
+    ({"messages": [{"role": "user", "content": "w " * 600}]}, "messages", "512 tokens"),
+    ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1, got 0"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    ({"logprobs": 3}, "logprobs", "a boolean"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice", '"sometimes"'),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+        "tool_choice",
+        '"g"',
+    ),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "an object"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "null"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
+        "tools[0].function.parameters",
+        "3",
+    ),
+    ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
+    ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "not allowed"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+    ({"modalities": ["audio"]}, "modalities", "audio"),
+    ({"audio": {"voice": "x"}}, "audio", "not supported"),
+    ({"echo": True}, "echo", "not supported"),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("fields", "param", "says"), BAD_FIELDS)
+def test_bad_field(
+    frontend: FrontendProcess, path: str, fields: dict, param: str, says: str
+) -> None:
+    prompt = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": USER}
+    response = frontend.post(path, **{"model": MODEL, **prompt, **fields})
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+    assert not frontend.core.requests, "nothing was started"
+    goes_on(frontend)
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), COMPLETION_ONLY)
+def test_bad_completion_field(
+    frontend: FrontendProcess, fields: dict, param: str, says: str
+) -> None:
+    response = frontend.post(COMPLETIONS, **{"model": MODEL, "prompt": PROMPT, **fields})
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["param"] == param and says in error["message"]
+    goes_on(frontend)
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), CHAT_ONLY)
+def test_bad_chat_field(frontend: FrontendProcess, fields: dict, param: str, says: str) -> None:
+    response = frontend.post(CHAT, **{"model": MODEL, "messages": USER, **fields})
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["param"] == param and says in error["message"]
+    goes_on(frontend)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "a"} x',
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"temperature": NaN, "prompt": "a"}',
+        b'{"metadata": ' + b"[" * 100_000,
+        b'{"metadata": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001,
+        b'{"seed": ' + b"9" * 10_000 + b"}",
+        b"\x00\x01\x02",
+        b"model=echo&prompt=a",
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_malformed_body(frontend: FrontendProcess, path: str, body: bytes) -> None:
+    response = frontend.http.post(path, content=body)
+    assert response.status_code == 400, response.text
+    assert len(error_of(response)["message"]) < 500
+    goes_on(frontend)
+
+
+def test_long_values_are_not_echoed_whole(frontend: FrontendProcess) -> None:
+    long = "x" * 100_000
+    for fields in ({"n": long}, {"model": long}, {"tools": [{"type": long}]}, {"stop": [[long]]}):
+        response = frontend.post(CHAT, **{"messages": USER, **fields})
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 1000
+        assert "xxxxx" in error_of(response)["message"]
+
+
+def test_context_errors_carry_the_code_that_clients_know(frontend: FrontendProcess) -> None:
+    response = frontend.post(COMPLETIONS, prompt="word " * 600)
+    assert error_of(response)["code"] == "context_length_exceeded"
+
+
+def test_wrong_model(frontend: FrontendProcess, client: openai.OpenAI) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        response = frontend.post(path, model="gpt-9", **prompt)
+        assert response.status_code == 404
+        error = error_of(response)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert "gpt-9" in error["message"] and MODEL in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_unknown_routes_and_methods(frontend: FrontendProcess) -> None:
+    for method, path, status in (
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+    ):
+        response = frontend.http.request(method, path)
+        assert response.status_code == status
+        assert path in error_of(response)["message"]
+
+
+def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> None:
+    assert frontend.complete(PROMPT, max_tokens=1, tempersture=0)["choices"]
+    with FrontendProcess(strict=True) as strict:
+        for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+            response = strict.post(path, tempersture=0, **prompt)
+            assert response.status_code == 400
+            error = error_of(response)
+            assert error["param"] == "tempersture" and "tempersture" in error["message"]
+            refused = strict.post(path, guided_json={}, **prompt)
+            assert error_of(refused)["param"] == "guided_json"
+        assert strict.complete(PROMPT, max_tokens=1, user="ann", top_k=3)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": USER}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"messages": [{}]}, "messages[0].role"),
+    ],
+)
+def test_bad_tokenize(frontend: FrontendProcess, fields: dict, param: str) -> None:
+    response = frontend.post("/tokenize", **fields)
+    assert response.status_code == 400 and error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("tokens", "param"), [(None, "tokens"), ([-1], "tokens[0]"), ([1, 10**7], "tokens[1]")]
+)
+def test_bad_detokenize(frontend: FrontendProcess, tokens: object, param: str) -> None:
+    response = frontend.post("/detokenize", tokens=tokens)
+    assert response.status_code == 400 and error_of(response)["param"] == param
+
+
+def test_template_errors_are_the_clients() -> None:
+    template = "{{ raise_exception('only users may speak') }}"
+    with FrontendProcess(chat_template=template) as frontend:
+        response = frontend.post(CHAT, messages=USER)
+        assert response.status_code == 400
+        assert "only users may speak" in error_of(response)["message"]
+
+
+def test_body_limit() -> None:
+    with FrontendProcess(max_body_bytes=10_000) as frontend:
+        body = json.dumps({"prompt": "x" * 20_000}).encode()
+        response = frontend.http.post(COMPLETIONS, content=body)
+        assert response.status_code == 413
+        assert "10000 bytes" in error_of(response)["message"]
+        pieces = (b"x" * 1000 for _ in range(1000))
+        chunked = frontend.http.post(COMPLETIONS, content=pieces)
+        assert chunked.status_code == 413
+        assert frontend.complete(PROMPT, max_tokens=1)["choices"]

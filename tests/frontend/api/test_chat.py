@@ -1,0 +1,337 @@
+"""/v1/chat/completions as a client sees it. The core repeats the last message, over and over."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from support.frontend_process import MODEL, FrontendProcess, sse_events
+
+TEXT = "One two three four five"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def chat(frontend: FrontendProcess, **fields) -> dict:
+    fields.setdefault("messages", MESSAGES)
+    response = frontend.post("/v1/chat/completions", model=MODEL, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def last_params(frontend: FrontendProcess):
+    added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
+    return added.requests[0].sampling_params
+
+
+def num_tokens(frontend: FrontendProcess, text: str) -> int:
+    return len(frontend.tokenizer.encode(text))
+
+
+def test_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=7)
+    [choice] = answer.choices
+    assert choice.message.role == "assistant" and choice.message.tool_calls is None
+    assert choice.message.content == TEXT + "One two"
+    assert choice.finish_reason == "length"
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 7)
+
+
+def test_default_is_the_rest_of_the_context(frontend: FrontendProcess) -> None:
+    assert chat(frontend)["usage"]["total_tokens"] == frontend.config.model.max_model_len
+
+
+def test_max_completion_tokens_is_heard_and_wins(frontend: FrontendProcess) -> None:
+    answer = chat(frontend, max_completion_tokens=3, max_tokens=5)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=user("Grüße 😀!"),
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    first, *chunks, last = list(stream)
+    whole = client.chat.completions.create(model=MODEL, messages=user("Grüße 😀!"), max_tokens=30)
+    assert first.object == "chat.completion.chunk"
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
+    assert last.choices == [] and last.usage == whole.usage
+
+
+def test_n_streams_interleave_and_each_begins_with_its_role(frontend: FrontendProcess) -> None:
+    response = frontend.post(
+        "/v1/chat/completions", messages=MESSAGES, n=3, max_tokens=10, stream=True
+    )
+    texts, roles = ["", "", ""], [0, 0, 0]
+    for event in sse_events(response.text):
+        [choice] = event["choices"]
+        roles[choice["index"]] += "role" in choice["delta"]
+        assert roles[choice["index"]] == 1, "the role comes first and once"
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [TEXT * 2] * 3
+
+
+def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=user("é 😀!"), max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    content = answer.choices[0].logprobs.content
+    ids = (frontend.tokenizer.encode("é 😀!") * 6)[:6]
+    assert [bytes(token.bytes) for token in content] == [
+        frontend.tokenizer.token_bytes(token) for token in ids
+    ], "bytes are the token's own, also where it is not a whole character"
+    assert [token.logprob for token in content] == pytest.approx([-i / 1000 for i in ids])
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    streamed = client.chat.completions.create(
+        model=MODEL,
+        messages=user("é 😀!"),
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+    )
+    pieces = [c.choices[0].logprobs.content for c in streamed if c.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece] == content
+
+
+def test_token_ids(frontend: FrontendProcess) -> None:
+    ids = frontend.tokenizer.encode(TEXT)
+    whole = chat(frontend, max_tokens=5, return_token_ids=True)
+    assert whole["prompt_token_ids"] == whole["choices"][0]["token_ids"] == ids
+    response = frontend.post(
+        "/v1/chat/completions", messages=MESSAGES, max_tokens=5, return_token_ids=True, stream=True
+    )
+    first, *rest = sse_events(response.text)
+    assert first["prompt_token_ids"] == ids
+    assert [token for event in rest for token in event["choices"][0]["token_ids"]] == ids
+
+
+def test_content_parts(frontend: FrontendProcess) -> None:
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    answer = chat(frontend, messages=[{"role": "user", "content": parts}], max_tokens=3)
+    assert answer["choices"][0]["message"]["content"] == "One\ntwo"
+
+
+def test_every_role_is_taken(frontend: FrontendProcess) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": "b", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "c d"},
+    ]
+    answer = chat(frontend, messages=messages, max_tokens=2)
+    assert answer["choices"][0]["message"]["content"] == "c d"
+
+
+def test_harmless_fields_are_taken(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=1,
+        user="ann",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        parallel_tool_calls=True,
+        modalities=["text"],
+        extra_body={"something_new": 1},
+    )
+    assert answer.choices
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if tools %}{{ tools | length }} tools{% endif %}{{ mood }}{{ reasoning_effort }}"
+)
+
+
+def test_the_template_gets_what_the_request_says() -> None:
+    with FrontendProcess(chat_template=TEMPLATE, response_role="bot") as frontend:
+
+        def prompt(**fields) -> str:
+            answer = chat(frontend, max_tokens=1, return_token_ids=True, **fields)
+            return frontend.tokenizer.decode(answer["prompt_token_ids"])
+
+        begin = "<system>Be brief.</system><user>One two three four five"
+        assert prompt() == begin + "</user><assistant>"
+        assert prompt(add_generation_prompt=False) == begin + "</user>"
+        assert prompt(continue_final_message=True) == begin
+        assert prompt(chat_template_kwargs={"mood": "!"}) == begin + "</user><assistant>!"
+        assert prompt(reasoning_effort="low") == begin + "</user><assistant>low"
+        forced = prompt(tools=[WEATHER], tool_choice="required")
+        assert forced == begin + "</user><assistant>1 tools"
+        assert "tools" not in prompt(tools=[WEATHER], tool_choice="none")
+        assert chat(frontend, max_tokens=1)["choices"][0]["message"]["role"] == "bot"
+        tokens = frontend.post("/tokenize", messages=MESSAGES).json()["tokens"]
+        assert frontend.tokenizer.decode(tokens) == begin + "</user><assistant>"
+
+
+def test_json_mode_constrains_the_core(frontend: FrontendProcess) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    chat(
+        frontend,
+        max_tokens=1,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, "strict": True},
+        },
+    )
+    constraint = last_params(frontend).structured_output
+    assert constraint.kind == "json_schema" and json.loads(constraint.spec) == schema
+    chat(frontend, max_tokens=1, response_format={"type": "text"})
+    assert last_params(frontend).structured_output is None
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_named_tool(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+    arguments = '{"city": "Oslo"}'
+    options = {
+        "model": MODEL,
+        "messages": user(arguments),
+        "tools": [WEATHER, TIME],
+        "tool_choice": NAMED,
+        "max_tokens": num_tokens(frontend, arguments),
+        "extra_body": {"stop_token_ids": frontend.tokenizer.encode(arguments)[-1:]},
+    }
+    options["extra_body"]["include_stop_str_in_output"] = True
+    [choice] = client.chat.completions.create(**options).choices
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather") and call.id
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    assert choice.message.content is None and choice.finish_reason == "stop"
+    constraint = last_params(frontend).structured_output
+    assert constraint.kind == "json_schema"
+    assert json.loads(constraint.spec) == WEATHER["function"]["parameters"]
+
+
+CALLS = (
+    '[{"name": "get_weather", "parameters": {"city": "O\\"s]lo"}}, '
+    '{"name": "get_time", "parameters": {}}]'
+)
+
+
+def accumulate(events: list[dict]) -> tuple[list[dict], str, str]:
+    """The calls, the content and the finish reason of a stream with one choice."""
+    calls: list[dict] = []
+    content, reason = "", ""
+    for event in events:
+        [choice] = event["choices"]
+        content += choice["delta"].get("content") or ""
+        for piece in choice["delta"].get("tool_calls", []):
+            if piece["index"] == len(calls):
+                assert piece["id"] and piece["type"] == "function"
+                calls.append({"name": piece["function"]["name"], "arguments": ""})
+            calls[piece["index"]]["arguments"] += piece["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return calls, content, reason
+
+
+def test_required_tools(frontend: FrontendProcess) -> None:
+    last = frontend.tokenizer.encode(CALLS)[-1]
+    options = {
+        "messages": user(CALLS),
+        "tools": [WEATHER, TIME],
+        "tool_choice": "required",
+        "stop_token_ids": [last],
+        "include_stop_str_in_output": True,
+    }
+    choice = chat(frontend, **options)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    whole = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [call["name"] for call in whole] == ["get_weather", "get_time"]
+    assert json.loads(whole[0]["arguments"]) == {"city": 'O"s]lo'}
+    response = frontend.post("/v1/chat/completions", stream=True, **options)
+    calls, content, reason = accumulate(sse_events(response.text))
+    assert (calls, content, reason) == (whole, "", "tool_calls")
+
+
+def test_required_tools_constrain_the_core(frontend: FrontendProcess) -> None:
+    options = {"tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 1}
+    chat(frontend, **options, parallel_tool_calls=False)
+    schema = json.loads(last_params(frontend).structured_output.spec)
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    names = [s["properties"]["name"]["const"] for s in schema["items"]["anyOf"]]
+    assert names == ["get_weather", "get_time"]
+    chat(frontend, **options)
+    assert "maxItems" not in json.loads(last_params(frontend).structured_output.spec)
+
+
+def test_auto_tools() -> None:
+    text = (
+        'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    )
+    with FrontendProcess(enable_auto_tool_choice=True, tool_call_parser="hermes") as frontend:
+        last = frontend.tokenizer.encode(text)[-1]
+        options = {
+            "messages": user(text),
+            "tools": [WEATHER],
+            "max_tokens": num_tokens(frontend, text),
+            "stop_token_ids": [last],
+            "include_stop_str_in_output": True,
+            "min_tokens": num_tokens(frontend, text) - 1,
+        }
+        choice = chat(frontend, **options)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I look."
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+        response = frontend.post("/v1/chat/completions", stream=True, **options)
+        calls, content, reason = accumulate(sse_events(response.text))
+        assert calls == [call["function"]]
+        assert (content, reason) == ("I look.", "tool_calls")
+        plain = chat(frontend, messages=user("Hello"), tools=[WEATHER], max_tokens=3)
+        assert plain["choices"][0]["message"].get("tool_calls") is None
+        assert plain["choices"][0]["finish_reason"] == "length"
+        none = chat(frontend, **options | {"tool_choice": "none"})["choices"][0]
+        assert none["message"]["content"].startswith("I look. <tool_call>")
+        assert none["finish_reason"] == "stop"
+
+
+def test_reasoning_is_told_from_content() -> None:
+    text = "<think>Let me see.</think>It is four."
+    with FrontendProcess(reasoning_parser="qwen3") as frontend:
+        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
+        answer = chat(frontend, **options)
+        message = answer["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "Let me see."
+        assert message["content"] == "It is four."
+        counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 0 < counted < answer["usage"]["completion_tokens"]
+        response = frontend.post(
+            "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **options
+        )
+        *events, last = sse_events(response.text)
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
+        assert "".join(d.get("content") or "" for d in deltas) == "It is four."
+        assert last["usage"] == answer["usage"]
+        silent = chat(frontend, include_reasoning=False, **options)["choices"][0]["message"]
+        assert "reasoning" not in silent and silent["content"] == "It is four."

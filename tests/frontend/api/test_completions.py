@@ -1,0 +1,309 @@
+"""/v1/completions as a client sees it. The core answers each prompt with the prompt itself, over and over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import openai
+import pytest
+from support.frontend_process import MODEL, FrontendProcess, sse_events
+
+PROMPT = "One two three four five"
+NUM_TOKENS = 5
+
+
+def test_default_is_sixteen_tokens(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT)
+    [choice] = answer.choices
+    assert choice.text == PROMPT * 3 + "One"
+    assert choice.finish_reason == "length"
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
+    assert answer.model == MODEL and answer.system_fingerprint
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (NUM_TOKENS, 16)
+    assert answer.usage.total_tokens == NUM_TOKENS + 16
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_model_may_be_left_out_or_named_by_an_alias(frontend: FrontendProcess) -> None:
+    assert frontend.post("/v1/completions", prompt="a b").json()["model"] == MODEL
+    aliased = frontend.post("/v1/completions", prompt="a b", model="echo-alias")
+    assert aliased.json()["model"] == "echo-alias"
+
+
+def test_null_means_left_out(frontend: FrontendProcess) -> None:
+    nulls = dict.fromkeys(("n", "stop", "temperature", "max_tokens", "logprobs", "seed", "best_of"))
+    assert frontend.complete(PROMPT, **nulls)["usage"]["completion_tokens"] == 16
+
+
+def test_streamed_text_is_the_whole_text(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="Grüße 😀 \u4f60\u597d!",
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    whole = client.completions.create(model=MODEL, prompt="Grüße 😀 \u4f60\u597d!", max_tokens=40)
+    assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(c.usage is None for c in chunks)
+    assert last.choices == [] and last.usage == whole.usage
+
+
+def test_stream_without_usage_has_none(frontend: FrontendProcess) -> None:
+    response = frontend.post("/v1/completions", prompt=PROMPT, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert all("usage" not in event for event in sse_events(response.text))
+
+
+def test_continuous_usage_counts_up(frontend: FrontendProcess) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = frontend.post(
+        "/v1/completions", prompt=PROMPT, max_tokens=12, stream=True, stream_options=options
+    )
+    counts = [event["usage"]["completion_tokens"] for event in sse_events(response.text)]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 12
+
+
+def test_several_prompts_times_n_are_indexed_prompt_first(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["a b c", "x y"], n=2, max_tokens=2)
+    assert [(c.index, c.text) for c in answer.choices] == [
+        (0, "a b"),
+        (1, "a b"),
+        (2, "x y"),
+        (3, "x y"),
+    ]
+    assert answer.usage.prompt_tokens == 3 + 2 and answer.usage.completion_tokens == 8
+
+
+def test_streams_of_several_sequences_interleave(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=["a b c", "x y"], n=2, max_tokens=30, stream=True
+    )
+    order, texts, ends = [], defaultdict(str), []
+    for chunk in stream:
+        [choice] = chunk.choices
+        order.append(choice.index)
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            ends.append(choice.index)
+    assert texts == {0: "a b c" * 10, 1: "a b c" * 10, 2: "x y" * 15, 3: "x y" * 15}
+    assert sorted(ends) == [0, 1, 2, 3]
+    assert order != sorted(order), "sequences take turns"
+
+
+def test_token_ids_as_prompt(frontend: FrontendProcess) -> None:
+    ids = frontend.tokenizer.encode(PROMPT)
+    answer = frontend.complete(ids, max_tokens=5, return_token_ids=True)
+    [choice] = answer["choices"]
+    assert choice["text"] == PROMPT
+    assert choice["token_ids"] == choice["prompt_token_ids"] == ids
+    batch = frontend.complete([ids, ids[:2]], max_tokens=2)
+    assert [c["text"] for c in batch["choices"]] == ["One two", "One two"]
+
+
+def test_outputs_of_n_get_seeds_of_their_own(frontend: FrontendProcess) -> None:
+    core = frontend.core
+    before = len(core.received)
+    frontend.complete(PROMPT, n=3, seed=2**63 - 2)
+    [added] = [m for m in core.received[before:] if hasattr(m, "requests")]
+    seeds = [request.sampling_params.seed for request in added.requests]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+
+
+def test_defaults_come_from_the_generation_config() -> None:
+    defaults = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "max_tokens": 3}
+    with FrontendProcess(default_sampling=defaults) as frontend:
+        answer = frontend.complete(PROMPT, top_k=9)
+        assert answer["usage"]["completion_tokens"] == 3
+        [added] = [m for m in frontend.core.received if hasattr(m, "requests")][-1:]
+        params = added.requests[0].sampling_params
+        assert (params.temperature, params.top_k, params.top_p) == (0.25, 9, 0.5)
+
+
+def test_stop_strings(frontend: FrontendProcess) -> None:
+    [choice] = frontend.complete(PROMPT, stop="ee fo", max_tokens=50)["choices"]
+    assert choice["text"] == "One two thr"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ee fo")
+    [choice] = frontend.complete(
+        PROMPT, stop=["nothing", "four"], max_tokens=50, include_stop_str_in_output=True
+    )["choices"]
+    assert choice["text"] == "One two three four" and choice["stop_reason"] == "four"
+    streamed = frontend.post(
+        "/v1/completions", prompt=PROMPT, stop=["ee fo"], max_tokens=50, stream=True
+    )
+    events = sse_events(streamed.text)
+    assert "".join(e["choices"][0]["text"] for e in events) == "One two thr"
+    assert events[-1]["choices"][0]["stop_reason"] == "ee fo"
+
+
+def test_stop_token(frontend: FrontendProcess) -> None:
+    ids = frontend.tokenizer.encode(PROMPT)
+    [choice] = frontend.complete(ids, stop_token_ids=[ids[2]], max_tokens=50)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("One two", "stop")
+    assert choice["stop_reason"] == ids[2]
+
+
+def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+    answer = client.completions.create(model=MODEL, prompt="é 😀!", max_tokens=6, logprobs=2)
+    [choice] = answer.choices
+    logprobs = choice.logprobs
+    ids = frontend.tokenizer.encode("é 😀!")
+    expected = [-token / 1000 for token in (ids * 6)[:6]]
+    assert logprobs.token_logprobs == pytest.approx(expected)
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == 6
+    for token, value, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == value and len(top) == 3, "two alternatives and the token itself"
+    starts = [choice.text[offset:] for offset in logprobs.text_offset]
+    assert logprobs.text_offset[0] == 0 and starts[-1].startswith(("é", "!", " "))
+
+
+def test_text_offsets_point_into_the_text(frontend: FrontendProcess) -> None:
+    [choice] = frontend.complete(PROMPT, max_tokens=9, logprobs=0)["choices"]
+    logprobs = choice["logprobs"]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_streamed_logprobs_are_the_same(frontend: FrontendProcess) -> None:
+    whole = frontend.complete(PROMPT, max_tokens=9, logprobs=1, echo=True)["choices"][0]
+    streamed = frontend.post(
+        "/v1/completions", prompt=PROMPT, max_tokens=9, logprobs=1, echo=True, stream=True
+    )
+    joined = defaultdict(list)
+    text = ""
+    for event in sse_events(streamed.text):
+        text += event["choices"][0]["text"]
+        for name, values in event["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert text == whole["text"] and joined == whole["logprobs"]
+
+
+def test_echo_without_generation_scores_the_prompt(frontend: FrontendProcess) -> None:
+    answer = frontend.complete(PROMPT, echo=True, logprobs=1, max_tokens=0)
+    [choice] = answer["choices"]
+    assert choice["text"] == PROMPT
+    ids = frontend.tokenizer.encode(PROMPT)
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *(pytest.approx(-i / 1000) for i in ids[1:])]
+    assert "".join(logprobs["tokens"]) == PROMPT
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_echo_of_token_ids_is_their_text(frontend: FrontendProcess) -> None:
+    ids = [frontend.tokenizer.eos_token_id, *frontend.tokenizer.encode("a b")]
+    [choice] = frontend.complete(ids, echo=True, max_tokens=3, ignore_eos=True)["choices"]
+    assert choice["text"] == f"{frontend.tokenizer.eos_token}a b" + "a b"
+
+
+def test_prompt_logprobs(frontend: FrontendProcess) -> None:
+    [choice] = frontend.complete(PROMPT, prompt_logprobs=1, max_tokens=1)["choices"]
+    ids = frontend.tokenizer.encode(PROMPT)
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None and len(rest) == len(ids) - 1
+    for token, position in zip(ids[1:], rest, strict=True):
+        assert position[str(token)]["logprob"] == pytest.approx(-token / 1000)
+        assert position[str(token)]["rank"] == token
+        assert position["0"]["rank"] == 1
+
+
+def test_tokens_as_token_ids(frontend: FrontendProcess) -> None:
+    [choice] = frontend.complete(PROMPT, max_tokens=1, logprobs=1, return_tokens_as_token_ids=True)[
+        "choices"
+    ]
+    token = frontend.tokenizer.encode(PROMPT)[0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}"]
+
+
+def test_prompt_is_truncated_from_the_left(frontend: FrontendProcess) -> None:
+    answer = frontend.complete(PROMPT, truncate_prompt_tokens=2, max_tokens=2, echo=True)
+    assert answer["choices"][0]["text"] == " four five" * 2
+    assert answer["usage"]["prompt_tokens"] == 2
+    long = frontend.complete("a " * 5000, truncate_prompt_tokens=-1, max_tokens=2)
+    assert long["usage"]["prompt_tokens"] == 510
+
+
+def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
+    before = len(frontend.core.received)
+    frontend.complete(
+        PROMPT,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=10**9,
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        logit_bias={"5": -100, "6": 1.5},
+        bad_words=["nasty"],
+        allowed_token_ids=[1, 2],
+        min_tokens=2,
+        ignore_eos=True,
+        priority=3,
+        user="tenant",
+    )
+    [added] = [m for m in frontend.core.received[before:] if hasattr(m, "requests")]
+    [request] = added.requests
+    params = request.sampling_params
+    assert (params.temperature, params.top_p, params.min_p) == (0.5, 0.9, 0.1)
+    assert params.top_k == frontend.tokenizer.vocab_size, "no larger than the worker can hold"
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    assert params.repetition_penalty == 1.1 and params.logit_bias == {5: -100.0, 6: 1.5}
+    assert params.bad_words_token_ids and params.allowed_token_ids == (1, 2)
+    assert (params.min_tokens, params.ignore_eos) == (2, True)
+    assert (request.priority, request.tenant) == (3, "tenant")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "spec"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "object"}},
+                }
+            },
+            "json_schema",
+            '{"type":"object"}',
+        ),
+        (
+            {"structured_outputs": {"json": '{"type": "object"}'}},
+            "json_schema",
+            '{"type":"object"}',
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice", '["yes","no"]'),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, "grammar", 'start: "x"'),
+    ],
+)
+def test_structured_outputs_reach_the_core(
+    frontend: FrontendProcess, fields: dict, kind: str, spec: str
+) -> None:
+    before = len(frontend.core.received)
+    frontend.complete(PROMPT, **fields)
+    [added] = [m for m in frontend.core.received[before:] if hasattr(m, "requests")]
+    constraint = added.requests[0].sampling_params.structured_output
+    assert (constraint.kind, constraint.spec) == (kind, spec)
+
+
+def test_long_prompts_do_not_hold_up_others() -> None:
+    with FrontendProcess(max_model_len=400_000) as frontend:
+        text = "The quick brown fox jumps over the lazy dog. " * 20_000
+        import concurrent.futures
+        import time
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            long = pool.submit(frontend.complete, text, max_tokens=1)
+            slowest = 0.0
+            while not long.done():
+                started = time.monotonic()
+                frontend.http.get("/livez")
+                slowest = max(slowest, time.monotonic() - started)
+            assert long.result()["usage"]["prompt_tokens"] > 180_000
+        assert slowest < 0.5

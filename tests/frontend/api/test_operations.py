@@ -1,0 +1,210 @@
+"""What operators and probes see: health, keys, origins, metrics, start-up, drain."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from support.frontend_process import MODEL, FrontendProcess, sse_events
+
+from engine.protocol.messages import Stage
+
+PROMPT = "One two three four five"
+PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
+
+
+def test_ready_after_one_real_token(frontend: FrontendProcess) -> None:
+    assert [stage for stage, _ in frontend.stages] == [Stage.STARTING, Stage.WARMING, Stage.READY]
+    for path in PROBES:
+        assert frontend.http.get(path).status_code == 200
+    ready = frontend.http.get("/readyz").json()
+    assert (ready["state"], ready["stage"]) == ("ready", "ready")
+    assert frontend.http.post("/ping").status_code == 200
+    assert frontend.http.head("/health").status_code == 200
+
+
+def test_not_ready_without_an_engine() -> None:
+    with FrontendProcess(with_core=False) as frontend:
+        for path in ("/readyz", "/health", "/ping"):
+            response = frontend.http.get(path)
+            assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+            assert response.json()["stage"] == "starting" and response.json()["detail"]
+        assert frontend.http.get("/livez").status_code == 200
+        assert frontend.http.get("/v1/models").status_code == 200
+        response = frontend.post("/v1/completions", prompt=PROMPT)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+        assert "starting" in response.json()["error"]["message"]
+        assert frontend.stop() == 0
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL, "echo-alias"]
+    card = client.models.retrieve("echo-alias")
+    assert (card.id, card.object, card.max_model_len) == ("echo-alias", "model", 512)
+
+
+def test_model_names_with_slashes() -> None:
+    with FrontendProcess(served_names=("org/model",)) as frontend:
+        assert frontend.http.get("/v1/models/org/model").json()["id"] == "org/model"
+
+
+def test_tokenize_and_back(frontend: FrontendProcess) -> None:
+    answer = frontend.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 5
+    assert answer["tokens"] == frontend.tokenizer.encode(PROMPT)
+    assert answer["max_model_len"] == 512
+    assert frontend.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": PROMPT}
+    assert frontend.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_metrics_count_what_was_served(frontend: FrontendProcess) -> None:
+    def generated() -> float:
+        text = frontend.http.get("/metrics").text
+        [line] = [x for x in text.splitlines() if x.startswith("engine:generation_tokens_total{")]
+        return float(line.split()[-1])
+
+    before = generated()
+    frontend.complete(PROMPT, max_tokens=7)
+    assert generated() == before + 7
+
+
+def test_reset_prefix_cache(frontend: FrontendProcess) -> None:
+    assert frontend.http.post("/reset_prefix_cache").json() == {"success": True}
+
+
+def test_request_id_is_echoed_or_made(frontend: FrontendProcess) -> None:
+    named = frontend.http.post(
+        "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "abc-1"}
+    )
+    assert named.headers["x-request-id"] == "abc-1" and named.json()["id"] == "cmpl-abc-1"
+    made = [frontend.http.get("/version").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    bad = frontend.http.get("/version", headers={"x-request-id": "x" * 1000})
+    assert len(bad.headers["x-request-id"]) < 100
+
+
+def test_origins(frontend: FrontendProcess) -> None:
+    preflight = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    response = frontend.http.options("/v1/completions", headers=preflight)
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
+    failed = frontend.http.post("/v1/completions", content=b"{", headers=preflight)
+    assert failed.status_code == 400 and failed.headers["access-control-allow-origin"] == "*"
+
+
+def test_api_keys_origins_and_root_path() -> None:
+    with FrontendProcess(
+        api_keys=("first", "second"), allowed_origins=("http://a.example",), root_path="/llm"
+    ) as frontend:
+        for path in PROBES:
+            assert frontend.http.get(path).status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Bearer"},
+            {"authorization": "Basic first"},
+            {"authorization": "Bearer firstsecond"},
+        ):
+            for path in ("/v1/models", "/nowhere", "/load", "/llm/v1/models"):
+                response = frontend.http.get(path, headers=headers)
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        with frontend.client("wrong") as wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+        for key in ("first", "second"):
+            with frontend.client(key) as client:
+                assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+        key = {"authorization": "Bearer first"}
+        assert frontend.http.get("/llm/v1/models", headers=key).status_code == 200
+        assert frontend.http.get("/llm/health").status_code == 200
+        allowed = frontend.http.get("/health", headers={"origin": "http://a.example"})
+        assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+        refused = frontend.http.get("/health", headers={"origin": "http://b.example"})
+        assert "access-control-allow-origin" not in refused.headers
+
+
+class _Stream:
+    """A streamed completion, read in a thread."""
+
+    def __init__(self, frontend: FrontendProcess, max_tokens: int) -> None:
+        self._url = f"http://127.0.0.1:{frontend.port}/v1/completions"
+        self._body = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
+        self.started = threading.Event()
+        self.text = ""
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self.started.wait(10)
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=20) as response:
+            for piece in response.iter_text():
+                self.text += piece
+                self.started.set()
+
+    def events(self) -> list[dict]:
+        self._thread.join(20)
+        return sse_events(self.text)
+
+
+def test_drain() -> None:
+    with FrontendProcess(step_s=0.02) as frontend:
+        stream = _Stream(frontend, max_tokens=60)
+        frontend.process.terminate()
+        frontend.wait_for_stage(Stage.DRAINING)
+        for path in ("/readyz", "/health"):
+            response = frontend.http.get(path)
+            assert response.status_code == 503 and response.json()["stage"] == "draining"
+        assert frontend.http.get("/livez").status_code == 200
+        refused = frontend.post("/v1/completions", prompt=PROMPT)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert "shutting down" in refused.json()["error"]["message"]
+        events = stream.events()
+        assert "".join(event["choices"][0]["text"] for event in events) == PROMPT * 12
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert frontend.process.wait(10) == 0
+        assert "Traceback" not in frontend.log
+
+
+def test_drain_ends_what_takes_too_long() -> None:
+    with FrontendProcess(step_s=0.05, shutdown_timeout_s=0.3) as frontend:
+        stream = _Stream(frontend, max_tokens=400)
+        started = time.monotonic()
+        assert frontend.stop() == 0
+        assert time.monotonic() - started < 5
+        assert "error" in stream.events()[-1]
+        assert "Traceback" not in frontend.log
+
+
+def test_drain_with_a_client_that_never_reads() -> None:
+    with FrontendProcess(
+        max_model_len=8192, step_s=0.0, send_buffer=8192, shutdown_timeout_s=0.3
+    ) as frontend:
+        connection = socket.create_connection(("127.0.0.1", frontend.port))
+        body = b'{"prompt": "a b", "max_tokens": 8000, "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        connection.sendall(head % len(body) + body)
+        while frontend.http.get("/load").json()["server_load"] == 0:
+            assert not frontend.core.received or frontend.process.poll() is None
+        assert frontend.stop() == 0
+        connection.close()
+
+
+def test_second_signal_exits_at_once() -> None:
+    with FrontendProcess(step_s=0.05) as frontend:
+        stream = _Stream(frontend, max_tokens=400)
+        frontend.process.terminate()
+        frontend.wait_for_stage(Stage.DRAINING)
+        frontend.process.terminate()
+        assert frontend.process.wait(2) != 0
+        stream._thread.join(10)
+
+
+def test_a_start_that_cannot_succeed_says_why() -> None:
+    with FrontendProcess(with_core=False, tool_call_parser="nonesuch") as frontend:
+        frontend.wait_for_stage(Stage.FAILED)
+        assert "nonesuch" in frontend.stages[-1][1] and "hermes" in frontend.stages[-1][1]
+        assert frontend.process.wait(10) == 1
+        assert "Traceback" not in frontend.log

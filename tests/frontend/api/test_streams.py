@@ -1,0 +1,221 @@
+"""Streams: clients that go away, clients that do not read, engines that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.engine_fixtures import connected, engine_config, on_event_loop
+from support.frontend_process import MODEL, FrontendProcess, sse_events
+
+from engine.frontend.api.event_stream import EventStream
+from engine.frontend.engine_client import Delta, SequenceRequest
+from engine.protocol.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+)
+from engine.protocol.sampling_params import SamplingParams
+
+PROMPT = "One two three four five"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def until(condition: Any, what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def num_aborts(frontend: FrontendProcess) -> int:
+    return sum(isinstance(message, AbortRequests) for message in frontend.core.received)
+
+
+def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_client_that_goes_away_is_aborted(path: str, stream: bool) -> None:
+    with FrontendProcess(step_s=0.05) as frontend:
+        prompt = {"prompt": PROMPT} if path == COMPLETIONS else {
+            "messages": [{"role": "user", "content": PROMPT}]
+        }
+        body = {"model": MODEL, "max_tokens": 400, "n": 2, "stream": stream, **prompt}
+        connection = raw_request(frontend.port, path, body)
+        until(lambda: len(frontend.core.requests) == 2, "the request did not start")
+        if stream:
+            assert connection.recv(100)
+        before = {e.request.request_index: e.num_generated for e in running(frontend)}
+        connection.close()
+        until(lambda: num_aborts(frontend) == 1, "nothing was aborted", timeout_s=2)
+        until(lambda: not frontend.core.requests, "the core still generates", timeout_s=2)
+        assert before and max(before.values()) < 100
+        assert frontend.http.get("/load").json() == {"server_load": 0}
+        assert frontend.complete(PROMPT, max_tokens=2)["choices"]
+
+
+def running(frontend: FrontendProcess) -> list[Any]:
+    return [echo for of in frontend.core.running.values() for echo in of.values()]
+
+
+def test_a_slow_reader_blocks_only_itself() -> None:
+    num_tokens = 4000
+    with FrontendProcess(max_model_len=8192, step_s=0.0, send_buffer=8192) as frontend:
+        body = {
+            "model": MODEL,
+            "prompt": PROMPT,
+            "max_tokens": num_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        slow = raw_request(frontend.port, COMPLETIONS, body, receive_buffer=4096)
+        until(lambda: running(frontend), "the request did not start")
+        others = [frontend.complete(PROMPT, max_tokens=50) for _ in range(5)]
+        assert all(other["usage"]["completion_tokens"] == 50 for other in others)
+        until(lambda: not frontend.core.requests, "generation waits for the reader", 30)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            piece = slow.recv(65536)
+            assert piece
+            received += piece
+        slow.close()
+        lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+        text = "".join(e["choices"][0]["text"] for e in events if e["choices"])
+        assert text == PROMPT * (num_tokens // 5)
+        assert events[-1]["usage"]["completion_tokens"] == num_tokens
+        assert len(events) < num_tokens / 2, "what was not read became one chunk"
+
+
+def test_many_streams_at_once(frontend: FrontendProcess) -> None:
+    prompts = [f"{i} apples and {i + 1} pears" for i in range(64)]
+    texts: dict[int, str] = {}
+
+    async def read_all() -> None:
+        url = f"http://127.0.0.1:{frontend.port}{COMPLETIONS}"
+        async with httpx.AsyncClient(timeout=20, limits=httpx.Limits()) as http:
+
+            async def read(i: int) -> None:
+                body = {"prompt": prompts[i], "max_tokens": 60, "stream": True}
+                events = sse_events((await http.post(url, json=body)).text)
+                texts[i] = "".join(event["choices"][0]["text"] for event in events)
+
+            await asyncio.gather(*map(read, range(64)))
+
+    asyncio.run(read_all())
+    for i, prompt in enumerate(prompts):
+        assert texts[i] == (prompt * 60)[: len(texts[i])] and len(texts[i]) > 100
+
+
+def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
+    frontend: FrontendProcess,
+) -> None:
+    with FrontendProcess(step_s=0.02) as frontend:
+        core = frontend.core
+
+        def fail_when_running() -> None:
+            until(lambda: any(e.num_generated > 3 for e in running(frontend)), "no request")
+            [client] = core.running
+            [index] = core.running[client]
+            reason = FinishedRequest(
+                index, FinishReason.ERROR, message="bad luck in /srv/models/x/y.py at 0x7f3412345678"
+            )
+            core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=[reason]))
+            core.running[client].clear()
+
+        failing = threading.Thread(target=fail_when_running)
+        failing.start()
+        response = frontend.post(COMPLETIONS, prompt=PROMPT, max_tokens=400, stream=True)
+        failing.join()
+        assert response.status_code == 200
+        *chunks, last = sse_events(response.text)
+        assert chunks and last["error"]["type"] == "internal_server_error"
+        assert "bad luck" in last["error"]["message"]
+        assert "/srv" not in last["error"]["message"] and "0x7f" not in last["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(FinishReason.ERROR, 500), (FinishReason.IGNORED, 400), (FinishReason.EXPIRED, 503)],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_before_the_first_token_has_its_status(
+    reason: FinishReason, status: int, stream: bool
+) -> None:
+    with FrontendProcess(step_s=0.3) as frontend:
+        core = frontend.core
+        original = core.step
+
+        def fail_instead(tokens_each: int = 1) -> None:
+            for client, of_client in core.running.items():
+                done = [FinishedRequest(index, reason, message="no luck") for index in of_client]
+                of_client.clear()
+                core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=done))
+
+        core.step = fail_instead
+        response = frontend.post(COMPLETIONS, prompt=PROMPT, stream=stream)
+        assert response.status_code == status
+        assert response.json()["error"]["message"] == "no luck"
+        core.step = original
+        assert frontend.complete(PROMPT, max_tokens=1)["choices"]
+
+
+class _Texts:
+    """The simplest encoder: the text itself."""
+
+    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
+        return "".join(delta.text for _, delta in news).encode()
+
+    def closing(self) -> bytes:
+        return b""
+
+
+@on_event_loop
+async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    disconnected = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async with connected(engine_config(tmp_path)) as (client, core):
+        request = SequenceRequest([5, 6], SamplingParams(max_tokens=2))
+        group = await client.submit([request], request_id="r")
+        stream = EventStream(send, keep_alive_s=0.02)
+        running = asyncio.create_task(stream.run(receive, group, _Texts()))
+        while len(sent) < 4:
+            await asyncio.sleep(0.005)
+        assert sent[0]["type"] == "http.response.start"
+        assert all(message["body"] == b": keep-alive\n\n" for message in sent[1:])
+        disconnected.set()
+        await running
+        core.receive()
+        while not any(isinstance(message, AbortRequests) for message in core.received):
+            await asyncio.sleep(0.005)
+            core.receive()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]

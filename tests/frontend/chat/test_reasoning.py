@@ -1,0 +1,140 @@
+"""Reasoning parsers, alone and before tool calls, however the text is cut."""
+
+import json
+
+import pytest
+import tokenizers
+from engine.frontend.chat import ChatOutputParser, reasoning_parser, tool_parser
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.protocol.errors import ConfigError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+OPEN = "user\nhi\nassistant\n<think>\n"
+CLOSED = "user\nhi\nassistant\n<think>\n\n</think>\n\n"
+
+CASES = [
+    ("deepseek_r1", "", "Hmm, so.\n</think>\n\nThe answer. ", "Hmm, so.", "The answer. "),
+    ("deepseek_r1", "", "<think>\nHmm\n</think>\n\nA", "Hmm", "A"),
+    ("deepseek_r1", OPEN, "Hmm</think>A", "Hmm", "A"),
+    ("deepseek_r1", "", "never ends </thin", "never ends </thin", ""),
+    ("deepseek_r1", CLOSED, "\nA </think> b", "", "\nA </think> b"),
+    ("deepseek_r1", "", "</think>A", "", "A"),
+    ("qwen3", "", "<think>\nHmm\n\n</think>\n\nA\n", "Hmm", "A\n"),
+    ("qwen3", "", "\n\nplain <b>", "", "\n\nplain <b>"),
+    ("qwen3", "", "no <think>later</think>", "", "no <think>later</think>"),
+    ("qwen3", OPEN, "Hmm\n</think>\n\nA", "Hmm", "A"),
+    ("qwen3", CLOSED, "A", "", "A"),
+    ("qwen3", "", "<think>cut", "cut", ""),
+    ("qwen3", "", "<think>a</think>", "a", ""),
+    ("qwen3", "", "<thi", "", "<thi"),
+    ("qwen3", "tell me of <think>\nassistant\n", "A", "", "A"),
+    (
+        "granite",
+        "",
+        "Here is my thought process: Hmm.\nHere is my response: A",
+        "Hmm.",
+        "A",
+    ),
+    ("granite", "", "Here's it.", "", "Here's it."),
+]
+
+
+def read(name: str, prompt: str, pieces: list[str]) -> tuple[str, str]:
+    parser = reasoning_parser(name)(prompt)
+    deltas = [*map(parser.feed, pieces), parser.finish()]
+    return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "content"), CASES)
+def test_reasoning_and_content(name, prompt, text, reasoning, content) -> None:
+    assert read(name, prompt, [text]) == (reasoning, content)
+    assert read(name, prompt, list(text)) == (reasoning, content)
+
+
+FRAGMENTS = ["<think>", "</think>", "<", "/think", ">", " ", "\n", "word", "Here is my response:"]
+FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=10),
+    prompt=st.sampled_from(["", OPEN, CLOSED]),
+)
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "granite"])
+def test_cuts_make_no_difference(name, pieces, prompt) -> None:
+    whole = read(name, prompt, ["".join(pieces)])
+    assert read(name, prompt, pieces) == whole
+    assert read(name, prompt, list("".join(pieces))) == whole
+
+
+def test_reasoning_streams() -> None:
+    parser = reasoning_parser("qwen3")("")
+    assert not parser.feed("<think>\n")
+    assert parser.feed("I think").reasoning == "I think"
+    assert parser.feed(" so </th").reasoning == " so"
+    assert not parser.feed("ink>\n")
+    assert parser.feed("\nYes").content == "Yes"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Bytes, and `</think>` as one token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["</think>"])
+    path = tmp_path_factory.mktemp("bytes")
+    backend.save(str(path / "tokenizer.json"))
+    return load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "count"),
+    [
+        ("deepseek_r1", "", "éx</think>yz", 3),
+        ("deepseek_r1", "", "abc", 3),
+        ("deepseek_r1", CLOSED, "abc", 0),
+        ("qwen3", "", "<think>ab</think>c", 9),
+        ("qwen3", "", "abc", 0),
+        ("qwen3", OPEN, "ab</think>c", 2),
+        ("granite", "", "Here is my thought process: a Here is my response: b", 30),
+    ],
+)
+def test_reasoning_tokens(tokenizer: Tokenizer, name, prompt, text, count) -> None:
+    parser = reasoning_parser(name)(prompt)
+    parser.feed(text)
+    parser.finish()
+    assert parser.num_reasoning_tokens(tokenizer.encode(text), tokenizer) == count
+
+
+def test_tool_calls_after_reasoning() -> None:
+    text = (
+        '<think>use <tool_call> now</think>\nOk.\n<tool_call>{"name": "f", "arguments": '
+        '{"a": 1}}</tool_call>'
+    )
+    for pieces in ([text], list(text)):
+        parser = ChatOutputParser(reasoning_parser("qwen3")(""), tool_parser("hermes")())
+        deltas = [parser.feed(piece) for piece in pieces] + [parser.feed("", finished=True)]
+        assert "".join(d.reasoning for d in deltas) == "use <tool_call> now"
+        assert "".join(d.content for d in deltas) == "Ok."
+        calls = [call for d in deltas for call in d.tool_calls]
+        assert calls[0].name == "f"
+        assert json.loads("".join(call.arguments for call in calls)) == {"a": 1}
+        assert parser.called_tools
+
+
+def test_without_parsers_all_is_content() -> None:
+    parser = ChatOutputParser(None, None)
+    assert parser.feed("<think>a").content == "<think>a"
+    assert not parser.feed("", finished=True)
+    assert not parser.called_tools
+
+
+def test_unknown_parser() -> None:
+    with pytest.raises(ConfigError, match="--reasoning-parser 'x' is not known; choose one of dee"):
+        reasoning_parser("x")

@@ -1,0 +1,309 @@
+"""Chat templates, against transformers' rendering of the same template and messages."""
+
+import json
+import time
+
+import pytest
+from engine.frontend.chat.template import ChatTemplate, ChatTemplateError, load_chat_template
+from engine.protocol.errors import ParameterError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+HEADERS_AND_TOOLS = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{%- if system or tools %}
+[system]{{ system }}
+{%- if tools is not none %}
+{%- for tool in tools %}
+
+{{ tool | tojson(indent=4) }}
+{%- endfor %}
+{%- endif %}
+[/system]
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+[result]{{ message.content }}
+    {%- elif 'tool_calls' in message and message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('only one call at a time') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+[call]{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
+    {%- else %}
+[{{ message['role'] }}]{{ message['content'] | trim }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+[assistant]
+{% endif %}
+"""
+
+PARTS = """\
+{%- macro show(content) -%}
+    {%- if content is string -%}
+        {{ content }}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part.type == 'text' -%}{{ part.text }}|{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(count=0) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'skip' %}{% continue %}{% endif -%}
+    {%- set ns.count = ns.count + 1 -%}
+    {%- if loop.last %}last {% endif -%}
+    {%- generation -%}
+    {{ ns.count }}{{ message.role }}: {{ show(message.content) }}
+    {%- endgeneration %}
+{% endfor -%}
+"""
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi <b>you</b> & 'me'"}],
+    [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "é漢👍\n\n"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": ""},
+    ],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Wetter <für> Städte",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def reference(template: str, messages, **variables) -> str:
+    [text], _ = render_jinja_template([messages], chat_template=template, **variables)
+    return text
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("source", [CHATML, HEADERS_AND_TOOLS, PARTS])
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_same_prompt_as_transformers(source, messages, generate, tools) -> None:
+    template = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
+    ours = template.render(messages, add_generation_prompt=generate, tools=tools)
+    assert ours == reference(
+        source, messages, add_generation_prompt=generate, tools=tools, bos_token="<s>"
+    )
+
+
+def test_variables_of_the_request() -> None:
+    source = "{{ enable_thinking }}{{ documents[0].title }}{{ strftime_now('%Y') }}"
+    text = ChatTemplate(source).render(
+        CONVERSATIONS[0],
+        documents=[{"title": "T"}],
+        enable_thinking=False,
+    )
+    assert text == f"FalseT{time.strftime('%Y')}"
+
+
+@pytest.mark.parametrize("text", ["The answer", "The answer ", "", "  x"])
+@pytest.mark.parametrize("source", [CHATML, HEADERS_AND_TOOLS, PARTS])
+def test_continue_final_message(source: str, text: str) -> None:
+    messages = [*CONVERSATIONS[0], {"role": "assistant", "content": text}]
+    prompt = ChatTemplate(source, special_tokens={"bos_token": "<s>"}).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert prompt == reference(source, messages, continue_final_message=True, bos_token="<s>")
+    assert prompt.endswith(text.strip() if source is HEADERS_AND_TOOLS else text)
+
+
+def test_continue_final_message_needs_text_that_shows() -> None:
+    template = ChatTemplate(CHATML)
+    with pytest.raises(ChatTemplateError, match="cannot both be true"):
+        template.render(CONVERSATIONS[0], continue_final_message=True)
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(ChatTemplateError, match="text content"):
+        ChatTemplate("{{ messages[-1].content is none }}").render(
+            [{"role": "assistant", "content": None, "tool_calls": [call]}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+    with pytest.raises(ChatTemplateError, match="does not show"):
+        ChatTemplate("fixed").render(
+            CONVERSATIONS[0], add_generation_prompt=False, continue_final_message=True
+        )
+
+
+TEXT_PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "content", "expected"),
+    [
+        ("{{ messages[0].content }}", "auto", TEXT_PARTS, "one\ntwo"),
+        ("{{ messages[0].content }}", "auto", "one", "one"),
+        (PARTS, "auto", TEXT_PARTS, "last 1user: one|two|"),
+        (PARTS, "auto", "one", "last 1user: one"),
+        (PARTS, "string", TEXT_PARTS, "last 1user: one\ntwo"),
+        (PARTS, "openai", "one", "last 1user: one|"),
+        ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", "auto", "one", "one"),
+        (
+            "{% for p in messages[0].content %}{{ p.text }}{% endfor %}",
+            "auto",
+            TEXT_PARTS,
+            "onetwo",
+        ),
+        ("{{ messages[0].content }}", "auto", ["a", {"type": "refusal", "refusal": "b"}], "a\nb"),
+    ],
+)
+def test_content_reaches_the_template_as_it_reads_it(
+    source, content_format, content, expected
+) -> None:
+    template = ChatTemplate(source, content_format=content_format)
+    assert template.render([{"role": "user", "content": content}]).strip() == expected
+
+
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1]}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    given = json.dumps(messages)
+    text = ChatTemplate(HEADERS_AND_TOOLS).render(messages)
+    assert '[call]{"name": "f", "parameters": {"é": [1]}}[result]done' in text
+    assert json.dumps(messages) == given
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[-1].content is none }}", "True"),
+        ("{{ messages[-1].content + '!' }}", "!"),
+        ("{{ messages[-1].content }}", ""),
+    ],
+)
+def test_null_content(source: str, expected: str) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate(source).render([message]) == expected
+
+
+def test_null_content_without_tool_calls_is_empty() -> None:
+    assert (
+        ChatTemplate("{{ messages[0].content is none }}").render(
+            [{"role": "assistant", "content": None, "tool_calls": []}]
+        )
+        == "False"
+    )
+
+
+def test_developer_is_system_where_the_template_has_no_such_role() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert ChatTemplate("{{ messages[0].role }}").render([message]) == "system"
+    knows = "{% if messages[0].role == 'developer' %}developer!{% endif %}"
+    assert ChatTemplate(knows).render([message]) == "developer!"
+
+
+def test_reasoning_of_earlier_turns() -> None:
+    message = {"role": "assistant", "content": "x", "reasoning": "because"}
+    template = ChatTemplate("{{ messages[0].reasoning_content }} {{ messages[0].thinking }}")
+    assert template.render([message]) == "because because"
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "problem"),
+    [
+        ({"content": "x"}, "messages[1].role", "must be a string"),
+        ({"role": "user", "content": 5}, "messages[1].content", "list of parts, got 5"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+            "messages[1].content[1].type",
+            "'image_url' is not supported",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": 3}]},
+            "messages[1].content[0].text",
+            "must be a string",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[1].tool_calls[0].function.arguments",
+            "not valid JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            "messages[1].tool_calls[0].function.name",
+            "must be a string",
+        ),
+    ],
+)
+def test_the_field_at_fault_is_named(message, param: str, problem: str) -> None:
+    with pytest.raises(ParameterError, match=problem) as error:
+        ChatTemplate(CHATML).render([{"role": "user", "content": "x"}, message])
+    assert error.value.param == param
+
+
+def test_no_messages() -> None:
+    with pytest.raises(ParameterError, match="messages must not be empty"):
+        ChatTemplate(CHATML).render([])
+
+
+def test_the_templates_own_errors() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
+        template.render(CONVERSATIONS[0])
+    with pytest.raises(ChatTemplateError, match="line 2"):
+        ChatTemplate("fine\n{% if %}")
+    with pytest.raises(ChatTemplateError, match="the chat template failed"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].__init__.__globals__ }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% include 'x' %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% for i in [1, 2] recursive %}{% if loop.depth < 90 %}{{ loop([1, 2]) }}{% endif %}"
+        "{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ range(10 ** 10) }}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 10000000000 * [1] }}",
+        "{{ lipsum(100000) }}",
+    ],
+)
+def test_a_template_cannot_get_out_or_go_on(source: str, monkeypatch) -> None:
+    monkeypatch.setattr("engine.frontend.chat.template.MAX_RENDER_SECONDS", 0.2)
+    start = time.monotonic()
+    template = ChatTemplate(source)
+    with pytest.raises(ChatTemplateError):
+        template.render(CONVERSATIONS[0])
+    assert time.monotonic() - start < 5
+
+
+def test_template_from_a_file_or_as_given(tmp_path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(CHATML, encoding="utf-8")
+    assert load_chat_template(str(file)) == load_chat_template(CHATML) == CHATML
+    with pytest.raises(ChatTemplateError, match="neither a template nor a readable file"):
+        load_chat_template(str(tmp_path / "absent.jinja"))

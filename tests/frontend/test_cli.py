@@ -1,0 +1,313 @@
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine.frontend.arguments import Settings, parse_settings
+from engine.frontend.engine_config import make_engine_config
+from engine.frontend.flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED
+from engine.frontend.model_options import ResolvedModel
+from engine.protocol.config import Device, EngineConfig, ModelConfig
+from engine.protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+ENGINE = [sys.executable, "-P", "-m", "engine.frontend.cli"]
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ENGINE, *args], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+
+
+def parse(*argv: str, **environ: str) -> Settings:
+    return parse_settings(argv, environ)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*argv)
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1, line
+    return line
+
+
+def configure(*argv: str, max_model_len: int = 8192) -> EngineConfig:
+    model = ModelConfig("m", "/m", "/m", ("m",), "llama", 32, max_model_len, (0,))
+    return make_engine_config(parse(*argv), ResolvedModel(model, {"top_p": 0.9}, 0), "/run")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["serve", "--help"]])
+def test_help_is_quick(command: list[str]) -> None:
+    def measure() -> float:
+        started = time.perf_counter()
+        result = run(*command)
+        assert result.returncode == 0
+        assert "serve" in result.stdout
+        return time.perf_counter() - started
+
+    assert min(measure() for _ in range(5)) < 0.3
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom engine.frontend.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'msgspec', 'zmq', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True)
+
+
+def test_version_and_unknown_command() -> None:
+    import engine
+
+    assert run("--version").stdout == f"engine {engine.__version__}\n"
+    assert run().returncode == 2
+    wrong = run("sevre")
+    assert wrong.returncode == 2
+    assert "sevre" in wrong.stderr
+    assert "serve" in wrong.stderr
+
+
+def test_every_flag_is_documented_once() -> None:
+    names = [name for flags in FLAGS.values() for flag in flags for name in flag.names.split()]
+    names += [*HARMLESS, *UNSUPPORTED, *(n for many in ONLY_VALUE for n in many.split())]
+    assert len(names) == len(set(names))
+    text = run("serve", "--help").stdout
+    for flags in FLAGS.values():
+        for flag in flags:
+            if flag.const is None:
+                assert flag.names.split()[0] in text
+
+
+def test_every_flag_does_something() -> None:
+    """Each field that a flag fills is read somewhere else than where it is declared and filled."""
+    writers = {"flags.py", "arguments.py", "config.py"}
+    read = set()
+    for part in ("protocol", "core", "workers", "frontend"):
+        for path in (ROOT / part).rglob("*.py"):
+            if path.name not in writers:
+                for node in ast.walk(ast.parse(path.read_text())):
+                    if isinstance(node, ast.Attribute):
+                        read.add(node.attr)
+    read |= {"workers_per_core"}
+    fields = {flag.field.split(".")[1] for flags in FLAGS.values() for flag in flags}
+    assert fields <= read, f"nothing reads {sorted(fields - read)}"
+
+
+def test_only_what_was_said_is_in_the_settings() -> None:
+    settings = parse()
+    assert settings.pop("frontend") == {"api_keys": ()}
+    assert all(fields == {} for fields in settings.values())
+
+
+def test_the_model_is_positional_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("org/name")["model"] == {"model": "org/name"}
+    assert parse("--port", "1", "org/name", "--seed", "2")["model"]["model"] == "org/name"
+    for flag in ("--model", "--model-path", "-m"):
+        assert parse(flag, "org/name")["model"] == {"model": "org/name"}
+    assert "two models" in refusal(capsys, "a", "--model", "b")
+    assert "'b'" in refusal(capsys, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        (["--max-model-len", "32k"], "model", "max_model_len", 32_000),
+        (["--max-model-len=32K"], "model", "max_model_len", 32_768),
+        (["--max_model_len", "25.6k"], "model", "max_model_len", 25_600),
+        (["--max-model-len", "auto"], "model", "max_model_len", -1),
+        (["--max-model-len", "-1"], "model", "max_model_len", -1),
+        (["-c", "4096"], "model", "max_model_len", 4096),
+        (["--context-length", "4096"], "model", "max_model_len", 4096),
+        (["--dtype", "half"], "model", "dtype", "float16"),
+        (["--hf-overrides", '{"a": {"b": 1}}'], "model", "hf_overrides", {"a": {"b": 1}}),
+        (["--served-model-name", "a", "b"], "model", "served_model_name", ("a", "b")),
+        (["--alias", "a"], "model", "served_model_name", ("a",)),
+        (["--kv-cache-memory-bytes", "4GiB"], "cache", "kv_cache_memory_bytes", 4 << 30),
+        (["--kv-cache-memory-bytes", "4GB"], "cache", "kv_cache_memory_bytes", 4 * 10**9),
+        (["--mem-fraction-static", "0.5"], "cache", "gpu_memory_utilization", 0.5),
+        (["--no-enable-prefix-caching"], "cache", "enable_prefix_caching", False),
+        (["--disable-radix-cache"], "cache", "enable_prefix_caching", False),
+        (["--max-running-requests", "8"], "scheduler", "max_num_seqs", 8),
+        (["-np", "8"], "scheduler", "max_num_seqs", 8),
+        (["--chunked-prefill-size", "64"], "scheduler", "max_num_batched_tokens", 64),
+        (["--max_num_tokens", "64"], "scheduler", "max_num_batched_tokens", 64),
+        (["--api-key", "a", "b"], "frontend", "api_keys", ("a", "b")),
+        (["--api-key", "a", "--api-key", "b"], "frontend", "api_keys", ("a", "b")),
+        (["--allowed-origins", '["a", "b"]'], "frontend", "allowed_origins", ("a", "b")),
+        (["--uvicorn-log-level", "debug"], "frontend", "log_level", "debug"),
+        (["--api-server-count", "3"], "parallel", "api_server_count", 3),
+    ],
+)
+def test_values_and_the_spellings_of_the_peers(
+    argv: list[str], section: str, field: str, value: object
+) -> None:
+    assert parse(*argv)[section][field] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--port", "70000"], ["--port", "70000", "65535"]),
+        (["--port", "http"], ["--port", "'http'", "integer"]),
+        (["--block-size", "0"], ["--block-size", "between 1 and 1024", "got 0"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1.5", "between"]),
+        (["--mem-fraction-static", "nan"], ["--mem-fraction-static", "finite"]),
+        (["--max-model-len", "many"], ["--max-model-len", "'many'"]),
+        (["--max-model-len", "0"], ["--max-model-len", "at least 1"]),
+        (["--max-num-seqs", "1.5"], ["--max-num-seqs", "'1.5'"]),
+        (["--kv-cache-memory-bytes", "1.0001k"], ["--kv-cache-memory-bytes", "whole number"]),
+        (["--dtype", "int3"], ["--dtype", "'int3'", "bfloat16"]),
+        (["--device", "tpu"], ["--device", "'tpu'", "cuda"]),
+        (["--hf-overrides", "{"], ["--hf-overrides", "JSON object"]),
+        (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON object", "[1]"]),
+        (["--port"], ["--port", "expected one argument"]),
+        (["--max-num-sequences", "3"], ["--max-num-sequences", "did you mean --max-num-seqs?"]),
+        (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
+        (["--enable-lora"], ["--enable-lora is not supported by this version"]),
+        (["--speculative_config={}"], ["--speculative-config is not supported"]),
+        (["-tp", "2"], ["-tp 2 is not supported", "only 1"]),
+        (["--data-parallel-size=4"], ["--data-parallel-size 4 is not supported"]),
+        (["--load-format", "dummy"], ["--load-format dummy is not supported", "only auto"]),
+        (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
+        (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
+        (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
+        (["--config", "/no/such.yaml"], ["--config /no/such.yaml", "No such file"]),
+    ],
+)
+def test_bad_arguments_get_one_line_with_flag_value_and_limit(
+    capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    line = refusal(capsys, *argv)
+    assert all(part in line for part in parts), line
+
+
+def test_flags_of_the_peers_that_change_nothing_are_accepted() -> None:
+    assert (
+        parse(
+            *[
+                "--trust-remote-code",
+                "-tp",
+                "1",
+                "--pipeline-parallel-size=1",
+                "--load-format",
+                "auto",
+            ]
+        )
+        == parse()
+    )
+
+
+def test_keys_from_file_and_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    assert parse("--api-key-file", str(file))["frontend"]["api_keys"] == ("one", "two")
+    both = {"ENGINE_API_KEY": "ours", "VLLM_API_KEY": "theirs"}
+    assert parse(**both)["frontend"]["api_keys"] == ("ours",)
+    assert parse(VLLM_API_KEY="theirs")["frontend"]["api_keys"] == ("theirs",)
+    assert parse("--api-key", "said", **both)["frontend"]["api_keys"] == ("said",)
+
+
+def test_a_configuration_file_is_a_command_line_that_loses(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "model: org/name\nport: 1234\nmax_model_len: 32k\nserved-model-name: [a, b]\n"
+        "enable-prefix-caching: false\nstrict: true\nhf-overrides: {rope_theta: 1.0}\n"
+        "disable-log-stats: false\nuds: null\n"
+    )
+    settings = parse("--config", str(file), "--port", "99")
+    assert settings["model"] == {
+        "model": "org/name",
+        "max_model_len": 32_000,
+        "served_model_name": ("a", "b"),
+        "hf_overrides": {"rope_theta": 1.0},
+    }
+    assert settings["frontend"] == {"port": 99, "strict": True, "api_keys": ()}
+    assert settings["cache"] == {"enable_prefix_caching": False}
+    with_positional = parse("--config", str(file), "other/name")
+    assert with_positional["model"]["model"] == "other/name"
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("prot: 1", "did you mean --port?"),
+        ("prot: false", "did you mean --port?"),
+        ("port: 70000", "70000"),
+        ("- a", "mapping"),
+        ("a: [", "not YAML"),
+        ("config: other.yaml", "another file"),
+        ("enable-lora: true", "--enable-lora is not supported"),
+    ],
+)
+def test_a_bad_configuration_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, part: str
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(content)
+    assert part in refusal(capsys, "--config", str(file))
+
+
+def test_the_configuration_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("--device", "cpu", "--port", "1", "--block-size", "32", "--threads", "2")
+    assert config.device.device is Device.CPU
+    assert config.device.threads == 2
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (64, 512)
+    assert (config.frontend.port, config.cache.block_size) == (1, 32)
+    assert config.frontend.default_sampling == {"top_p": 0.9}
+    gpu = configure("--device", "cuda").scheduler
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)
+
+
+def test_step_limits_that_depend_on_others() -> None:
+    assert configure("--device=cpu", "-np", "700").scheduler.max_num_batched_tokens == 700
+    whole = configure("--device=cpu", "--no-enable-chunked-prefill", max_model_len=4096)
+    assert whole.scheduler.max_num_batched_tokens == 4096
+    with pytest.raises(
+        ConfigError, match=r"--max-num-batched-tokens 8 .* --max-num-seqs, which is 9"
+    ):
+        configure("-np", "9", "--max-num-batched-tokens", "8")
+    with pytest.raises(ConfigError, match=r"512 .*--max-model-len, which is 1000"):
+        configure(
+            *["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"], max_model_len=1000
+        )
+
+
+def test_the_configuration_survives_its_file(tmp_path: Path) -> None:
+    from engine.protocol.config import load_config
+    from msgspec.structs import replace
+
+    config = replace(
+        configure("--hf-overrides", json.dumps({"a": [1, {"b": None}]})), run_dir=str(tmp_path)
+    )
+    assert load_config(config.save()) == config
+
+
+def test_a_port_in_use_ends_the_start_with_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("engine: error: cannot listen on 127.0.0.1")
+    assert str(port) in last
+    assert "--port" in last
+
+
+def test_an_unknown_model_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    result = run("serve", "./no-such-model", "--port", "0", XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("engine: error: the model './no-such-model' does not exist")
+    assert not list(tmp_path.iterdir())

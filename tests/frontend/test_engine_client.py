@@ -1,0 +1,428 @@
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from engine.frontend.engine_client import (
+    EngineClient,
+    EngineDead,
+    EngineDraining,
+    Overloaded,
+    RequestGroup,
+    SequenceRequest,
+)
+from engine.protocol.arrays import int32_view
+from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
+from engine.protocol.config import ParallelConfig, SchedulerConfig
+from engine.protocol.errors import ParameterError
+from engine.protocol.messages import AbortRequests, AddRequests, ClientHello, EngineCoreOutputs
+from engine.protocol.sampling_params import SamplingParams
+from support.echo_core import EchoCore
+from support.engine_fixtures import (
+    MAX_MODEL_LEN,
+    connected,
+    drive,
+    engine_config,
+    on_event_loop,
+    smollm2_tokenizer,
+    until,
+)
+
+PROMPT = smollm2_tokenizer().encode("The quick brown fox jumps over the lazy dog. ")
+
+
+def request(max_tokens: int = 4, prompt: list[int] = PROMPT, **params: object) -> SequenceRequest:
+    return SequenceRequest(prompt, SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+
+
+async def read_all(group: RequestGroup) -> dict[int, tuple[str, list[int]]]:
+    """Text and tokens of each sequence, read piece by piece."""
+    read = {sequence.position: ("", list[int]()) for sequence in group.sequences}
+    while news := await group.next():
+        for position, delta in news:
+            text, token_ids = read[position]
+            read[position] = text + delta.text, token_ids + delta.token_ids
+    return read
+
+
+@on_event_loop
+async def test_streams_the_tokens_and_text_of_every_sequence(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(5), request(3)], request_id="r")
+        read = await drive(core, read_all(group))
+        assert read == {
+            0: (smollm2_tokenizer().decode(PROMPT[:5]), PROMPT[:5]),
+            1: (smollm2_tokenizer().decode(PROMPT[:3]), PROMPT[:3]),
+        }
+        assert await group.next() == []
+        assert client.num_inflight == 0
+        assert [s.num_generated_tokens for s in group.sequences] == [5, 3]
+        assert all(s.num_prompt_tokens == len(PROMPT) for s in group.sequences)
+
+
+@on_event_loop
+async def test_result_is_the_whole_of_each_sequence(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(5), request(3)], request_id="r")
+        first, second = await drive(core, group.result())
+        assert (first.text, first.token_ids) == (smollm2_tokenizer().decode(PROMPT[:5]), PROMPT[:5])
+        assert (second.token_ids, second.finish_reason) == (PROMPT[:3], "length")
+        assert await group.next() == []
+
+
+@on_event_loop
+async def test_what_a_slow_reader_misses_comes_in_one_piece(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        slow = await client.submit([request(100)], request_id="slow")
+        fast = await client.submit([request(100)], request_id="fast")
+        fast_reads = 0
+
+        async def read_fast() -> None:
+            nonlocal fast_reads
+            while await fast.next():
+                fast_reads += 1
+
+        await drive(core, read_fast())
+        assert fast_reads > 10
+        [(_, delta)] = await slow.next()
+        tokens = [PROMPT[i % len(PROMPT)] for i in range(100)]
+        assert delta.token_ids == tokens
+        assert delta.text == smollm2_tokenizer().decode(tokens)
+        assert delta.finish_reason == "length"
+        assert await slow.next() == []
+
+
+@on_event_loop
+async def test_requests_of_one_tick_travel_together(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        groups = [await client.submit([request()], request_id=str(i)) for i in range(10)]
+        await until(lambda: len(core.requests) == 10, core.receive)
+        assert sum(isinstance(message, AddRequests) for message in core.received) == 1
+        for group in groups:
+            group.abort()
+        await until(lambda: not core.requests, core.receive)
+        assert sum(isinstance(message, AbortRequests) for message in core.received) == 1
+
+
+@on_event_loop
+async def test_the_core_gets_everything_it_needs(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        prompt = [i % 1000 for i in range(100)]
+        wanted = SequenceRequest(prompt, SamplingParams(), cache_salt="tenant a", tenant="a")
+        await client.submit([wanted], request_id="r")
+        await until(lambda: bool(core.requests), core.receive)
+        [sent] = core.requests
+        assert int32_view(sent.prompt_token_ids).tolist() == prompt
+        assert sent.sampling_params.max_tokens == MAX_MODEL_LEN - 100
+        assert sent.sampling_params.seed is not None
+        assert sent.eos_token_ids == engine_config(tmp_path).model.eos_token_ids
+        assert sent.root_hash == root_hash(cache_salt="tenant a")
+        tokens = int32_view(sent.prompt_token_ids)
+        assert sent.block_hashes == hash_blocks(tokens, 16, sent.root_hash)
+        assert len(sent.block_hashes) == 6 * HASH_BYTES
+        assert sent.tenant == "a"
+
+
+@on_event_loop
+async def test_hashes_of_a_prompt_that_is_hashed_in_slices(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    config = msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, max_model_len=20_000)
+    )
+    async with connected(config) as (client, core):
+        prompt = [i % 1000 for i in range(10_007)]
+        await client.submit([SequenceRequest(prompt, SamplingParams())], request_id="r")
+        await until(lambda: bool(core.requests), core.receive)
+        [sent] = core.requests
+        tokens = int32_view(sent.prompt_token_ids)
+        assert sent.block_hashes == hash_blocks(tokens, 16, sent.root_hash)
+
+
+@on_event_loop
+async def test_prompt_logprobs_cover_the_prompt_but_for_its_first_token(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        wanted = request(1, prompt=PROMPT * 4, prompt_logprobs=2)
+        group = await client.submit([wanted], request_id="r")
+        await drive(core, group.result())
+        found = group.sequences[0].prompt_logprobs
+        assert found is not None and len(found) == len(PROMPT) * 4
+        assert found[0] is None
+        assert [p.token_id for p in found if p is not None] == (PROMPT * 4)[1:]
+
+
+@on_event_loop
+async def test_sequences_without_a_seed_get_different_ones(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        await client.submit([request(), request(), request(seed=3)], request_id="r")
+        await until(lambda: len(core.requests) == 3, core.receive)
+        seeds = [sent.sampling_params.seed for sent in core.requests]
+        assert seeds[2] == 3
+        assert len({*seeds}) == 3
+
+
+@on_event_loop
+async def test_abort_ends_the_request_at_the_core_and_for_its_reader(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(100), request(2)], request_id="r")
+        reader = asyncio.ensure_future(read_all(group))
+        await drive(core, until(lambda: group.sequences[1].finished, lambda: None))
+        assert len(core.requests) == 1
+        group.abort()
+        group.abort()
+        await until(lambda: not core.requests, core.receive)
+        read = await reader
+        assert read[1][1] == PROMPT[:2]
+        assert client.num_inflight == 0
+        core.step()
+        aborts = [m for m in core.received if isinstance(m, AbortRequests)]
+        assert [int32_view(m.request_indices).tolist() for m in aborts] == [[0]]
+        assert await group.next() == []
+
+
+@on_event_loop
+async def test_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(100, stop=("jumps",))], request_id="r")
+        [delta] = await drive(core, group.result())
+        assert delta.text == "The quick brown fox "
+        assert (delta.finish_reason, delta.stop_reason) == ("stop", "jumps")
+        await until(lambda: not core.requests, core.receive)
+        assert client.num_inflight == 0
+
+
+@on_event_loop
+async def test_start_waits_until_the_core_answers(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    core = EchoCore(config)
+    core.answers_hello = False
+    client = EngineClient(config, 3, smollm2_tokenizer())
+    starting = asyncio.ensure_future(client.start())
+    await until(lambda: len(core.received) >= 3, core.receive)
+    assert not client.ready and not starting.done()
+    assert core.received[0] == ClientHello(config.version, config.epoch, 3)
+    core.answers_hello = True
+    await until(starting.done, core.receive)
+    assert client.ready
+    client.close()
+    core.close()
+
+
+@on_event_loop
+async def test_a_core_that_starts_after_its_frontend_is_found(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    starting = asyncio.ensure_future(client.start())
+    await asyncio.sleep(0)
+    core = EchoCore(config)
+    await until(starting.done, core.receive)
+    assert client.ready
+    client.close()
+    core.close()
+
+
+@on_event_loop
+async def test_a_core_of_another_epoch_is_refused(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    core = EchoCore(config)
+    core.ready = msgspec.structs.replace(core.ready, epoch=8)
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    starting = asyncio.ensure_future(client.start())
+    await until(starting.done, core.receive)
+    with pytest.raises(EngineDead, match="epoch 8; this frontend expects version 1 and epoch 7"):
+        starting.result()
+    assert not client.ready
+    client.close()
+    core.close()
+
+
+@on_event_loop
+async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        streamed = await client.submit([request(100)], request_id="a")
+        await drive(core, streamed.next())
+        waiting = asyncio.ensure_future(streamed.next())
+        unread = await client.submit([request(100), request(100)], request_id="b")
+        resetting = asyncio.ensure_future(client.reset_prefix_cache())
+        await asyncio.sleep(0)
+        client.fail("core 0 died: out of memory")
+        [(_, delta)] = await waiting
+        assert (delta.finish_reason, delta.error) == ("error", "core 0 died: out of memory")
+        assert await streamed.next() == []
+        assert [d.finish_reason for d in await unread.result()] == ["error", "error"]
+        with pytest.raises(EngineDead, match="out of memory"):
+            await resetting
+        with pytest.raises(EngineDead, match="out of memory"):
+            await client.submit([request()], request_id="c")
+        assert client.num_inflight == 0 and not client.ready
+
+
+@on_event_loop
+async def test_a_draining_server_finishes_but_takes_nothing_new(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(10)], request_id="a")
+        client.draining = True
+        with pytest.raises(EngineDraining):
+            await client.submit([request()], request_id="b")
+        [delta] = await drive(core, group.result())
+        assert delta.finish_reason == "length"
+
+
+@on_event_loop
+async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(6)], request_id="r")
+        await drive(core, group.next())
+        for garbage in (b"", b"\xc1\x00", b"\x92\xa7outputs", b"x" * 1000):
+            core.hub.socket.send_multipart((b"client0", garbage))
+        repeated = EngineCoreOutputs(0, 0, 1.0, request_indices=b"\0\0\0\0", token_ids=b"\1\0\0\0")
+        core.hub.send(b"client0", repeated)
+        [delta] = await drive(core, group.result())
+        assert delta.token_ids == PROMPT[1:6]
+        body, _ = client.metrics.render()
+        assert (
+            b'dropped_frames_total{engine="0",model_name="smollm2",process="frontend"} 5.0' in body
+        )
+
+
+@on_event_loop
+async def test_sequences_that_lost_tokens_fail_instead_of_skipping_them(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(50)], request_id="r")
+        await drive(core, group.next())
+        core.lose_outputs()
+        core.step()
+        [delta] = await group.result()
+        assert delta.finish_reason == "error"
+        assert delta.error is not None and "lost" in delta.error
+        assert delta.token_ids == PROMPT[1 : 1 + len(delta.token_ids)]
+        await until(lambda: not core.requests, core.receive)
+        later = await client.submit([request(2)], request_id="later")
+        [delta] = await drive(core, later.result())
+        assert delta.token_ids == PROMPT[:2]
+
+
+@on_event_loop
+async def test_arrays_that_do_not_fit_together_fail_only_what_they_touch(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(50)], request_id="r")
+        await drive(core, group.next())
+        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, b"\0\0\0\0", b"\0\0\0\0\1\0\0\0"))
+        [delta] = await group.result()
+        assert delta.finish_reason == "error"
+        later = await client.submit([request(2)], request_id="later")
+        [delta] = await drive(core, later.result())
+        assert delta.finish_reason == "length"
+
+
+@on_event_loop
+async def test_a_full_queue_refuses_with_the_numbers(tmp_path: Path) -> None:
+    limits = SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=3)
+    async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
+        groups = [await client.submit([request()], request_id=str(i)) for i in range(5)]
+        with pytest.raises(Overloaded, match=r"4 sequences would wait, the limit is 3") as refused:
+            await client.submit([request()], request_id="six")
+        assert 1 <= refused.value.retry_after_s <= 60
+        for group in groups:
+            await drive(core, group.result())
+        await drive(core, (await client.submit([request()], request_id="seven")).result())
+
+
+@on_event_loop
+async def test_a_full_queue_of_tokens_refuses(tmp_path: Path) -> None:
+    limits = SchedulerConfig(max_num_queued_tokens=100)
+    async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
+        first = await client.submit([request(prompt=[5] * 300)], request_id="alone: any size")
+        with pytest.raises(Overloaded, match=r"301 prompt tokens would wait, the limit is 100"):
+            await client.submit([request(prompt=[5])], request_id="refused")
+        await drive(core, first.next())
+        await client.submit([request(prompt=[5] * 90)], request_id="the first is scheduled now")
+
+
+@on_event_loop
+async def test_prefix_cache_reset_tells_whether_it_worked(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        group = await client.submit([request(1000 // 5)], request_id="r")
+        await until(lambda: bool(core.requests), core.receive)
+        for reset_running, expected in ((False, False), (True, True)):
+            reset = asyncio.ensure_future(client.reset_prefix_cache(reset_running))
+            await until(reset.done, core.receive)
+            assert reset.result() is expected
+        group.abort()
+
+
+@on_event_loop
+async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    cores = [EchoCore(config, 0), EchoCore(config, 1)]
+    client = EngineClient(config, 0, smollm2_tokenizer())
+
+    def receive() -> None:
+        for core in cores:
+            core.receive()
+
+    starting = asyncio.ensure_future(client.start())
+    await until(starting.done, receive)
+    starting.result()
+    for i in range(4):
+        await client.submit([request()], request_id=str(i))
+    await until(lambda: [len(core.requests) for core in cores] == [2, 2], receive)
+    await client.submit([request()] * 3, request_id="n=3")
+    await client.submit([request()], request_id="alone")
+    await until(lambda: [len(core.requests) for core in cores] == [5, 3], receive)
+    batch = [request(prompt=list(PROMPT)) for _ in range(4)]
+    await client.submit(batch, request_id="four prompts")
+    await until(lambda: [len(core.requests) for core in cores] == [6, 6], receive)
+    client.close()
+    for core in cores:
+        core.close()
+
+
+@on_event_loop
+async def test_no_index_is_given_to_two_live_requests(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        await client.submit([request()], request_id="index 0")
+        client._last_index = 2**31 - 2
+        await client.submit([request(), request()], request_id="the last index, then 1")
+        await until(lambda: len(core.requests) == 3, core.receive)
+        assert [r.request_index for r in core.requests] == [0, 2**31 - 1, 1]
+
+
+@on_event_loop
+async def test_stream_interval_groups_tokens_after_the_first(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    config = msgspec.structs.replace(
+        config, frontend=msgspec.structs.replace(config.frontend, stream_interval=4)
+    )
+    async with connected(config) as (client, core):
+        group = await client.submit([request(10)], request_id="r")
+        sizes = []
+
+        async def read() -> None:
+            while news := await group.next():
+                sizes.extend(len(delta.token_ids) for _, delta in news)
+
+        await drive(core, read())
+        assert sizes == [1, 4, 4, 1]
+
+
+@on_event_loop
+async def test_nothing_starts_when_one_of_several_sequences_is_wrong(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        with pytest.raises(ParameterError, match="temperature"):
+            await client.submit([request(), request(temperature=-1.0)], request_id="r")
+        assert client.num_inflight == 0
+        group = await client.submit([request(2)], request_id="r2")
+        await drive(core, group.result())
+        added = [m for m in core.received if isinstance(m, AddRequests)]
+        assert sum(len(message.requests) for message in added) == 1
+
+
+@on_event_loop
+async def test_close_fails_what_is_in_flight_and_may_be_repeated(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, _):
+        group = await client.submit([request()], request_id="r")
+        client.close()
+        [delta] = await group.result()
+        assert (delta.finish_reason, delta.error) == ("error", "the server has stopped")
+        group.abort()
+        client.close()

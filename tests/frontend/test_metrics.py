@@ -1,0 +1,189 @@
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engine.frontend.core_load import Overloaded
+from engine.frontend.engine_client import EngineDraining, SequenceRequest
+from engine.frontend.histogram import Histogram, decimal_bounds
+from engine.frontend.metrics import Metrics
+from engine.protocol.config import EngineConfig, ParallelConfig, SchedulerConfig
+from engine.protocol.messages import SchedulerStats
+from engine.protocol.sampling_params import SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from support.engine_fixtures import (
+    MAX_MODEL_LEN,
+    connected,
+    drive,
+    engine_config,
+    on_event_loop,
+    smollm2_tokenizer,
+)
+
+PROMPT = smollm2_tokenizer().encode("Ten words make a prompt, or so it seems.")
+
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+def scrape(metrics: Metrics) -> Samples:
+    """Value by sample name and sorted labels."""
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    samples: Samples = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = tuple(sorted(sample.labels.items()))
+            assert labels not in samples.setdefault(sample.name, {})
+            samples[sample.name][labels] = sample.value
+    return samples
+
+
+def value(samples: Samples, name: str, engine: str = "0", **labels: str) -> float:
+    wanted = {"model_name": "smollm2", "engine": engine, **labels}
+    return samples[name][tuple(sorted(wanted.items()))]
+
+
+def with_compat(config: EngineConfig) -> EngineConfig:
+    frontend = msgspec.structs.replace(config.frontend, metrics_compat=("vllm",))
+    return msgspec.structs.replace(config, frontend=frontend)
+
+
+@on_event_loop
+async def test_a_request_leaves_its_traces(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=8))
+        group = await client.submit([wanted, wanted], request_id="r")
+        await drive(core, group.result())
+        samples = scrape(client.metrics)
+        assert value(samples, "engine:prompt_tokens_total") == 2 * len(PROMPT)
+        assert value(samples, "engine:generation_tokens_total") == 16
+        assert value(samples, "engine:request_success_total", finished_reason="length") == 2
+        assert value(samples, "engine:request_success_total", finished_reason="stop") == 0
+        assert value(samples, "engine:inter_token_latency_seconds_count") == 14
+        assert value(samples, "engine:request_generation_tokens_sum") == 16
+        assert value(samples, "engine:request_params_max_tokens_bucket", le="5.0") == 0
+        assert value(samples, "engine:request_params_max_tokens_bucket", le="10.0") == 2
+        assert value(samples, "engine:request_params_n_count") == 1
+        assert value(samples, "engine:request_params_n_sum") == 2
+        assert value(samples, "engine:iteration_tokens_total_count") >= 8
+        assert value(samples, "engine:iteration_tokens_total_sum") == 16
+        for name in (
+            "time_to_first_token_seconds",
+            "request_time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+            "request_prompt_tokens",
+        ):
+            assert value(samples, f"engine:{name}_count") == 2, name
+        [info] = samples["engine:cache_config_info"]
+        assert {("block_size", "16"), ("num_gpu_blocks", "64"), ("engine", "0")} <= {*info}
+
+
+@on_event_loop
+async def test_the_parts_of_a_latency_add_up(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=5))
+        await drive(core, (await client.submit([wanted], request_id="r")).result())
+        samples = scrape(client.metrics)
+
+        def seconds(name: str) -> float:
+            return value(samples, f"engine:{name}_sum")
+
+        inference = seconds("request_prefill_time_seconds") + seconds("request_decode_time_seconds")
+        assert seconds("request_inference_time_seconds") == pytest.approx(inference)
+        decode = seconds("request_decode_time_seconds")
+        assert seconds("inter_token_latency_seconds") == pytest.approx(decode)
+        assert seconds("request_time_per_output_token_seconds") == pytest.approx(decode / 4)
+        assert 0 < seconds("time_to_first_token_seconds") < seconds("e2e_request_latency_seconds")
+
+
+@on_event_loop
+async def test_refusals_are_counted(tmp_path: Path) -> None:
+    limits = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1)
+    async with connected(engine_config(tmp_path, scheduler=limits)) as (client, _):
+        wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=5))
+        with pytest.raises(Overloaded):
+            await client.submit([wanted] * 3, request_id="r")
+        client.draining = True
+        with pytest.raises(EngineDraining):
+            await client.submit([wanted], request_id="r")
+        samples = scrape(client.metrics)
+        for reason in ("queue_full", "draining"):
+            assert value(samples, "engine:admission_rejections_total", reason=reason) == 1
+
+
+def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) -> None:
+    config = with_compat(engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2)))
+    metrics = Metrics(config)
+    metrics.record_stats(0, SchedulerStats(num_running=3, num_waiting=9, kv_cache_usage=0.25))
+    metrics.record_stats(1, SchedulerStats(num_running=1))
+    for _ in range(2):
+        stats = SchedulerStats(
+            num_running=2,
+            num_waiting=4,
+            kv_cache_usage=0.5,
+            prefix_cache_queries=100,
+            prefix_cache_hits=32,
+            num_preemptions=1,
+            num_steps=2,
+            num_scheduled_tokens=20,
+        )
+        metrics.record_stats(0, stats)
+    samples = scrape(metrics)
+    for prefix in ("engine", "vllm"):
+        assert value(samples, f"{prefix}:num_requests_running") == 2
+        assert value(samples, f"{prefix}:num_requests_running", engine="1") == 1
+        assert value(samples, f"{prefix}:num_requests_waiting") == 4
+        assert value(samples, f"{prefix}:kv_cache_usage_perc") == 0.5
+        assert value(samples, f"{prefix}:prefix_cache_queries_total") == 200
+        assert value(samples, f"{prefix}:prefix_cache_hits_total") == 64
+        assert value(samples, f"{prefix}:num_preemptions_total") == 2
+        assert value(samples, f"{prefix}:iteration_tokens_total_bucket", le="8.0") == 0
+        assert value(samples, f"{prefix}:iteration_tokens_total_bucket", le="16.0") == 4
+    assert value(samples, "engine:scheduler_steps_total") == 4
+
+
+def test_vllm_names_only_on_request(tmp_path: Path) -> None:
+    assert not any(name.startswith("vllm") for name in scrape(Metrics(engine_config(tmp_path))))
+
+
+def test_the_process_is_measured(tmp_path: Path) -> None:
+    samples = scrape(Metrics(engine_config(tmp_path)))
+    assert samples["process_resident_memory_bytes"][()] > 1e6
+
+
+def test_a_scrape_in_openmetrics_is_valid(tmp_path: Path) -> None:
+    metrics = Metrics(with_compat(engine_config(tmp_path)))
+    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert len(list(parse_openmetrics(body.decode()))) > 40
+
+
+@given(
+    st.lists(st.floats(0, 200), min_size=1),
+    st.lists(st.integers(0, 100), min_size=1, unique=True).map(sorted),
+)
+def test_a_histogram_counts_values_at_or_below_each_bound(
+    values: list[float], bounds: list[int]
+) -> None:
+    one_by_one, together = (
+        Histogram(tuple(map(float, bounds))),
+        Histogram(tuple(map(float, bounds))),
+    )
+    for each in values:
+        one_by_one.observe(each)
+    together.observe_all(values)
+    expected: list[Any] = [(str(float(b)), sum(v <= b for v in values)) for b in bounds]
+    expected.append(("+Inf", len(values)))
+    assert one_by_one.cumulative_buckets() == together.cumulative_buckets() == expected
+    assert one_by_one.sum == pytest.approx(sum(values)) == pytest.approx(together.sum)
+
+
+def test_length_buckets_end_at_the_context_length() -> None:
+    assert decimal_bounds(MAX_MODEL_LEN) == (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -1,0 +1,279 @@
+"""The life of an engine's processes, with small real processes in the place of the heavy ones."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine.frontend import supervisor as supervisor_module
+from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
+from engine.protocol.config import ParallelConfig
+from engine.protocol.messages import ProcessStatus, Stage
+from msgspec.structs import replace
+from support.processes import eventually, is_running
+from support.stand_ins import make_config, make_specs
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ALL_READY = {"worker 0": "ready", "core 0": "ready", "frontend 0": "ready"}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    yield str(path)
+
+
+def events(run_dir: str) -> list[str]:
+    path = Path(f"{run_dir}.events")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def supervisor_of(run_dir: str, behaviours: dict[str, str], **options: object) -> Supervisor:
+    config = make_config(run_dir, shutdown_timeout_s=float(options.pop("shutdown_timeout_s", 5.0)))  # type: ignore[arg-type]
+    return Supervisor(config, make_specs(config, behaviours), **options)  # type: ignore[arg-type]
+
+
+def test_becomes_ready_and_drains_frontends_before_cores_before_workers(run_dir: str) -> None:
+    with supervisor_of(run_dir, ALL_READY) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        pids = supervisor.pids
+        assert set(pids) == set(ALL_READY)
+        supervisor.drain()
+        assert supervisor.pids == {}
+    stopped = [e for e in events(run_dir) if e.endswith("stopped")]
+    assert stopped == ["frontend 0 stopped", "core 0 stopped", "worker 0 stopped"]
+    assert not any(map(is_running, pids.values()))
+
+
+def test_an_engine_without_frontends_is_ready_when_its_cores_are(run_dir: str) -> None:
+    behaviours = {"worker 0": "starting", "core 0": "ready"}
+    with supervisor_of(run_dir, behaviours) as supervisor:
+        supervisor.start()
+        assert not supervisor.ready
+        supervisor.wait_until_ready()
+        supervisor.poll()
+
+
+def test_progress_of_the_children_is_passed_on_in_order(run_dir: str) -> None:
+    seen: list[ProcessStatus] = []
+    behaviours = {"worker 0": "load", "core 0": "ready"}
+    with supervisor_of(run_dir, behaviours, on_status=seen.append) as supervisor:
+        supervisor.start()
+        while not any(s.process == "worker 0" and s.stage is Stage.READY for s in seen):
+            supervisor.poll()
+    worker = [(s.stage, s.done) for s in seen if s.process == "worker 0"]
+    assert worker == [
+        (Stage.STARTING, 0),
+        (Stage.LOADING, 0),
+        (Stage.LOADING, 40),
+        (Stage.LOADING, 100),
+        (Stage.READY, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("fail:the file is damaged; download it again", "worker 0: the file is damaged; download"),
+        ("exit:7", r"worker 0 exited unexpectedly with code 7"),
+        ("exit:0", r"worker 0 exited unexpectedly with code 0"),
+        ("die:SIGSEGV", "worker 0 was killed by SIGSEGV"),
+        ("die:SIGKILL", "worker 0 was killed by SIGKILL, most likely because .* memory"),
+    ],
+)
+def test_a_process_that_fails_ends_the_engine_with_its_reason(
+    run_dir: str, behaviour: str, message: str
+) -> None:
+    behaviours = ALL_READY | {"worker 0": behaviour, "frontend 0": "starting"}
+    with (
+        pytest.raises(ProcessFailed, match=message),
+        supervisor_of(run_dir, behaviours) as supervisor,
+    ):
+        supervisor.start()
+        pids = supervisor.pids
+        supervisor.wait_until_ready()
+    assert not any(map(is_running, pids.values()))
+
+
+def test_a_process_that_dies_while_serving_is_noticed(run_dir: str) -> None:
+    behaviours = ALL_READY | {"core 0": "die-when-told"}
+    with supervisor_of(run_dir, behaviours) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        supervisor.poll()
+        Path(f"{run_dir}.die").touch()
+        started = time.monotonic()
+        with pytest.raises(ProcessFailed, match="core 0 was killed by SIGSEGV"):
+            supervisor.watch()
+        assert time.monotonic() - started < 5
+
+
+def test_streams_that_outlast_the_shutdown_timeout_are_cut(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "DRAIN_GRACE_S", 0.1)
+    behaviours = ALL_READY | {"frontend 0": "stubborn"}
+    with supervisor_of(run_dir, behaviours, shutdown_timeout_s=0.2) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        pids = supervisor.pids
+        supervisor.drain()
+        assert "core 0 stopped" in events(run_dir)
+    assert not any(map(is_running, pids.values()))
+
+
+def test_children_have_their_own_process_groups(run_dir: str) -> None:
+    with supervisor_of(run_dir, ALL_READY) as supervisor:
+        supervisor.start()
+        assert {os.getpgid(pid) for pid in supervisor.pids.values()} == set(
+            supervisor.pids.values()
+        )
+
+
+def test_the_command_lines_of_a_configuration(run_dir: str) -> None:
+    config = replace(make_config(run_dir), parallel=ParallelConfig(api_server_count=2))
+    specs = engine_processes(config, Path("/c"), 5)
+    assert [(s.name, s.argv[3:], s.pass_fds) for s in specs] == [
+        ("worker 0", ("engine.workers", "/c", "0", "0"), ()),
+        ("core 0", ("engine.core", "/c", "0"), ()),
+        ("frontend 0", ("engine.frontend", "/c", "0", "5"), (5,)),
+        ("frontend 1", ("engine.frontend", "/c", "1", "5"), (5,)),
+    ]
+    assert [s.name for s in engine_processes(config, Path("/c"), None)] == ["worker 0", "core 0"]
+    replicas = replace(
+        config, parallel=ParallelConfig(data_parallel_size=2, tensor_parallel_size=2)
+    )
+    workers = [s for s in engine_processes(replicas, Path("/c"), None) if "worker" in s.name]
+    assert [(s.name, s.argv[-2:]) for s in workers] == [
+        ("worker 0", ("0", "0")),
+        ("worker 1", ("0", "1")),
+        ("worker 2", ("1", "0")),
+        ("worker 3", ("1", "1")),
+    ]
+
+
+class SupervisorProcess:
+    """A supervisor over stand-ins in a process of its own, so that it can be signalled and killed."""
+
+    def __init__(
+        self, directory: Path, behaviours: dict[str, str], shutdown_timeout_s: float = 5.0
+    ) -> None:
+        self.directory = directory
+        command = [sys.executable, str(SUPPORT / "supervise_stand_ins.py")]
+        command += [str(directory), str(shutdown_timeout_s)]
+        command += [f"{name}={behaviour}" for name, behaviour in behaviours.items()]
+        self.popen = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_until_ready(self) -> tuple[Path, list[int]]:
+        assert self.popen.stdout is not None
+        run_dir, *pids = self.popen.stdout.readline().split()
+        return Path(run_dir), [int(pid) for pid in pids]
+
+    def wait_for(self, event: str) -> bool:
+        def happened() -> bool:
+            return any(event in p.read_text() for p in self.directory.glob("*.events"))
+
+        return eventually(happened)
+
+    def finish(self) -> tuple[int, str]:
+        _, errors = self.popen.communicate(timeout=20)
+        return self.popen.returncode, errors
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., SupervisorProcess]]:
+    started = []
+
+    def start(behaviours: dict[str, str], **options: float) -> SupervisorProcess:
+        started.append(SupervisorProcess(tmp_path, behaviours, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_drains_and_exits_with_0_leaving_nothing(
+    start: Callable[..., SupervisorProcess], signum: signal.Signals
+) -> None:
+    process = start(ALL_READY)
+    run_dir, pids = process.wait_until_ready()
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    process.popen.send_signal(signum)
+    code, errors = process.finish()
+    assert code == 0, errors
+    assert "draining" in errors
+    stopped = [e for e in events(str(run_dir)) if e.endswith("stopped")]
+    assert stopped == ["frontend 0 stopped", "core 0 stopped", "worker 0 stopped"]
+    assert not run_dir.exists()
+    assert not any(map(is_running, pids))
+
+
+def test_a_second_signal_ends_a_drain_at_once(start: Callable[..., SupervisorProcess]) -> None:
+    process = start(ALL_READY | {"frontend 0": "stubborn"}, shutdown_timeout_s=600)
+    run_dir, pids = process.wait_until_ready()
+    process.popen.send_signal(signal.SIGINT)
+    assert process.popen.stderr is not None
+    while "draining" not in process.popen.stderr.readline():
+        pass
+    process.popen.send_signal(signal.SIGINT)
+    code, _ = process.finish()
+    assert code == 128 + signal.SIGINT
+    assert not run_dir.exists()
+    assert not any(map(is_running, pids))
+
+
+def test_a_stop_signal_before_readiness_does_not_wait(
+    start: Callable[..., SupervisorProcess],
+) -> None:
+    process = start(ALL_READY | {"frontend 0": "starting"}, shutdown_timeout_s=600)
+    assert process.wait_for("core 0 started")
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.finish()
+    assert (code, "draining" in errors) == (0, False)
+    assert not list(process.directory.glob("engine-????????"))
+
+
+def test_a_failure_is_the_last_line_and_exit_code_1(
+    start: Callable[..., SupervisorProcess],
+) -> None:
+    process = start(ALL_READY | {"core 0": "fail:no memory for 3 blocks; lower --max-model-len"})
+    code, errors = process.finish()
+    assert code == 1
+    assert errors.splitlines()[-1] == (
+        "engine: error: core 0: no memory for 3 blocks; lower --max-model-len"
+    )
+    assert not list(process.directory.glob("engine-????????"))
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(
+    start: Callable[..., SupervisorProcess],
+) -> None:
+    process = start(ALL_READY)
+    run_dir, pids = process.wait_until_ready()
+    process.popen.send_signal(signal.SIGKILL)
+    process.finish()
+    assert eventually(lambda: not any(map(is_running, pids)))
+    assert not run_dir.exists()
+
+
+def test_the_supervisor_stays_light(start: Callable[..., SupervisorProcess]) -> None:
+    process = start(ALL_READY)
+    process.wait_until_ready()
+    status = Path(f"/proc/{process.popen.pid}/status").read_text()
+    match = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert match is not None
+    assert int(match[1]) < 40_000
+    maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
+    assert not re.search(r"/(numpy|torch|tokenizers)/", maps)

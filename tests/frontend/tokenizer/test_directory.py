@@ -1,0 +1,191 @@
+"""Tokenizers of Hugging Face directories, against transformers where it reads the same files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer.token_bytes import decoding_of
+from engine.protocol.errors import CheckpointError
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+
+def write_directory(path: Path, config: dict | None = None, **files: str) -> Path:
+    """A byte-level tokenizer of single bytes, `<s>`, `</s>` and what `config` adds to it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "<s>", "</s>"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    path.mkdir(exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config or {}))
+    for name, content in files.items():
+        file = path / name.replace("__", ".")
+        file.write_text(content)
+    return path
+
+
+def test_named_tokens_become_special(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 256)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 257)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == (None, None)
+    assert tokenizer.special_ids == {256, 257}
+    assert tokenizer.encode("a</s>") == [tokenizer.token_to_id("a"), 257]
+    assert tokenizer.decode([256, 66, 257], skip_special_tokens=True) == tokenizer.decode([66])
+
+
+def test_special_tokens_map_is_the_fallback(tmp_path: Path) -> None:
+    path = write_directory(
+        tmp_path, {"eos_token": None}, special_tokens_map__json='{"bos_token": "<s>"}'
+    )
+    assert load_tokenizer(path).bos_token_id == 256
+
+
+def test_added_tokens_of_the_config(tmp_path: Path) -> None:
+    config = {
+        "added_tokens_decoder": {
+            "259": {"content": "<tool>", "special": False, "lstrip": True},
+            "258": {"content": "<think>", "special": True},
+            "256": {"content": "<s>", "special": True},
+        }
+    }
+    tokenizer = load_tokenizer(write_directory(tmp_path, config))
+    assert tokenizer.encode("<think> <tool>") == [258, 259]
+    assert tokenizer.special_ids == {256, 258}
+    assert tokenizer.vocab_size == 260
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_bos_and_eos_of_the_config(tmp_path: Path, add_bos: bool, add_eos: bool) -> None:
+    path = write_directory(
+        tmp_path,
+        {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "add_bos_token": add_bos,
+            "add_eos_token": add_eos,
+        },
+    )
+    tokenizer = load_tokenizer(path)
+    expected = [256] * add_bos + tokenizer.encode("a", add_special_tokens=False) + [257] * add_eos
+    assert tokenizer.encode("a") == expected
+    assert len(tokenizer.encode("a", add_special_tokens=False)) == 1
+
+
+def test_the_post_processor_of_tokenizer_json_wins(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, {"bos_token": "<s>", "add_bos_token": False})
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=3)
+    backend.save(str(path / "tokenizer.json"))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("abcdef")[0] == 256
+    assert (
+        len(tokenizer.encode("abcdef")) == 7
+    )  # a limit saved with the tokenizer is not a prompt's
+
+
+def test_same_ids_and_text_as_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    path = write_directory(tmp_path, config)
+    ours, theirs = load_tokenizer(path), PreTrainedTokenizerFast.from_pretrained(path)
+    text = "<s> Grüße, 世界 👍 </s>\n"
+    ids = ours.encode(text)
+    assert ids == theirs(text).input_ids
+    for skip in (False, True):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_chat_templates_by_precedence(tmp_path: Path) -> None:
+    config = {"chat_template": "from config"}
+    assert load_tokenizer(write_directory(tmp_path, config)).chat_template() == "from config"
+    in_json = json.dumps({"chat_template": "from json"})
+    write_directory(tmp_path, config, chat_template__json=in_json)
+    assert load_tokenizer(tmp_path).chat_template() == "from json"
+    write_directory(tmp_path, config, chat_template__jinja="from jinja")
+    assert load_tokenizer(tmp_path).chat_template() == "from jinja"
+    assert load_tokenizer(tmp_path).chat_template(tools=True) == "from jinja"
+
+
+def test_lists_of_chat_templates(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": templates}))
+    assert tokenizer.chat_template() == "plain"
+    assert tokenizer.chat_template(tools=True) == "with tools"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    assert load_tokenizer(tmp_path).chat_templates["rag"] == "documents"
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    assert load_tokenizer(write_directory(tmp_path)).chat_template() is None
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path, tokenizer_config__json="{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not valid JSON"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"absent\.gguf: cannot be read"):
+        load_tokenizer(tmp_path / "absent.gguf")
+
+
+def test_decoders_that_do_not_go_token_by_token_are_refused(tmp_path: Path) -> None:
+    path = write_directory(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.decoder = decoders.WordPiece()
+    backend.save(str(path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="'WordPiece' is not supported"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        decoders.Metaspace(prepend_scheme="first"),
+        decoders.Metaspace(prepend_scheme="never"),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        decoders.Sequence([decoders.ByteLevel()]),
+    ],
+)
+def test_decodings_say_what_the_library_does(decoder) -> None:
+    decoding = decoding_of(json.loads(decoder.__getstate__()))
+    for tokens in (["▁Hello", "▁world", "!"], ["x", "▁y"], ["<0xE6>", "<0xBC>", "<0xA2>", "a"]):
+        text = b"".join(map(decoding.to_bytes, tokens)).decode(errors="replace")
+        text = text.removeprefix(" ") if decoding.strips_leading_space else text
+        if "<0xE6>" in tokens and "ByteFallback" not in str(decoder):
+            assert "<0xE6>" in text
+        else:
+            assert text == decoder.decode(tokens)

@@ -1,0 +1,226 @@
+"""A core without a model: it speaks the real protocol and repeats each prompt over and over.
+
+`step` and `receive` drive it from the thread of a test; `EchoCoreThread` lets it run by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import zmq
+from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
+from engine.protocol.config import PROTOCOL_VERSION, EngineConfig
+from engine.protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    CallResult,
+    ClientHello,
+    ClientMessage,
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+    ResetPrefixCache,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from engine.protocol.transport import Hub
+
+NUM_BLOCKS = 64
+
+
+@dataclass
+class EchoedRequest:
+    request: EngineCoreRequest
+    prompt: list[int] = field(init=False)
+    num_generated: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = int32_view(self.request.prompt_token_ids).tolist()
+
+    def next_token(self) -> int:
+        token = self.prompt[self.num_generated % len(self.prompt)]
+        self.num_generated += 1
+        return token
+
+    def end(self, token: int) -> FinishedRequest | None:
+        index, params = self.request.request_index, self.request.sampling_params
+        if self.num_generated > params.min_tokens:
+            if token in self.request.eos_token_ids and not params.ignore_eos:
+                return FinishedRequest(index, FinishReason.STOP)
+            if token in params.stop_token_ids:
+                return FinishedRequest(index, FinishReason.STOP, stop_reason=token)
+        if self.num_generated == params.max_tokens:
+            return FinishedRequest(index, FinishReason.LENGTH)
+        return None
+
+
+class EchoCore:
+    """`running` holds the live requests of each client by request index; `received` every message."""
+
+    def __init__(self, config: EngineConfig, core_index: int = 0) -> None:
+        self.config = config
+        self.core_index = core_index
+        self.answers_hello = True
+        self.ready = CoreReady(
+            PROTOCOL_VERSION, config.epoch, core_index, NUM_BLOCKS, config.cache.block_size
+        )
+        self.running: dict[bytes, dict[int, EchoedRequest]] = {}
+        self.received: list[ClientMessage] = []
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.hub: Hub[ClientMessage] = Hub(
+            self._context, config.core_address(core_index), ClientMessage
+        )
+        self._sequences: dict[bytes, int] = {}
+        self._new: list[tuple[bytes, EchoedRequest]] = []
+        self._finished_set: dict[bytes, list[int]] = {}
+
+    @property
+    def requests(self) -> list[EngineCoreRequest]:
+        """Every live request."""
+        return [echo.request for of_client in self.running.values() for echo in of_client.values()]
+
+    def receive(self) -> None:
+        """Take in all messages that have arrived."""
+        while (received := self.hub.receive()) is not None:
+            client, message = received
+            self.received.append(message)
+            if isinstance(message, ClientHello) and self.answers_hello:
+                self.running.setdefault(client, {})
+                self.hub.send(client, self.ready)
+            elif isinstance(message, AddRequests):
+                for request in message.requests:
+                    echo = EchoedRequest(request)
+                    self.running[client][request.request_index] = echo
+                    self._new.append((client, echo))
+            elif isinstance(message, AbortRequests):
+                for index in int32_view(message.request_indices).tolist():
+                    if self.running[client].pop(index, None) is not None:
+                        self._finished_set.setdefault(client, []).append(index)
+            elif isinstance(message, ResetPrefixCache):
+                ok = message.reset_running_requests or not self.requests
+                self.hub.send(client, CallResult(message.call_id, ok))
+
+    def step(self, tokens_each: int = 1) -> None:
+        """Generate for every request, and tell the clients."""
+        for client, running in self.running.items():
+            outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
+            outputs.events = [
+                RequestEvent(echo.request.request_index, kind, outputs.timestamp)
+                for owner, echo in self._new
+                if owner == client
+                for kind in (EventKind.QUEUED, EventKind.SCHEDULED, EventKind.FIRST_TOKEN)
+            ]
+            token_ids: list[int] = []
+            counts = []
+            for index, echo in running.items():
+                new, finished = self._generate(echo, tokens_each)
+                token_ids += new
+                counts.append(len(new))
+                self._report_logprobs(outputs, echo, new)
+                if finished is not None:
+                    outputs.finished.append(finished)
+                    self._finished_set.setdefault(client, []).append(index)
+            outputs.request_indices = int32_bytes(list(running))
+            outputs.token_ids = int32_bytes(token_ids)
+            outputs.num_tokens = b"" if set(counts) <= {1} else int32_bytes(counts)
+            for done in outputs.finished:
+                del running[done.request_index]
+            outputs.stats = SchedulerStats(
+                num_running=len(running),
+                kv_cache_usage=len(running) / NUM_BLOCKS,
+                num_steps=1,
+                num_scheduled_tokens=len(token_ids),
+            )
+            self.send(client, outputs)
+        self._new.clear()
+
+    def send(self, client: bytes, outputs: EngineCoreOutputs) -> None:
+        """Send under the client's next sequence number."""
+        outputs.sequence = self._sequences.get(client, 0)
+        self._sequences[client] = outputs.sequence + 1
+        outputs.finished_set = int32_bytes(self._finished_set.pop(client, []))
+        self.hub.send(client, outputs)
+
+    def lose_outputs(self) -> None:
+        """Number a message to every client that never arrives."""
+        for client in self.running:
+            self._sequences[client] = self._sequences.get(client, 0) + 1
+
+    def close(self) -> None:
+        self.hub.close()
+        self._context.term()
+
+    def _generate(
+        self, echo: EchoedRequest, count: int
+    ) -> tuple[list[int], FinishedRequest | None]:
+        new: list[int] = []
+        finished = None
+        while len(new) < count and finished is None:
+            new.append(echo.next_token())
+            finished = echo.end(new[-1])
+        return new, finished
+
+    def _report_logprobs(
+        self, outputs: EngineCoreOutputs, echo: EchoedRequest, new: list[int]
+    ) -> None:
+        params = echo.request.sampling_params
+        index = echo.request.request_index
+        if params.prompt_logprobs is not None and echo.num_generated == len(new):
+            outputs.prompt_logprobs.append(
+                _logprobs(index, echo.prompt[1:], params.prompt_logprobs)
+            )
+        if params.logprobs is not None:
+            outputs.logprobs.append(_logprobs(index, new, params.logprobs))
+
+
+def _logprobs(index: int, tokens: Iterable[int], k: int) -> TokenLogprobs:
+    """Token t has logprob -t / 1000 and rank t; the alternatives are 0 ... k-1 at -0.5 each."""
+    chosen = np.array(list(tokens))
+    ids = np.column_stack([chosen, np.tile(np.arange(k), (len(chosen), 1))])
+    values = np.column_stack([-chosen / 1000, np.full((len(chosen), k), -0.5)])
+    return TokenLogprobs(
+        index, len(chosen), int32_bytes(ids), float32_bytes(values), int32_bytes(chosen)
+    )
+
+
+class EchoCoreThread:
+    """An `EchoCore` that steps whenever it has requests, at most every `step_s` seconds."""
+
+    def __init__(self, config: EngineConfig, core_index: int = 0, step_s: float = 0.001) -> None:
+        self.core = EchoCore(config, core_index)
+        self._step_s = step_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> EchoCoreThread:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.core.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            busy = bool(self.core.requests)
+            self.core.hub.socket.poll(0 if busy else 20)
+            self.core.receive()
+            if self.core.requests:
+                self.core.step()
+                self._stop.wait(self._step_s)

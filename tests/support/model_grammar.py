@@ -1,0 +1,44 @@
+"""A grammar engine for tests: the k-th generated token must be congruent to k modulo 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from engine.protocol.sampling_params import StructuredOutput
+
+Key = tuple[int, int]
+
+
+def allowed_tokens(num_accepted: int, vocab_size: int) -> np.ndarray:
+    return np.arange(vocab_size) % 2 == num_accepted % 2
+
+
+class ModelGrammar:
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.compiling: list[Key] = []
+        self.num_accepted: dict[Key, int] = {}
+
+    def compile(self, key: Key, structured_output: StructuredOutput) -> None:
+        self.compiling.append(key)
+        self.num_accepted[key] = 0
+
+    def accept_tokens(self, key: Key, token_ids: Sequence[int]) -> bool:
+        for token_id in token_ids:
+            if token_id % 2 != self.num_accepted[key] % 2:
+                return False
+            self.num_accepted[key] += 1
+        return True
+
+    def fill_bitmask(self, keys: Sequence[Key]) -> bytes:
+        width = -(-self.vocab_size // 32) * 32
+        bits = np.zeros((len(keys), width), np.uint8)
+        for row, key in enumerate(keys):
+            bits[row, : self.vocab_size] = allowed_tokens(self.num_accepted[key], self.vocab_size)
+        return np.packbits(bits, axis=1, bitorder="little").tobytes()
+
+    def release(self, key: Key) -> None:
+        del self.num_accepted[key]
+        if key in self.compiling:
+            self.compiling.remove(key)

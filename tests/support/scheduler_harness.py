@@ -1,0 +1,297 @@
+"""Drives a scheduler and a model worker as the core loop would, and checks them after every step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.block_hash import hash_blocks, root_hash
+from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    GrammarOutput,
+    RequestEvent,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from engine.protocol.sampling_params import SamplingParams
+from support.model_grammar import ModelGrammar, allowed_tokens
+from support.model_worker import ModelWorker, choose_token, extend, seed_fingerprint
+
+Key = tuple[int, int]
+
+
+@dataclass
+class Heard:
+    """What a client has heard of one of its requests."""
+
+    message: EngineCoreRequest
+    token_ids: list[int] = field(default_factory=list)
+    finished: FinishedRequest | None = None
+    is_over: bool = False
+    was_aborted: bool = False
+    events: list[RequestEvent] = field(default_factory=list)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.finished.reason if self.finished else None
+
+    def num_events(self, kind: EventKind) -> int:
+        return sum(event.kind == kind for event in self.events)
+
+
+def run_alone(
+    message: EngineCoreRequest, *, max_total_tokens: int, vocab_size: int
+) -> tuple[list[int], FinishReason, int | None]:
+    """What a request generates by itself: tokens, finish reason, stop reason."""
+    params = message.sampling_params
+    fingerprint = seed_fingerprint(params)
+    prompt = int32_view(message.prompt_token_ids).tolist()
+    for token_id in prompt:
+        fingerprint = extend(fingerprint, token_id)
+    limit = max_total_tokens - len(prompt)
+    if params.max_tokens is not None:
+        limit = min(limit, params.max_tokens)
+    eos = () if params.ignore_eos else message.eos_token_ids
+    output: list[int] = []
+    while True:
+        allowed = None
+        if params.structured_output is not None:
+            allowed = allowed_tokens(len(output), vocab_size)
+        token_id = choose_token(fingerprint, vocab_size, allowed)
+        fingerprint = extend(fingerprint, token_id)
+        output.append(token_id)
+        if token_id in (*eos, *params.stop_token_ids) and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP, None if token_id in eos else token_id
+        if len(output) >= limit:
+            return output, FinishReason.LENGTH, None
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        vocab_size: int = 512,
+        max_in_flight: int = 2,
+        enable_prefix_caching: bool = True,
+        **limits: object,
+    ) -> None:
+        self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.max_in_flight = max_in_flight
+        self.grammar = ModelGrammar(vocab_size)
+        self.scheduler = Scheduler(
+            self.config,
+            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            structured_output=self.grammar,
+        )
+        self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
+        self.worker = ModelWorker(
+            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size
+        )
+        self.heard: dict[Key, Heard] = {}
+        self.stats: list[SchedulerStats] = []
+        self.now = 0.0
+        self.steps: list[SchedulerOutput] = []
+        self.batch: dict[int, int] = {}
+        self._in_flight: deque[SchedulerOutput] = deque()
+        self._sequences: dict[int, int] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+
+    # what a client does
+
+    def add(
+        self,
+        prompt: list[int] | int,
+        max_tokens: int | None = 8,
+        *,
+        client: int = 0,
+        eos: tuple[int, ...] = (),
+        salt: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float = 0.0,
+        **params: object,
+    ) -> Key:
+        """Send a request; `prompt` may be just a length."""
+        token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+        root = root_hash(cache_salt=salt)
+        message = EngineCoreRequest(
+            request_index=len(self.heard),
+            prompt_token_ids=int32_bytes(token_ids),
+            sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+            arrival_time=self.now,
+            eos_token_ids=eos,
+            block_hashes=hash_blocks(np.array(token_ids, np.int32), self.block_size, root),
+            root_hash=root,
+            priority=priority,
+            tenant=tenant,
+            deadline=deadline,
+        )
+        key = (client, message.request_index)
+        self.heard[key] = Heard(message)
+        self.scheduler.add_request(client, message, self.now)
+        return key
+
+    def abort(self, *keys: Key) -> None:
+        for key in keys:
+            self.heard[key].was_aborted = True
+        self.scheduler.finish_requests(keys, FinishReason.ABORT)
+
+    def request(self, key: Key) -> Request:
+        return self.scheduler.requests[key]
+
+    # what the core loop does
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def compile_grammars(self) -> None:
+        for key in list(self.grammar.compiling):
+            self.grammar.compiling.remove(key)
+            self.scheduler.grammar_ready(key, None)
+
+    def schedule(self) -> SchedulerOutput | None:
+        self.now += 1.0
+        step = self.scheduler.schedule(self.now)
+        if step is not None:
+            self._check_limits(step)
+            self.steps.append(step)
+            self._in_flight.append(step)
+            self.worker.submit(step)
+            if len(self._in_flight) == 1:
+                self._send_bitmask()
+        self.check()
+        return step
+
+    def update(self) -> None:
+        step = self._in_flight.popleft()
+        self.now += 1.0
+        outputs = self.scheduler.update_from_output(step, self.worker.next_output(), self.now)
+        assert sum(message.stats is not None for message in outputs.values()) <= 1
+        self._hear(outputs)
+        self._send_bitmask()
+        self.check()
+
+    def step(self) -> bool:
+        """Fill the pipeline, take one output. False when there was nothing to do."""
+        while len(self._in_flight) < self.max_in_flight and self.schedule() is not None:
+            pass
+        self._hear(self.scheduler.take_outputs(self.now))
+        if not self._in_flight:
+            return False
+        self.update()
+        return True
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Run until everything has ended."""
+        for _ in range(max_steps):
+            self.compile_grammars()
+            if not self.step() and not self.grammar.compiling:
+                break
+        self.check_empty()
+
+    def _send_bitmask(self) -> None:
+        if self._in_flight and self._in_flight[0].grammar_slots and not self.worker.is_idle:
+            step = self._in_flight[0]
+            bitmask = self.scheduler.get_grammar_bitmask(step)
+            self.worker.submit_grammar(GrammarOutput(step.step, bitmask))
+
+    def _hear(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client, sent in outputs.items():
+            message = self._decode(self._encode(sent))
+            assert message.sequence == self._sequences.get(client, 0)
+            self._sequences[client] = message.sequence + 1
+            if message.stats is not None:
+                self.stats.append(message.stats)
+            indices = int32_view(message.request_indices).tolist()
+            token_ids = int32_view(message.token_ids).tolist()
+            for index, token_id in zip(indices, token_ids, strict=True):
+                heard = self.heard[client, index]
+                assert not heard.is_over, "a token after the end"
+                heard.token_ids.append(token_id)
+            for event in message.events:
+                self.heard[client, event.request_index].events.append(event)
+            over = int32_view(message.finished_set).tolist()
+            for finished in message.finished:
+                assert finished.request_index in over
+                self.heard[client, finished.request_index].finished = finished
+            for index in over:
+                assert not self.heard[client, index].is_over, "a request ended twice"
+                self.heard[client, index].is_over = True
+
+    # invariants
+
+    def _check_limits(self, step: SchedulerOutput) -> None:
+        slots = list(self.batch) if step.slots is None else int32_view(step.slots).tolist()
+        self.batch = dict.fromkeys(slots, 1)
+        for position, count in int32_view(step.chunks).reshape(-1, 2).tolist():
+            self.batch[slots[position]] = count
+        assert sum(self.batch.values()) <= self.config.max_num_batched_tokens
+        assert self.scheduler.get_request_counts()[0] <= self.config.max_num_seqs
+
+    def check(self) -> None:
+        """Invariants I1, I2 and I5 of the scheduler's state."""
+        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
+        running = {slot: r for slot, r in enumerate(scheduler.slots.requests) if r is not None}
+        assert len(running) == scheduler.get_request_counts()[0]
+        ref_counts = np.zeros(manager.pool.num_blocks, np.int32)
+        for slot, request in running.items():
+            assert scheduler.requests[request.key] is request
+            held = manager.blocks[slot]
+            assert 0 not in held
+            ref_counts[held] += 1
+            assert len(held) * self.block_size >= scheduler.slots.num_computed_tokens[slot]
+        assert ref_counts.tolist() == manager.pool.ref_counts
+        assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
+        if self.worker.is_idle and not scheduler.has_finished_requests():
+            assert self.worker.rows.keys() == running.keys()
+            for slot, row in self.worker.rows.items():
+                held = manager.blocks[slot]
+                assert row.request_id == running[slot].key
+                assert row.block_table[: len(held)] == held
+                assert row.num_computed_tokens == scheduler.slots.num_computed_tokens[slot]
+                assert len(row.token_ids) == scheduler.slots.num_expected_tokens[slot]
+                output = scheduler.slots.output_token_ids(slot).tolist()
+                assert row.token_ids[row.num_prompt_tokens :][: len(output)] == output
+
+    def check_empty(self) -> None:
+        """Nothing is left, nothing was lost, and every output is that of the request run alone."""
+        scheduler = self.scheduler
+        assert not scheduler.has_requests() and not self._in_flight
+        assert scheduler.get_request_counts() == (0, 0)
+        assert (
+            scheduler.kv_cache_manager.pool.num_free
+            == scheduler.kv_cache_manager.pool.num_blocks - 1
+        )
+        assert not self.worker.rows
+        assert not self.grammar.num_accepted
+        for heard in self.heard.values():
+            assert heard.is_over, "a request was lost"
+            if heard.was_aborted or heard.reason in (FinishReason.IGNORED, FinishReason.EXPIRED):
+                continue
+            if heard.reason is FinishReason.ERROR:
+                continue
+            assert heard.finished is not None
+            expected = run_alone(
+                heard.message, max_total_tokens=self.max_total_tokens, vocab_size=self.vocab_size
+            )
+            assert (heard.token_ids, heard.finished.reason, heard.finished.stop_reason) == expected

@@ -1,0 +1,66 @@
+"""A small process that speaks the life-cycle protocol of frontends, cores and workers.
+
+Usage: stand_in_process.py CONFIG NAME BEHAVIOUR [ARG]. What it does is appended to RUN_DIR/../events.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import zmq
+from engine.protocol.config import load_config
+from engine.protocol.messages import Stage
+from engine.protocol.process import StopSignal, die_with_parent
+from engine.protocol.transport import StatusReporter
+
+
+def main() -> int:
+    config_path, name, behaviour, *args = sys.argv[1:]
+    config = load_config(config_path)
+    die_with_parent(config.run_dir)
+    stop = StopSignal()
+    cores_stopped = Path(config.run_dir) / "cores-stopped"
+
+    def record(event: str) -> None:
+        with open(f"{config.run_dir}.events", "a") as file:
+            file.write(f"{name} {event}\n")
+
+    context = zmq.Context()
+    reporter = StatusReporter(context, config, name)
+    reporter.report(Stage.STARTING)
+    record("started")
+    if behaviour == "load":
+        for done in (0, 40, 100):
+            reporter.report(Stage.LOADING, done=done, total=100)
+    elif behaviour == "fail":
+        reporter.report(Stage.FAILED, args[0])
+        reporter.close()
+        context.term()
+        return 1
+    elif behaviour == "exit":
+        return int(args[0])
+    elif behaviour == "die":
+        os.kill(os.getpid(), signal.Signals[args[0]])
+    elif behaviour == "starting":
+        while not stop.requested:
+            time.sleep(0.005)
+        return 0
+    reporter.report(Stage.READY)
+    if behaviour == "die-when-told":
+        while not Path(f"{config.run_dir}.die").exists():
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while behaviour == "stubborn" or not stop.requested:
+        if name.startswith("worker") and cores_stopped.exists():
+            break
+        time.sleep(0.005)
+    if name.startswith("core"):
+        cores_stopped.touch()
+    record("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

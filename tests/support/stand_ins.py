@@ -1,0 +1,26 @@
+"""How to start `stand_in_process.py` in the roles of an engine's processes."""
+
+import sys
+from pathlib import Path
+
+from engine.frontend.supervisor import ProcessSpec, Role
+from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig
+
+PROGRAM = Path(__file__).with_name("stand_in_process.py")
+
+
+def make_config(run_dir: str, *, shutdown_timeout_s: float = 5.0) -> EngineConfig:
+    model = ModelConfig("m", "/m", "/m", ("m",), "llama", 32, 64, (0,))
+    frontend = FrontendConfig(shutdown_timeout_s=shutdown_timeout_s)
+    return EngineConfig(run_dir=run_dir, epoch=1, model=model, frontend=frontend)
+
+
+def make_specs(config: EngineConfig, behaviours: dict[str, str]) -> list[ProcessSpec]:
+    """One process for each "frontend 0": "ready", with the behaviour's argument after a colon."""
+    path = str(config.save())
+    specs = []
+    for name, behaviour in behaviours.items():
+        role = Role[name.split()[0].upper()]
+        argv = (sys.executable, str(PROGRAM), path, name, *behaviour.split(":", 1))
+        specs.append(ProcessSpec(name, role, argv))
+    return specs

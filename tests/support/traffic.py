@@ -1,0 +1,97 @@
+"""Seeded random traffic for a scheduler under check."""
+
+from __future__ import annotations
+
+import random
+
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.scheduler_harness import Harness
+
+SALTS = (None, None, "red", "blue")
+
+
+def random_harness(rng: random.Random) -> Harness:
+    """Limits between comfortable and absurd."""
+    block_size = rng.choice((1, 2, 4, 8))
+    budget = rng.choice((1, 3, 16, 64, 256))
+    # A prompt must have a fair chance to be computed between two preemptions.
+    preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
+    return Harness(
+        num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
+        block_size=block_size,
+        max_model_len=rng.choice((24, 64, 128)),
+        vocab_size=rng.choice((16, 64, 512)),
+        max_in_flight=rng.choice((1, 2, 2, 3, 4)),
+        enable_prefix_caching=rng.random() < 0.8,
+        max_num_seqs=rng.choice((1, 2, 5, 16)),
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=rng.choice((0, 0, 1, 5)) if not preemption else 0,
+        inject_preemption=preemption,
+    )
+
+
+class Traffic:
+    """Acts on a harness at random; a given generator always acts in the same way."""
+
+    def __init__(self, harness: Harness, rng: random.Random) -> None:
+        self.harness = harness
+        self.rng = rng
+
+    def add(self) -> None:
+        rng, harness = self.rng, self.harness
+        salt = rng.choice(SALTS)
+        length = rng.choice((1, 2, 5, 9, 17, 33, 70))
+        # Prompts share prefixes with those of the same salt, and the seed tells the model about the salt.
+        prompt = [position % 7 + 1 for position in range(length)]
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            prompt[rng.randrange(length)] = rng.randrange(harness.vocab_size)
+        harness.add(
+            prompt,
+            rng.choice((1, 2, 5, 20, None)),
+            client=rng.choice((0, 0, 1, 2)),
+            salt=salt,
+            seed=SALTS.index(salt),
+            eos=rng.choice(((), (3,), (2, 5))),
+            stop_token_ids=rng.choice(((), (7, 9))),
+            min_tokens=rng.choice((0, 0, 1)),
+            ignore_eos=rng.random() < 0.1,
+            structured_output=(
+                StructuredOutput(GrammarKind.JSON_OBJECT) if rng.random() < 0.15 else None
+            ),
+        )
+
+    def abort(self) -> None:
+        live = list(self.harness.scheduler.requests)
+        if live:
+            self.harness.abort(self.rng.choice(live))
+
+    def act(self) -> None:
+        """One thing that may happen at any moment."""
+        harness = self.harness
+        draw = self.rng.random()
+        if draw < 0.25:
+            self.add()
+        elif draw < 0.28:
+            self.abort()
+        elif draw < 0.36:
+            harness.compile_grammars()
+        elif draw < 0.365:
+            harness.scheduler.reset_prefix_cache(self.rng.random() < 0.5, harness.now)
+        elif draw < 0.68:
+            if harness.num_in_flight < harness.max_in_flight:
+                harness.schedule()
+        elif harness.num_in_flight:
+            harness.update()
+
+
+def run_traffic(seed: int, num_actions: int) -> int:
+    """Random traffic on a random harness until everything has ended. Returns the number of steps."""
+    rng = random.Random(seed)
+    harness = random_harness(rng)
+    traffic = Traffic(harness, rng)
+    for _ in range(num_actions):
+        traffic.act()
+        if len(harness.scheduler.requests) > 60:
+            harness.step()
+    harness.drain(100_000)
+    return len(harness.steps)

@@ -1,0 +1,144 @@
+"""The rules of the repository's layout: who may import what, and what is shipped."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("protocol", "core", "workers", "frontend")
+MODULES = [
+    ROOT / "__init__.py",
+    *(p for part in PARTS for p in sorted((ROOT / part).rglob("*.py"))),
+]
+
+UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def relative_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    parts = ["engine", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(path: Path) -> list[str]:
+    return ["engine", *path.relative_to(ROOT).parent.parts]
+
+
+def imports(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Line, level and absolute name of every import statement, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, 0, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.lineno, 0, node.module or ""
+        elif isinstance(node, ast.ImportFrom):
+            package = package_of(path)
+            base = package[: len(package) - node.level + 1]
+            for alias in node.names:
+                yield node.lineno, node.level, ".".join([*base, node.module or alias.name])
+
+
+def test_every_part_is_there() -> None:
+    assert {p.relative_to(ROOT).parts[0] for p in MODULES} == {"__init__.py", *PARTS}
+    assert len(MODULES) > 40
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_share_the_protocol_and_nothing_else(part: str) -> None:
+    allowed = {"protocol", part}
+    for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] == part):
+        for line, level, name in imports(path):
+            where = f"{relative_name(path)}:{line} imports {name}"
+            if level == 0:
+                assert name.split(".")[0] != "engine", f"{where}: use a relative import"
+                continue
+            top = name.split(".")[1]
+            assert top in allowed or name == "engine.__version__", where
+
+
+def test_only_workers_import_torch_and_nothing_unpickles() -> None:
+    for path in MODULES:
+        for line, level, name in imports(path):
+            where = f"{relative_name(path)}:{line} imports {name}"
+            top = name.split(".")[0]
+            assert level or top not in UNSAFE, where
+            assert level or top != "transformers", f"{where}: it is a test dependency"
+            if path.relative_to(ROOT).parts[0] != "workers":
+                assert level or top not in ("torch", "triton"), where
+
+
+@pytest.mark.parametrize("part", ["protocol", "core", "frontend"])
+def test_torch_is_never_loaded_outside_workers(part: str) -> None:
+    names = [module_name(p) for p in MODULES if p.relative_to(ROOT).parts[0] == part]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+        "    assert 'transformers' not in sys.modules, name\n"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, engine\n"
+        "assert engine.__version__\n"
+        "assert not {'msgspec', 'numpy', 'zmq', 'torch'} & set(sys.modules)\n"
+        "for name in engine.__all__:\n"
+        "    getattr(engine, name)\n"
+        "assert not {'numpy', 'zmq', 'torch'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import engine
+
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        engine.Llm  # noqa: B018
+
+
+def test_every_package_is_listed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {".".join(package_of(path)) for path in MODULES}
+    assert set(settings["packages"]) == packages
+    for path in MODULES:
+        assert (path.parent / "__init__.py").is_file(), relative_name(path)
+
+
+def test_the_wheel_has_every_module_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("engine-*.whl")
+    shipped = {f for f in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in f}
+    files = {
+        path
+        for part in PARTS
+        for path in (ROOT / part).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert shipped == {f"engine/{relative_name(p)}" for p in files | {ROOT / "__init__.py"}}
+
+
+def test_the_files_that_people_type_are_executable() -> None:
+    names = ("install", "serve", "test", "lint", "bench/run")
+    for path in (ROOT / ".ci" / "run", *(ROOT / "scripts" / name for name in names)):
+        assert path.stat().st_mode & 0o111, path

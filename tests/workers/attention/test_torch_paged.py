@@ -1,0 +1,190 @@
+"""The paged backend against attention written out in float64, over random batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.protocol.errors import ConfigError
+from engine.workers.attention import AttentionLayer, attention_backend
+from tests.support.batches import Scheduled, attention_batch
+
+torch.set_num_threads(1)
+
+
+def reference(q_TGQK, k_LGK, v_LGK, layer):
+    """Attention of the last T of L tokens, with nothing clever."""
+    num_queries, num_keys = len(q_TGQK), len(k_LGK)
+    scores = torch.einsum("tgqk,lgk->gqtl", q_TGQK.double(), k_LGK.double()) * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    query = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    key = torch.arange(num_keys)
+    hidden = key > query
+    if layer.window is not None:
+        hidden |= key <= query - layer.window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("gqtl,lgk->tgqk", weights, v_LGK.double())
+
+
+def run(requests, *, num_kv_heads, repeats, head_dim, block_size, layer, dtype, seed=0):
+    """Put the earlier tokens into a shuffled cache, run one step; return its outputs and truth."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_heads = num_kv_heads * repeats
+    backend = attention_backend(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    sizes = [-(-(computed + scheduled) // block_size) for computed, scheduled in requests]
+    ids = iter((rng.permutation(sum(sizes) + 3) + 1).tolist())
+    steps = [
+        Scheduled(computed, scheduled, [next(ids) for _ in range(size)])
+        for (computed, scheduled), size in zip(requests, sizes, strict=True)
+    ]
+    kv_cache = torch.zeros(backend.kv_cache_shape(sum(sizes) + 4), dtype=dtype)
+    earlier = [step for step in steps if step.num_computed]
+    kept = {}
+
+    def step_of(batch):
+        num_tokens = sum(step.num_scheduled for step in batch)
+        q = torch.randn(num_tokens, num_heads, head_dim).to(dtype)
+        k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim).to(dtype)
+        metadata = backend.build(attention_batch(batch, block_size), {layer.window})
+        return q, k, v, backend.forward(q, k, v, kv_cache, metadata, layer)
+
+    if earlier:
+        prefix = [Scheduled(0, step.num_computed, step.blocks) for step in earlier]
+        _, k, v, _ = step_of(prefix)
+        lengths = [step.num_scheduled for step in prefix]
+        for step, *kv in zip(prefix, k.split(lengths), v.split(lengths), strict=True):
+            kept[step.blocks[0]] = kv
+    q, k, v, out = step_of(steps)
+    lengths = [step.num_scheduled for step in steps]
+    expected = []
+    for step, q_i, k_i, v_i in zip(
+        steps, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
+    ):
+        if step.num_computed:
+            k_before, v_before = kept[step.blocks[0]]
+            k_i, v_i = torch.cat((k_before, k_i)), torch.cat((v_before, v_i))
+        q_i = q_i.unflatten(1, (num_kv_heads, repeats))
+        expected.append(reference(q_i, k_i, v_i, layer).flatten(1, 2))
+    return out, torch.cat(expected)
+
+
+request_lists = st.lists(
+    st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=request_lists,
+    num_kv_heads=st.integers(1, 3),
+    repeats=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 16, 20]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.none() | st.integers(1, 80),
+    softcap=st.none() | st.floats(1, 50),
+    seed=st.integers(0, 2**16),
+)
+def test_agrees_with_plain_attention(
+    requests, num_kv_heads, repeats, head_dim, block_size, window, softcap, seed
+):
+    out, expected = run(
+        requests,
+        num_kv_heads=num_kv_heads,
+        repeats=repeats,
+        head_dim=head_dim,
+        block_size=block_size,
+        layer=AttentionLayer(scale=head_dim**-0.5, window=window, softcap=softcap),
+        dtype=torch.float32,
+        seed=seed,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
+)
+def test_half_precision(dtype, tolerance):
+    out, expected = run(
+        [(30, 1), (0, 50), (200, 1), (64, 20)],
+        num_kv_heads=2,
+        repeats=4,
+        head_dim=64,
+        block_size=16,
+        layer=AttentionLayer(scale=0.125, window=40),
+        dtype=dtype,
+    )
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_prompts_longer_than_a_tile(window):
+    out, expected = run(
+        [(0, 700), (777, 333), (1000, 1)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=8,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3, window=window),
+        dtype=torch.float32,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_one_long_context_among_many_short_ones():
+    out, expected = run(
+        [(5000, 1), *((20 + i, 1) for i in range(40))],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=8,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3),
+        dtype=torch.float32,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
+    backend = attention_backend(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    layer = AttentionLayer(scale=1.0)
+    kv_cache = torch.zeros(backend.kv_cache_shape(2))
+    for computed, scheduled, value in ((0, 4, poison), (0, 2, 1.0), (2, 1, 1.0)):
+        q = torch.ones(scheduled, 2, 8)
+        kv = torch.full((scheduled, 1, 8), value)
+        batch = attention_batch([Scheduled(computed, scheduled, [1])], 4)
+        metadata = backend.build(batch, {None})
+        out = backend.forward(q, kv, kv, kv_cache, metadata, layer)
+    torch.testing.assert_close(out, torch.ones(1, 2, 8))
+
+
+def test_unknown_backend():
+    with pytest.raises(ConfigError, match="'flash' does not exist; choose torch_paged"):
+        attention_backend(
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=4,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            name="flash",
+        )

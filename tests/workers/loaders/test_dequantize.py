@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+import torch
+from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType
+from engine.workers.loaders.dequantize import DEQUANTIZABLE, dequantize
+from gguf.constants import GGMLQuantizationType as ReferenceType
+from gguf.quants import dequantize as reference_dequantize
+
+torch.set_num_threads(1)
+
+TYPES = pytest.mark.parametrize("ggml_type", list(DEQUANTIZABLE), ids=lambda t: t.name)
+# Where a block has its float16 scales.
+SCALES_AT = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+
+
+def with_finite_scales(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarray:
+    """Clears the lowest bit of the exponent of each scale, so that it is no infinity or NaN."""
+    for at in SCALES_AT.get(ggml_type.name, ()):
+        raw[:, at + 1] &= 0xFB
+    return raw
+
+
+def random_blocks(ggml_type: GGMLQuantizationType, num_blocks: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    _, block_bytes = BLOCK_SIZES[ggml_type]
+    raw = rng.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+    return with_finite_scales(raw, ggml_type)
+
+
+def uniform_blocks(ggml_type: GGMLQuantizationType) -> np.ndarray:
+    """For every byte value, a block with it in every place."""
+    _, block_bytes = BLOCK_SIZES[ggml_type]
+    raw = np.repeat(np.arange(256, dtype=np.uint8)[:, None], block_bytes, axis=1)
+    return with_finite_scales(raw, ggml_type)
+
+
+def reference(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarray:
+    """The gguf package's own result, float32 ``[rows, columns]``."""
+    with np.errstate(all="ignore"):
+        values = reference_dequantize(raw.reshape(-1), ReferenceType(ggml_type))
+    return values.astype(np.float32).reshape(len(raw), -1)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    """Bit patterns, with one for all NaNs."""
+    return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+
+
+@TYPES
+def test_bits_are_those_of_the_reference(ggml_type: GGMLQuantizationType) -> None:
+    # More than one chunk of work, and a last one that is not full.
+    block_size, _ = BLOCK_SIZES[ggml_type]
+    raw = random_blocks(ggml_type, 300_001 // block_size)
+    raw = np.concatenate((raw, uniform_blocks(ggml_type)))
+    values = dequantize(raw, ggml_type, torch.float32)
+    assert values.shape == (len(raw), block_size)
+    assert np.array_equal(bits(values.numpy()), bits(reference(raw, ggml_type)))
+
+
+@TYPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_rounded_float32(
+    ggml_type: GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    raw = random_blocks(ggml_type, 100)
+    values = dequantize(raw, ggml_type, dtype)
+    expected = torch.from_numpy(reference(raw, ggml_type)).to(dtype)
+    assert values.dtype == dtype
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@TYPES
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 4), (3, 4), (2, 2)])
+def test_a_column_of_blocks(ggml_type: GGMLQuantizationType, first: int, last: int) -> None:
+    num_rows, num_columns = 700, 4
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    raw = random_blocks(ggml_type, num_rows * num_columns).reshape(num_rows, -1)
+    values = dequantize(raw[:, first * block_bytes : last * block_bytes], ggml_type, torch.float32)
+    expected = reference(raw, ggml_type)[:, first * block_size : last * block_size]
+    assert np.array_equal(bits(values.numpy()), bits(np.ascontiguousarray(expected)))
+
+
+@TYPES
+def test_no_rows(ggml_type: GGMLQuantizationType) -> None:
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    raw = np.empty((0, 2 * block_bytes), np.uint8)
+    assert dequantize(raw, ggml_type, torch.float32).shape == (0, 2 * block_size)
+
+
+def test_the_source_is_left_alone() -> None:
+    raw = random_blocks(GGMLQuantizationType.F32, 8)
+    raw.setflags(write=False)
+    before = raw.copy()
+    dequantize(raw, GGMLQuantizationType.F32, torch.float32).zero_()
+    assert np.array_equal(raw, before)

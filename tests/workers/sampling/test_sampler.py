@@ -1,0 +1,325 @@
+"""What a request's parameters do to its tokens."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import int32_view
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.sampling.masks import pack_bitmask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sampler_rows import Rows
+
+V = 97
+INF = float("inf")
+
+
+def logits_of(*seeds: int, vocab_size: int = V, scale: float = 2.0) -> torch.Tensor:
+    return torch.stack(
+        [
+            torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+            for seed in seeds
+        ]
+    )
+
+
+def greedy(**kwargs: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **kwargs)
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The filtered distribution in float64, by sorting and summing."""
+    p = (logits.double() / params.temperature).softmax(0)
+    p[p < params.min_p * p.max()] = 0
+    order = p.argsort(descending=True, stable=True)
+    if params.top_k > 0:
+        p[order[params.top_k :]] = 0
+    p /= p.sum()
+    before = p[order].cumsum(0) - p[order]
+    p[order[before >= params.top_p]] = 0
+    return p / p.sum()
+
+
+RANDOM_PARAMS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"top_k": 5},
+    {"top_k": 60, "temperature": 2.0},
+    {"top_p": 0.7},
+    {"top_p": 0.98, "temperature": 4.0},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"top_p": 1e-9},
+]
+
+
+@pytest.mark.parametrize("kwargs", RANDOM_PARAMS, ids=str)
+@pytest.mark.parametrize("vocab_size", [7, V])
+def test_tokens_follow_the_filtered_distribution(kwargs: dict[str, Any], vocab_size: int) -> None:
+    logits = logits_of(1, vocab_size=vocab_size)
+    expected = reference(logits[0], SamplingParams(**kwargs)).numpy()
+    batch = Rows(vocab_size)
+    slots = list(range(80))
+    for slot in slots:
+        batch.add(slot, SamplingParams(seed=slot, **kwargs))
+    counts = Counter[int]()
+    for _ in range(100):
+        counts.update(batch.tokens(logits.expand(80, -1), slots))
+    n = 8000
+    observed = np.array([counts[token] for token in range(vocab_size)])
+    assert not observed[expected == 0].any()
+    common = expected * n >= 5
+    rest = n - observed[common].sum(), n * (1 - expected[common].sum())
+    chi_square = ((observed[common] - expected[common] * n) ** 2 / (expected[common] * n)).sum()
+    chi_square += (rest[0] - rest[1]) ** 2 / rest[1] if rest[1] > 1 else 0
+    freedom = max(1, int(common.sum()))
+    assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom) + 8
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(3, 200)
+    logits[0, [70, 180]] = 5
+    logits[1, [33, 32]] = 5
+    batch = Rows(200)
+    batch.add(0, greedy())
+    batch.add(1, SamplingParams(top_k=1, seed=9))
+    batch.add(2, SamplingParams(temperature=1e-6))
+    assert batch.tokens(logits, [0, 1, 2]) == [70, 32, 0]
+
+
+@given(
+    top_k=st.sampled_from([0, 1, 2, 7, 40, 5000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.3]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    seed=st.integers(0, 2**63 - 1),
+    company=st.integers(0, 2**32),
+    ties=st.booleans(),
+    vocab_size=st.sampled_from([97, 4096, 5003]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_row_alone_equals_the_row_in_any_batch(
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+    seed: int,
+    company: int,
+    ties: bool,
+    vocab_size: int,
+) -> None:
+    params = SamplingParams(
+        top_k=min(top_k, vocab_size), top_p=top_p, min_p=min_p, temperature=temperature, seed=seed,
+        logprobs=3, repetition_penalty=1.2, frequency_penalty=0.3,
+    )  # fmt: skip
+    rng = np.random.default_rng(company)
+    others = [
+        SamplingParams(
+            temperature=float(rng.choice([0, 0.5, 1, 2])),
+            top_k=int(rng.choice([0, 3, 90])),
+            top_p=float(rng.choice([0.4, 0.99, 1])),
+            min_p=float(rng.choice([0, 0.1])),
+            presence_penalty=float(rng.choice([0, 1])),
+            logprobs=int(rng.choice([0, 20])),
+            seed=int(rng.integers(2**60)),
+        )
+        for _ in range(int(rng.integers(1, 20)))
+    ]
+    logits = logits_of(*range(len(others) + 1), vocab_size=vocab_size)
+    if ties:
+        logits = logits.round()
+    mine = int(rng.integers(len(logits)))
+    slots = rng.permutation(64)[: len(logits)].tolist()
+    alone, batch = Rows(vocab_size), Rows(vocab_size)
+    alone.add(11, params)
+    for slot in slots:
+        batch.add(slot, params if slot == slots[mine] else others.pop())
+    for _ in range(4):
+        one = alone.sample(logits[mine : mine + 1], [11])
+        many = batch.sample(logits, slots)
+        assert one.token_ids[0] == many.token_ids[mine]
+        of_many = next(row for row in many.logprobs if row.slot == slots[mine])
+        assert one.logprobs[0].token_ids == of_many.token_ids
+        assert one.logprobs[0].logprobs == of_many.logprobs
+        assert one.logprobs[0].ranks == of_many.ranks
+
+
+def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads() -> None:
+    vocab_size = 49155
+    logits = logits_of(*range(9), vocab_size=vocab_size, scale=3.0)
+    kinds = [{}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.01}, {"min_p": 0.01}, {"top_k": 30}]
+    params = [
+        SamplingParams(temperature=0.5 + 0.1 * slot, seed=slot, logprobs=2, **kinds[slot % 5])
+        for slot in range(9)
+    ]
+    batch = Rows(vocab_size)
+    for slot in range(9):
+        batch.add(slot, params[slot])
+    together = [batch.sample(logits, list(range(9))) for _ in range(3)]
+    torch.set_num_threads(2)
+    for slot in range(9):
+        alone = Rows(vocab_size)
+        alone.add(0, params[slot])
+        for step in range(3):
+            output = alone.sample(logits[slot : slot + 1], [0])
+            assert output.token_ids[0] == together[step].token_ids[slot]
+            assert output.logprobs[0].logprobs == together[step].logprobs[slot].logprobs
+
+
+def test_a_seeded_request_continues_after_preemption_in_another_slot() -> None:
+    params = SamplingParams(
+        seed=5, temperature=1.3, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=0.7, min_tokens=6, bad_words_token_ids=((1, 2, 3), (7,), (9, 9)),
+    )  # fmt: skip
+    logits = logits_of(4, scale=1.0)
+    undisturbed = Rows(V)
+    undisturbed.add(0, params)
+    expected = [undisturbed.tokens(logits, [0])[0] for _ in range(40)]
+    tokens: list[int] = []
+    for slot in (3, 60, 3):
+        batch = Rows(V)
+        batch.add(slot, SamplingParams(frequency_penalty=2.0), prompt=(8, 8))
+        batch.tokens(logits, [slot])
+        batch.sampler.remove(slot)
+        batch.add(slot, params, output=tuple(tokens))
+        tokens += [batch.tokens(logits, [slot])[0] for _ in range(13)]
+    assert tokens == expected[:39]
+
+
+def test_penalties_match_their_definition() -> None:
+    prompt, output = (5, 6, 6, 7), [9, 9, 6]
+    logits = logits_of(3, 4)
+    params = greedy(repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.9)
+    batch = Rows(V)
+    batch.add(0, params, prompt)
+    batch.add(1, greedy())
+    history = Counter[int]()
+    for forced in output:
+        step_logits = torch.full((2, V), -50.0)
+        step_logits[:, forced] = 50
+        assert batch.tokens(step_logits, [0, 1]) == [forced, forced]
+        history[forced] += 1
+    x = logits[0].clone()
+    for token in {*prompt, *output}:
+        x[token] = x[token] / 1.7 if x[token] > 0 else x[token] * 1.7
+    for token, count in history.items():
+        x[token] -= 0.9 * count + 0.4
+    # Walk down the ranking: forbid what was chosen and look at what comes next.
+    for _ in range(V):
+        expected = int(x.argmax())
+        bias = dict.fromkeys(np.flatnonzero(np.isneginf(x.numpy())).tolist(), -100.0)
+        batch.add(2, greedy(**{**_penalties(params), "logit_bias": bias}), prompt, tuple(output))
+        assert batch.tokens(logits[:1], [2]) == [expected]
+        x[expected] = -INF
+
+
+def _penalties(params: SamplingParams) -> dict[str, float]:
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {name: getattr(params, name) for name in names}
+
+
+def test_penalties_of_long_rows() -> None:
+    batch = Rows(2000)
+    batch.add(0, greedy(presence_penalty=2.0), prompt=(1,))
+    batch.add(1, greedy(presence_penalty=2.0), prompt=tuple(range(1500)))
+    flat = torch.zeros(2, 2000)
+    chosen = [batch.tokens(flat, [0, 1]) for _ in range(700)]
+    # A flat row with a presence penalty visits the vocabulary in order.
+    assert [tokens[0] for tokens in chosen] == list(range(700))
+    assert [tokens[1] for tokens in chosen] == list(range(700))
+
+
+def test_min_tokens_delays_eos_and_stop_tokens() -> None:
+    logits = torch.zeros(1, V)
+    logits[0, 2], logits[0, 8], logits[0, 4] = 9, 8, 7
+    batch = Rows(V)
+    batch.add(0, greedy(min_tokens=3, stop_token_ids=(8,)))
+    assert [batch.tokens(logits, [0])[0] for _ in range(5)] == [4, 4, 4, 2, 2]
+    batch.add(0, greedy(min_tokens=3, stop_token_ids=(8,)), output=(1, 1))
+    assert [batch.tokens(logits, [0])[0] for _ in range(2)] == [4, 2]
+
+
+def test_bias_allowed_tokens_and_bad_words() -> None:
+    logits = torch.zeros(4, V)
+    logits[:, 10], logits[:, 20] = 5, 4
+    batch = Rows(V)
+    batch.add(0, greedy(logit_bias={10: -3.0, 30: 4.5}))
+    batch.add(1, greedy(allowed_token_ids=(40, 20)))
+    batch.add(2, greedy(bad_words_token_ids=((10,),)))
+    batch.add(3, greedy(bad_words_token_ids=((10, 10, 10), (10, 10, 20), (20, 10))))
+    assert [batch.tokens(logits, [0, 1, 2, 3]) for _ in range(5)] == [
+        [30, 20, 20, 10],
+        [30, 20, 20, 10],
+        [30, 20, 20, 0],
+        [30, 20, 20, 10],
+        [30, 20, 20, 10],
+    ]
+
+
+def test_a_grammar_restricts_its_slots_only() -> None:
+    logits = logits_of(0, 0, 0)
+    batch = Rows(V)
+    for slot in (5, 1, 9):
+        batch.add(slot, greedy())
+    free = int(logits[0].argmax())
+    bitmask = np.stack([pack_bitmask([50], V), pack_bitmask([96, 60], V)])
+    best = 96 if logits[0, 96] > logits[0, 60] else 60
+    output = batch.sample(logits, [5, 1, 9], (np.array([9, 1], np.int32), bitmask))
+    assert output.token_ids.tolist() == [free, best, 50]
+    # A grammar whose slot has left the batch constrains nobody.
+    output = batch.sample(logits[:1], [5], (np.array([9, 1], np.int32), bitmask))
+    assert output.token_ids.tolist() == [free]
+
+
+def test_one_impossible_row_fails_alone() -> None:
+    logits = logits_of(0, 1, 2)
+    batch = Rows(V)
+    batch.add(0, SamplingParams(seed=1))
+    batch.add(1, SamplingParams(seed=2, allowed_token_ids=(3,), bad_words_token_ids=((3,),)))
+    batch.add(2, SamplingParams(seed=3, top_p=0.9))
+    output = batch.sample(logits, [0, 1, 2])
+    [(slot, reason)] = output.failed_slots
+    assert slot == 1
+    assert "allowed_token_ids" in reason
+    assert int32_view(output.nan_slots).tolist() == []
+    others = Rows(V)
+    others.add(0, SamplingParams(seed=1))
+    others.add(2, SamplingParams(seed=3, top_p=0.9))
+    assert output.token_ids[[0, 2]].tolist() == others.tokens(logits[[0, 2]], [0, 2])
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str
+)
+def test_rows_of_nans_are_reported_and_leave_the_others_alone(kwargs: dict[str, Any]) -> None:
+    logits = logits_of(0, 1, 2, 3)
+    batch, clean = Rows(V), Rows(V)
+    for slot in range(4):
+        batch.add(slot, SamplingParams(seed=slot, logprobs=2, **kwargs))
+        clean.add(slot, SamplingParams(seed=slot, **kwargs))
+    expected = clean.tokens(logits, [0, 1, 2, 3])
+    logits[1] = float("nan")
+    logits[2, 50] = float("nan")
+    logits[3, 7] = INF
+    output = batch.sample(logits, [0, 1, 2, 3])
+    assert int32_view(output.nan_slots).tolist() == [1, 2, 3]
+    assert output.failed_slots == []
+    assert output.token_ids.tolist() == [expected[0], 0, 0, 0]
+    for row in output.logprobs:
+        assert not np.isnan(np.frombuffer(row.logprobs, np.float32)).any()
+
+
+def test_top_k_of_ties_keeps_exactly_k() -> None:
+    batch = Rows(5000)
+    batch.add(0, SamplingParams(top_k=3, seed=1))
+    batch.add(1, SamplingParams(top_p=0.001, seed=1))
+    chosen = [batch.tokens(torch.zeros(2, 5000), [0, 1]) for _ in range(200)]
+    assert {tokens[0] for tokens in chosen} == {0, 1, 2}
+    # 0.1 % of 5000 equal tokens.
+    assert {tokens[1] for tokens in chosen} == {0, 1, 2, 3, 4}

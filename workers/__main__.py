@@ -1,0 +1,46 @@
+"""`python -m engine.workers CONFIG CORE_INDEX RANK`: one worker process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+import zmq
+
+from ..protocol.config import load_config
+from ..protocol.errors import EngineError
+from ..protocol.messages import Stage
+from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.transport import StatusReporter
+
+
+def main(config_path: str, core_index: int, rank: int) -> int:
+    config = load_config(config_path)
+    name = f"worker {core_index * config.parallel.workers_per_core + rank}"
+    name_process(name)
+    configure_logging(name, config.frontend.log_level)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(config.run_dir)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    status = StatusReporter(context, config, name)
+    status.report(Stage.STARTING)
+    try:
+        # torch takes a second to import, which should not delay the first report.
+        from .worker import Worker
+
+        Worker(config, core_index, rank, context, status).run()
+    except EngineError as error:
+        status.report(Stage.FAILED, str(error))
+        return 1
+    except Exception as error:
+        logging.getLogger(__name__).exception("unexpected error")
+        status.report(Stage.FAILED, f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        status.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,6 @@
+"""Attention over the paged KV cache, behind one small interface."""
+
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from .registry import attention_backend
+
+__all__ = ["AttentionBackend", "AttentionBatch", "AttentionLayer", "attention_backend"]

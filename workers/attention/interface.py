@@ -1,0 +1,91 @@
+"""What the model and the worker know of attention.
+
+S scheduled requests, T their tokens of this step, B blocks a row of the block table, H query heads,
+G key/value heads, K head dimension.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NULL_BLOCK = 0
+"""Pads the rows of the block table; it belongs to no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What distinguishes one layer's attention from another's.
+
+    Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. A token at
+    position p sees positions p - window + 1 .. p, or 0 .. p without a window.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's requests, as one KV-cache group sees them.
+
+    Request i has the tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step; they are the
+    last of its `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed;
+    entries past the sequence are not read. `slot_mapping` is where each token's keys and values go:
+    block id * block size + offset.
+    """
+
+    query_start_loc: NDArray[np.int32]  # [S + 1]
+    seq_lens: NDArray[np.int32]  # [S], after this step
+    block_table: NDArray[np.int32]  # [S, B]
+    slot_mapping: NDArray[np.int32]  # [T]
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention on one device, for layers that differ only in `AttentionLayer`."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the shape of one layer's cache: contiguous, in `dtype`, its first dimension the block.
+
+        It must be allocated with zeros.
+        """
+
+    @abstractmethod
+    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
+        """Return the metadata of one step for a group whose layers have these windows."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Store the keys and values of the step's tokens, then return what they attend to [T, H, K]."""

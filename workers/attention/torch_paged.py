@@ -1,0 +1,289 @@
+"""Paged attention in plain torch operations, for any device; the reference for the others.
+
+The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K]: whatever a head keeps in a
+block is contiguous, so that one `index_select` of such pages brings keys and values of many requests
+into the shape that a batched matrix product wants.
+
+Everything that depends only on the step is an index or a mask, made once in `build` and shared by
+all layers with the same window. Decoding requests are padded to the longest of their bucket and
+done together; prompts go one by one, in tiles of queries. Both add up scores the same way.
+
+T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a
+bucket), B pages a head, L = B * block_size keys, N = R * G.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+
+_MAX_TILE_QUERIES = 128
+_MAX_TILE_SCORES = 1 << 22
+# The gathered keys and values of a bucket should not leave the processor's cache before their use.
+_MAX_BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeBucket:
+    """Requests with one query each. `tokens` is None if they are the whole step, in order."""
+
+    tokens: Tensor | None  # [R]
+    pages: Tensor  # [2 * R * G * B]
+    mask_N1L: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries of one prompt that are done at once, and the keys that any of them sees."""
+
+    tokens: slice
+    keys: slice
+    mask_ML: Tensor  # M = queries * Q
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One request with several queries."""
+
+    pages: Tensor  # [2 * G * B]
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPagedMetadata:
+    """One step: where to write, and for each window what to read."""
+
+    cache_rows: Tensor  # [T * 2 * G] rows of the cache seen as [..., K]
+    decodes: dict[int | None, list[_DecodeBucket]]
+    prefills: dict[int | None, list[_Prefill]]
+
+
+class TorchPagedAttention(AttentionBackend):
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TorchPagedMetadata:
+        query_lens_S = np.diff(batch.query_start_loc)
+        decoding = np.flatnonzero(query_lens_S == 1)
+        prefilling = np.flatnonzero(query_lens_S > 1)
+        return TorchPagedMetadata(
+            cache_rows=self._cache_rows(batch.slot_mapping),
+            decodes={w: list(self._decode_buckets(batch, decoding, w)) for w in windows},
+            prefills={w: [self._prefill(batch, i, w) for i in prefilling] for w in windows},
+        )
+
+    def _cache_rows(self, slot_mapping_T: NDArray[np.int32]) -> Tensor:
+        block_T, offset_T = np.divmod(slot_mapping_T.astype(np.int64), self.block_size)
+        page_TG = self._pages_of(block_T[:, None], np.arange(2 * self.num_kv_heads))
+        return self._to_device((page_TG * self.block_size + offset_T[:, None]).ravel())
+
+    def _pages_of(
+        self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Pages are numbered through blocks, then keys before values, then heads."""
+        return blocks * (2 * self.num_kv_heads) + kv_heads
+
+    def _first_block(self, position: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+        """The block of the first key that a query at this position sees."""
+        if window is None:
+            return np.zeros_like(position)
+        return np.maximum(position + 1 - window, 0) // self.block_size
+
+    def _decode_buckets(
+        self, batch: AttentionBatch, requests: NDArray[np.int64], window: int | None
+    ) -> Iterator[_DecodeBucket]:
+        if not len(requests):
+            return
+        seq_lens = batch.seq_lens[requests].astype(np.int64)
+        first_blocks = self._first_block(seq_lens - 1, window)
+        num_blocks = -(-seq_lens // self.block_size) - first_blocks
+        block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
+        for bucket in _buckets(num_blocks, _MAX_BUCKET_BYTES // block_bytes):
+            rows, first_R1, len_R1 = requests[bucket], first_blocks[bucket, None], seq_lens[bucket, None]
+            columns_RB = first_R1 + np.arange(num_blocks[bucket].max())
+            # Columns past a row's own blocks are masked: any block will do, as long as it exists.
+            columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
+            blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
+            kv_heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
+            keys_RL = first_R1 * self.block_size + np.arange(
+                columns_RB.shape[1] * self.block_size
+            )
+            hidden_RL = keys_RL >= len_R1
+            if window is not None:
+                hidden_RL |= keys_RL < len_R1 - window
+            mask_RL = torch.zeros(hidden_RL.shape, dtype=self.dtype)
+            mask_RL.masked_fill_(torch.from_numpy(hidden_RL), -math.inf)
+            tokens = batch.query_start_loc[rows]
+            is_whole_step = len(rows) == batch.query_start_loc[-1]
+            yield _DecodeBucket(
+                tokens=None if is_whole_step else self._to_device(tokens.astype(np.int64)),
+                pages=self._to_device(self._pages_of(blocks_RB[:, None], kv_heads).ravel()),
+                mask_N1L=mask_RL.repeat_interleave(self.num_kv_heads, 0)
+                .unsqueeze(1)
+                .to(self.device),
+            )
+
+    def _prefill(self, batch: AttentionBatch, request: int, window: int | None) -> _Prefill:
+        start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
+        seq_len = int(batch.seq_lens[request])
+        position = seq_len - (stop - start)
+        first_block = int(self._first_block(np.int64(position), window))
+        first_key = first_block * self.block_size
+        last_block = (seq_len - 1) // self.block_size
+        blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
+        kv_heads = np.arange(2 * self.num_kv_heads).reshape(-1, 1)
+        return _Prefill(
+            pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()),
+            tiles=list(self._tiles(slice(start, stop), position, first_key, window)),
+        )
+
+    def _tiles(
+        self, tokens: slice, position: int, first_key: int, window: int | None
+    ) -> Iterator[_Tile]:
+        """Cut a prompt's queries so that no tile has too many scores."""
+        repeats = self.num_heads // self.num_kv_heads
+        start = tokens.start
+        while start < tokens.stop:
+            first = position + start - tokens.start
+            num_queries = _tile_queries(self.num_heads, first)
+            stop = min(start + num_queries, tokens.stop)
+            seen_from = 0 if window is None else max(first + 1 - window, 0)
+            context = first - seen_from
+            # One mask serves all tiles: a tile with less context sees the right part of it.
+            capacity = max(1 << (context - 1).bit_length(), self.block_size) if context else 0
+            mask_ML = _causal_mask(
+                num_queries, repeats, capacity, window, self.dtype, self.device
+            )
+            queries = stop - start
+            yield _Tile(
+                slice(start, stop),
+                slice(seen_from - first_key, first + queries - first_key),
+                mask_ML[: queries * repeats, capacity - context : capacity + queries],
+            )
+            start = stop
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        # A masked key still takes part as 0 * value: what a request leaves in its last block must
+        # not be able to turn that into NaN for the block's next owner.
+        kv_TGK = torch.cat((k_TGK, v_TGK), 1).nan_to_num_(0.0, 0.0, 0.0)
+        kv_cache.view(-1, self.head_dim).index_copy_(
+            0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
+        )
+        pages = kv_cache.view(-1, self.block_size * self.head_dim)
+        decodes = metadata.decodes[layer.window]
+        if len(decodes) == 1 and decodes[0].tokens is None:
+            return self._decode(q_THK, pages, decodes[0], layer)
+        out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        for bucket in decodes:
+            attended_RHK = self._decode(q_THK[bucket.tokens], pages, bucket, layer)
+            out_THK[bucket.tokens] = attended_RHK
+        for prefill in metadata.prefills[layer.window]:
+            k_GLK, v_GLK = (
+                pages.index_select(0, prefill.pages)
+                .view(2, self.num_kv_heads, -1, self.head_dim)
+                .unbind()
+            )
+            for tile in prefill.tiles:
+                q_GMK = (
+                    q_THK[tile.tokens]
+                    .unflatten(1, (self.num_kv_heads, -1))
+                    .transpose(0, 1)
+                    .flatten(1, 2)
+                )
+                attended_GMK = _attend(
+                    q_GMK, k_GLK[:, tile.keys], v_GLK[:, tile.keys], tile.mask_ML, layer
+                )
+                out_THK[tile.tokens].unflatten(1, (self.num_kv_heads, -1)).copy_(
+                    attended_GMK.unflatten(1, (-1, self.num_heads // self.num_kv_heads)).transpose(
+                        0, 1
+                    )
+                )
+        return out_THK
+
+    def _decode(
+        self, q_RHK: Tensor, pages: Tensor, bucket: _DecodeBucket, layer: AttentionLayer
+    ) -> Tensor:
+        num_rows, mask_N1L = q_RHK.shape[0], bucket.mask_N1L
+        keys, values = (
+            pages.index_select(0, bucket.pages)
+            .view(2, mask_N1L.shape[0], mask_N1L.shape[2], self.head_dim)
+            .unbind()
+        )
+        q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
+        return _attend(q_NQK, keys, values, mask_N1L, layer).view(
+            num_rows, self.num_heads, self.head_dim
+        )
+
+
+def _attend(
+    q_NMK: Tensor, k_NLK: Tensor, v_NLK: Tensor, mask: Tensor, layer: AttentionLayer
+) -> Tensor:
+    """softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
+    keys_NKL = k_NLK.transpose(1, 2)
+    if layer.softcap is None:
+        scores_NML = torch.baddbmm(mask, q_NMK, keys_NKL, alpha=layer.scale)
+    else:
+        scores_NML = torch.bmm(q_NMK, keys_NKL).mul_(layer.scale / layer.softcap)
+        scores_NML = scores_NML.tanh_().mul_(layer.softcap).add_(mask)
+    return torch.bmm(torch.softmax(scores_NML, -1), v_NLK)
+
+
+def _tile_queries(num_heads: int, context: int) -> int:
+    """A power of two of queries, so that few masks serve all tiles."""
+    queries = _MAX_TILE_QUERIES
+    while queries > 16 and queries * num_heads * (context + queries) > _MAX_TILE_SCORES:
+        queries //= 2
+    return queries
+
+
+@lru_cache(maxsize=32)
+def _causal_mask(
+    num_queries: int,
+    repeats: int,
+    context: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """[num_queries * repeats, context + num_queries]: query i stands at key context + i."""
+    distance = torch.arange(context, context + num_queries)[:, None] - torch.arange(
+        context + num_queries
+    )
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+    return mask.repeat_interleave(repeats, 0).to(device)
+
+
+def _buckets(num_blocks: NDArray[np.int64], max_blocks: int) -> Iterator[NDArray[np.int64]]:
+    """Split rows into buckets whose padding is small and whose size is bounded."""
+    order = np.argsort(-num_blocks, kind="stable")
+    sizes = num_blocks[order]
+    start = 0
+    while start < len(order):
+        longest = int(sizes[start])
+        padding = np.cumsum(longest - sizes[start:])
+        total = longest * np.arange(1, len(order) - start + 1)
+        fits = (total <= max_blocks) & ((padding <= 32) | (4 * padding <= total))
+        count = max(int(np.argmin(fits)) if not fits.all() else len(fits), 1)
+        yield np.sort(order[start : start + count])
+        start += count

@@ -1,0 +1,115 @@
+"""The worker's persistent batch: what it knows of every slot, and what one step does to it.
+
+Applying the deltas of `SchedulerOutput` keeps these arrays equal to the scheduler's own.
+
+Shapes: N slots, L max_model_len, B blocks a row, S scheduled slots, T scheduled tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.messages import SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's tokens, in batch order.
+
+    `positions_T` and `slots_T` locate each token; `query_start_loc` int32[S+1] delimits the slots' chunks;
+    `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample.
+    """
+
+    slots_S: Int32Array
+    num_scheduled_S: Int32Array
+    num_computed_S: Int32Array
+    seq_lens_S: Int32Array
+    query_start_loc: Int32Array
+    slots_T: Int32Array
+    positions_T: Int32Array
+    sampling_rows: Int32Array
+
+
+class PersistentBatch:
+    """Slot-indexed state. Token ids live on the device, so that a sampled token never has to leave it."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+    ) -> None:
+        blocks_per_row = -(-max_model_len // block_size) + 1
+        self.block_size = block_size
+        # Rows are touched as they fill: on the CPU untouched pages cost nothing.
+        self.token_ids_NL = torch.empty((num_slots, max_model_len), dtype=torch.int32, device=device)
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        self.num_prompt_tokens = np.zeros(num_slots, np.int32)
+        self.num_computed_tokens = np.zeros(num_slots, np.int32)
+        self.block_tables = [np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)]
+        self._slots_S: Int32Array = np.zeros(0, np.int32)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take over the slots and blocks that changed."""
+        for new in output.new_requests:
+            tokens = int32_view(new.token_ids)
+            slot = new.slot
+            self.token_ids_NL[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+            self.num_tokens[slot] = len(tokens)
+            self.num_prompt_tokens[slot] = new.num_prompt_tokens
+            self.num_computed_tokens[slot] = new.num_computed_tokens
+            for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
+                blocks = int32_view(block_ids)
+                table[slot, : len(blocks)] = blocks
+                table[slot, len(blocks) :] = 0
+        if output.block_updates:
+            group, slot, index, block = int32_view(output.block_updates).reshape(-1, 4).T
+            for group_id, table in enumerate(self.block_tables):
+                mine = group == group_id
+                table[slot[mine], index[mine]] = block[mine]
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """Lay out the step's tokens and advance `num_computed_tokens` past them."""
+        if output.slots is not None:
+            self._slots_S = int32_view(output.slots)
+        slots_S = self._slots_S
+        num_scheduled_S = np.ones(len(slots_S), np.int32)
+        if output.chunks:
+            row, count = int32_view(output.chunks).reshape(-1, 2).T
+            num_scheduled_S[row] = count
+        query_start_loc = np.zeros(len(slots_S) + 1, np.int32)
+        np.cumsum(num_scheduled_S, out=query_start_loc[1:])
+        num_computed_S = self.num_computed_tokens[slots_S]
+        slots_T = np.repeat(slots_S, num_scheduled_S)
+        positions_T = np.arange(len(slots_T), dtype=np.int32)
+        positions_T += np.repeat(num_computed_S - query_start_loc[:-1], num_scheduled_S)
+        seq_lens_S = num_computed_S + num_scheduled_S
+        self.num_computed_tokens[slots_S] = seq_lens_S
+        sampling_rows = np.flatnonzero(seq_lens_S == self.num_tokens[slots_S]).astype(np.int32)
+        return StepPlan(
+            slots_S,
+            num_scheduled_S,
+            num_computed_S,
+            seq_lens_S,
+            query_start_loc,
+            slots_T,
+            positions_T,
+            sampling_rows,
+        )
+
+    def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
+        """The flat KV-cache slot of each token: int32[T]."""
+        blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
+        return blocks_T * self.block_size + plan.positions_T % self.block_size
+
+    def append(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
+        """Every slot of `slots` has sampled one token, int[len(slots)] on the device."""
+        columns = self.num_tokens[slots]
+        self.token_ids_NL[torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(columns.astype(np.int64))] = token_ids.to(torch.int32)
+        self.num_tokens[slots] = columns + 1

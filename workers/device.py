@@ -1,0 +1,40 @@
+"""Which device a worker computes on, and with how many threads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..protocol.config import Device, DeviceConfig
+from ..protocol.errors import ConfigError
+
+
+def open_device(config: DeviceConfig) -> torch.device:
+    """Resolve `--device` and set the thread count. Raises ConfigError when the device is not there."""
+    if config.device is Device.CUDA and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch")
+    if config.device is not Device.CPU and torch.cuda.is_available():
+        return torch.device("cuda")
+    torch.set_num_threads(config.threads or usable_cores())
+    return torch.device("cpu")
+
+
+def usable_cores() -> int:
+    """The cores this process may run on, as containers and `taskset` limit them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 wherever it is not emulated."""
+    if name == "auto":
+        return torch.bfloat16
+    return {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "half": torch.float16,
+        "float32": torch.float32,
+        "float": torch.float32,
+    }[name]

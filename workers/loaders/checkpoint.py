@@ -1,0 +1,88 @@
+"""What the models need of a checkpoint, whatever its format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...protocol.errors import CheckpointError
+
+
+class Checkpoint(ABC):
+    """A model's config and tensors under Hugging Face's names and conventions.
+
+    ``config`` is the content of ``config.json``, or what a GGUF file says in its place.
+    ``bytes_read`` counts the bytes of tensor data that were read so far.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+        self.bytes_read = 0
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises `CheckpointError` if there is none of that name."""
+
+    @abstractmethod
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        *,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor, or its part ``start:stop`` along ``dim``, into contiguous memory of its own.
+
+        Only the part asked for is read. ``dtype`` None means the stored type, or float32 for
+        quantized tensors. Raises `CheckpointError` if there is no tensor of that name, ValueError
+        if it has no such part.
+        """
+
+    def missing(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            self.path,
+            f"there is no tensor {name!r}: the checkpoint is incomplete or not of the architecture "
+            "that its config names",
+        )
+
+
+def part_of(
+    shape: tuple[int, ...], dim: int, start: int | None, stop: int | None
+) -> tuple[int, int]:
+    """Return the bounds of a part with their defaults. Raises ValueError if it is not in the shape."""
+    if start is None and stop is None and not shape:
+        return 0, 1
+    if not 0 <= dim < len(shape):
+        raise ValueError(f"dim must be in [0, {len(shape)}), got {dim}")
+    first = 0 if start is None else start
+    last = shape[dim] if stop is None else stop
+    if not 0 <= first <= last <= shape[dim]:
+        raise ValueError(f"part {first}:{last} is not within the {shape[dim]} of dim {dim}")
+    return first, last
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
+    """Open a Hugging Face directory (safetensors) or a GGUF file (any file of a split one).
+
+    Raises `CheckpointError` if it is missing, damaged, incomplete or of a kind that is not
+    supported; the message ends with the remedy.
+    """
+    from .gguf import GGUFCheckpoint
+    from .hf import HFCheckpoint
+
+    path = Path(path)
+    if path.is_dir():
+        return HFCheckpoint(path)
+    if path.suffix in (".safetensors", ".bin", ".json"):
+        raise CheckpointError(path, "give the directory that holds the model, not one file of it")
+    return GGUFCheckpoint(path)

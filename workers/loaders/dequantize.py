@@ -1,0 +1,215 @@
+"""GGUF blocks to floating point.
+
+An element of a quantized block is ``q * scale + offset``, with ``scale`` and ``offset`` shared by a
+group of elements. The unpack function of a type finds the three; the arithmetic is done once for
+all, in float32 and in the order of ggml's reference, so that results are the same to the last bit.
+
+Legend: B blocks, b bytes of a block, G groups of a block, N elements of a group, W = N / 8 words.
+Bytes are worked on eight at a time, as int64 words; values of a byte never spill into the next.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...protocol.gguf import BLOCK_SIZES
+from ...protocol.gguf import GGMLQuantizationType as T
+
+# torch forks threads from 32768 elements on. Work is cut below that: a fork and join costs more
+# than one such operation, whose data is still in the cache. Before they become floats, four
+# elements or more take part in an operation as one 16-bit or longer word.
+_FLOAT_ELEMENTS = 32767
+_CHUNK_ELEMENTS = 4 * _FLOAT_ELEMENTS
+
+_EACH_BYTE = 0x0101010101010101
+_BIT_K_OF_BYTE_K = 0x8040201008040201 - (1 << 64)
+
+_Unpacked = tuple[Tensor, Tensor, Tensor | None]
+"""``q`` int8 or uint8 ``[B, G, N]``, ``scale`` and ``offset`` float32 ``[B, G, 1]``."""
+
+
+def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) -> Tensor:
+    """Convert R rows of whole blocks, uint8 ``[R, row bytes]`` in any strides, to ``[R, columns]``.
+
+    Raises KeyError for a type that is not in `DEQUANTIZABLE`.
+    """
+    unpack = DEQUANTIZABLE[ggml_type]
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    num_rows, row_bytes = raw_Rb.shape
+    out = torch.empty(num_rows, row_bytes // block_bytes * block_size, dtype=dtype)
+    out_blocks = out.view(-1, block_size)
+    if raw_Rb.flags.c_contiguous:
+        raw_Rb = raw_Rb.reshape(-1, block_bytes)
+    blocks_per_row = raw_Rb.shape[1] // block_bytes
+    step = max(1, _CHUNK_ELEMENTS // max(1, blocks_per_row * block_size))
+    staging = torch.empty(step, raw_Rb.shape[1], dtype=torch.uint8)
+    for start in range(0, len(raw_Rb), step):
+        rows = raw_Rb[start : start + step]
+        staged = staging[: len(rows)]
+        staged.numpy()[:] = rows
+        first = start * blocks_per_row
+        unpack(staged.view(-1, block_bytes), out_blocks[first : first + len(rows) * blocks_per_row])
+    return out
+
+
+def _stored_as(stored: torch.dtype) -> Callable[[Tensor, Tensor], None]:
+    def convert(blocks_Bb: Tensor, out_B1: Tensor) -> None:
+        x_B1 = blocks_Bb.view(stored)
+        for start in range(0, len(x_B1), _FLOAT_ELEMENTS):
+            part = slice(start, start + _FLOAT_ELEMENTS)
+            # By way of float32, as torch has no vector code between the two 16-bit types.
+            out_B1[part] = x_B1[part].float()
+
+    return convert
+
+
+def _quantized(unpack: Callable[[Tensor], _Unpacked]) -> Callable[[Tensor, Tensor], None]:
+    def convert(blocks_Bb: Tensor, out_BN: Tensor) -> None:
+        q_BGN, scale_BG1, offset_BG1 = unpack(blocks_Bb)
+        out_BGN = out_BN.view(q_BGN.shape)
+        step = max(1, _FLOAT_ELEMENTS // out_BN.shape[1])
+        for start in range(0, len(out_BN), step):
+            part = slice(start, start + step)
+            x_BGN = q_BGN[part].float().mul_(scale_BG1[part])
+            if offset_BG1 is not None:
+                x_BGN.add_(offset_BG1[part])
+            out_BGN[part] = x_BGN
+
+    return convert
+
+
+def _half(blocks_Bb: Tensor, at: int) -> Tensor:
+    """The float16 at byte ``at`` of each block, as float32 ``[B, 1]``."""
+    return blocks_Bb.view(torch.float16)[:, at // 2 : at // 2 + 1].float()
+
+
+def _words(packed: Tensor, *shape: int) -> Tensor:
+    """Bytes as int64 words of eight, in the given shape (of words)."""
+    pairs = packed.view(torch.int16).clone(memory_format=torch.contiguous_format)
+    return pairs.view(torch.int64).view(shape)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Split the bytes of ``[B, n, W]`` into bit fields, lowest first: ``[B, n, 8 / bits, W]``."""
+    fields = words.new_empty(*words.shape[:2], 8 // bits, words.shape[2])
+    for i in range(8 // bits):
+        torch.bitwise_and(words >> (i * bits), _EACH_BYTE * ((1 << bits) - 1), out=fields[:, :, i])
+    return fields
+
+
+def _minus(words: Tensor, amount: int) -> Tensor:
+    """Subtract ``amount`` from every byte: the top bit is lent so that no byte borrows."""
+    lent = _EACH_BYTE * 0x80 - (1 << 64)
+    return words.bitwise_or_(lent).sub_(_EACH_BYTE * amount).bitwise_xor_(lent)
+
+
+def _fifth_bits(packed_B4: Tensor) -> Tensor:
+    """The 32 bits in four bytes as 0 or 16 in 32 bytes: words ``[B, 1, 2, 2]``."""
+    words = packed_B4.to(torch.int64).mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K)
+    # Adding 127 carries into the top bit of exactly the bytes that are not zero.
+    is_set = words.add_(_EACH_BYTE * 0x7F) >> 3
+    return is_set.bitwise_and_(_EACH_BYTE * 0x10).view(-1, 1, 2, 2)
+
+
+def _q4_0(blocks_Bb: Tensor) -> _Unpacked:
+    q = _minus(_fields(_words(blocks_Bb[:, 2:], -1, 1, 2), 4), 8)
+    return q.view(torch.int8).view(-1, 1, 32), _half(blocks_Bb, 0).unsqueeze(2), None
+
+
+def _q4_1(blocks_Bb: Tensor) -> _Unpacked:
+    q = _fields(_words(blocks_Bb[:, 4:], -1, 1, 2), 4)
+    scale, offset = _half(blocks_Bb, 0).unsqueeze(2), _half(blocks_Bb, 2).unsqueeze(2)
+    return q.view(torch.uint8).view(-1, 1, 32), scale, offset
+
+
+def _q5_0(blocks_Bb: Tensor) -> _Unpacked:
+    q = _fields(_words(blocks_Bb[:, 6:], -1, 1, 2), 4)
+    q = _minus(q.bitwise_or_(_fifth_bits(blocks_Bb[:, 2:6])), 16)
+    return q.view(torch.int8).view(-1, 1, 32), _half(blocks_Bb, 0).unsqueeze(2), None
+
+
+def _q5_1(blocks_Bb: Tensor) -> _Unpacked:
+    q = _fields(_words(blocks_Bb[:, 8:], -1, 1, 2), 4)
+    q.bitwise_or_(_fifth_bits(blocks_Bb[:, 4:8]))
+    scale, offset = _half(blocks_Bb, 0).unsqueeze(2), _half(blocks_Bb, 2).unsqueeze(2)
+    return q.view(torch.uint8).view(-1, 1, 32), scale, offset
+
+
+def _q8_0(blocks_Bb: Tensor) -> _Unpacked:
+    q = blocks_Bb[:, 2:].view(torch.int8).unsqueeze(1)
+    return q, _half(blocks_Bb, 0).unsqueeze(2), None
+
+
+def _q2_k(blocks_Bb: Tensor) -> _Unpacked:
+    scales = blocks_Bb[:, :16]
+    scale = _half(blocks_Bb, 80) * (scales & 15).float()
+    minimum = _half(blocks_Bb, 82) * (scales >> 4).float()
+    q = _fields(_words(blocks_Bb[:, 16:80], -1, 2, 4), 2)
+    return q.view(torch.uint8).view(-1, 16, 16), scale.unsqueeze(2), minimum.neg_().unsqueeze(2)
+
+
+def _q3_k(blocks_Bb: Tensor) -> _Unpacked:
+    # Sixteen six-bit scales in twelve bytes: the low four bits in eight, the high two in four.
+    low, high = blocks_Bb[:, 96:104], blocks_Bb[:, 104:108]
+    scales = torch.cat((low & 15, low >> 4), dim=1)
+    scales |= torch.cat([((high >> shift) & 3) << 4 for shift in (0, 2, 4, 6)], dim=1)
+    scale = _half(blocks_Bb, 108) * scales.float().sub_(32)
+    q = _fields(_words(blocks_Bb[:, 32:96], -1, 2, 4), 2)
+    third_bits = _fields(_words(blocks_Bb[:, :32], -1, 1, 4), 1) << 2
+    q = _minus(q.bitwise_or_(third_bits.view(q.shape)), 4)
+    return q.view(torch.int8).view(-1, 16, 16), scale.unsqueeze(2), None
+
+
+def _k_scales(blocks_Bb: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and offset of the eight groups of Q4_K and Q5_K.
+
+    Twelve bytes at 4: six bits each of scales 0-3 and of minimums 0-3, whose top two bits belong
+    to the values 4-7, the other four bits of which are the nibbles of the last four bytes.
+    """
+    first, second, last = blocks_Bb[:, 4:8], blocks_Bb[:, 8:12], blocks_Bb[:, 12:16]
+    scales = torch.cat((first & 63, (last & 15) | ((first >> 2) & 48)), dim=1)
+    minimums = torch.cat((second & 63, (last >> 4) | ((second >> 2) & 48)), dim=1)
+    scale = _half(blocks_Bb, 0) * scales.float()
+    minimum = _half(blocks_Bb, 2) * minimums.float()
+    return scale.unsqueeze(2), minimum.neg_().unsqueeze(2)
+
+
+def _q4_k(blocks_Bb: Tensor) -> _Unpacked:
+    q = _fields(_words(blocks_Bb[:, 16:], -1, 4, 4), 4)
+    return q.view(torch.uint8).view(-1, 8, 32), *_k_scales(blocks_Bb)
+
+
+def _q5_k(blocks_Bb: Tensor) -> _Unpacked:
+    q = _fields(_words(blocks_Bb[:, 48:], -1, 4, 4), 4)
+    fifth_bits = _fields(_words(blocks_Bb[:, 16:48], -1, 1, 4), 1) << 4
+    q.bitwise_or_(fifth_bits.view(q.shape))
+    return q.view(torch.uint8).view(-1, 8, 32), *_k_scales(blocks_Bb)
+
+
+def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
+    scale = _half(blocks_Bb, 208) * blocks_Bb[:, 192:208].view(torch.int8).float()
+    q = _fields(_words(blocks_Bb[:, :128], -1, 2, 8), 4)
+    high_bits = _fields(_words(blocks_Bb[:, 128:192], -1, 2, 4), 2) << 4
+    q = _minus(q.bitwise_or_(high_bits.view(q.shape)), 32)
+    return q.view(torch.int8).view(-1, 16, 16), scale.unsqueeze(2), None
+
+
+DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
+    T.F32: _stored_as(torch.float32),
+    T.F16: _stored_as(torch.float16),
+    T.BF16: _stored_as(torch.bfloat16),
+    T.Q8_0: _quantized(_q8_0),
+    T.Q4_0: _quantized(_q4_0),
+    T.Q4_1: _quantized(_q4_1),
+    T.Q5_0: _quantized(_q5_0),
+    T.Q5_1: _quantized(_q5_1),
+    T.Q2_K: _quantized(_q2_k),
+    T.Q3_K: _quantized(_q3_k),
+    T.Q4_K: _quantized(_q4_k),
+    T.Q5_K: _quantized(_q5_k),
+    T.Q6_K: _quantized(_q6_k),
+}
+"""The types that can be dequantized; the function writes blocks to a tensor ``[B, block size]``."""

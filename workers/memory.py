@@ -1,0 +1,50 @@
+"""How many KV-cache blocks a worker can hold."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from ..protocol.config import EngineConfig
+from ..protocol.errors import ConfigError
+
+CPU_SHARE = 0.25
+"""Of the free memory; the rest belongs to the machine's other work and to the page cache."""
+
+GIB = 1024**3
+
+
+def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -> int:
+    """Blocks that fit, the null block included.
+
+    Never more than `max_num_seqs` full-length requests can use. Raises ConfigError when not even one
+    request of `max_model_len` fits, with the memory that would do and the length that does.
+    """
+    cache = config.cache
+    blocks_per_request = -(-config.model.max_model_len // cache.block_size)
+    useful = blocks_per_request * config.scheduler.max_num_seqs + 1
+    if cache.num_blocks_override is not None:
+        num_blocks = cache.num_blocks_override
+        origin = "--num-gpu-blocks-override"
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks = min(cache.kv_cache_memory_bytes // block_bytes, useful)
+        origin = "--kv-cache-memory-bytes"
+    else:
+        num_blocks = min(_free_bytes(config, device) // block_bytes, useful)
+        origin = "the free memory"
+    if num_blocks < blocks_per_request + 1:
+        fits = max(num_blocks - 1, 0) * cache.block_size
+        needed = (blocks_per_request + 1) * block_bytes
+        raise ConfigError(
+            f"{origin} holds a KV cache of {fits} tokens but one request may have "
+            f"{config.model.max_model_len}: it needs {needed / GIB:.2f} GiB "
+            f"(--kv-cache-memory-bytes {needed}), or use --max-model-len {fits}"
+        )
+    return int(num_blocks)
+
+
+def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * config.cache.gpu_memory_utilization) - (total - free))
+    return int(psutil.virtual_memory().available * CPU_SHARE)

@@ -1,0 +1,201 @@
+"""Executes steps: model, persistent batch, KV cache and sampler of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.config import EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from .attention import AttentionBatch, attention_backend
+from .batch import PersistentBatch, StepPlan
+from .device import resolve_dtype
+from .loaders import Checkpoint
+from .models.decoder import Decoder
+from .models.families import model_spec
+from .prompt_logprobs import PromptLogprobs
+from .sampling import Sampler
+
+GrammarSource = Callable[[int], GrammarOutput | None]
+
+
+class ModelRunner:
+    """Loads the model in its constructor; `allocate_kv_cache` must precede `execute`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        checkpoint: Checkpoint,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._device = device
+        self._block_size = config.cache.block_size
+        dtype = resolve_dtype(config.model.dtype, device)
+        self._cache_dtype = (
+            dtype
+            if config.cache.kv_cache_dtype == "auto"
+            else resolve_dtype(config.cache.kv_cache_dtype, device)
+        )
+        self._spec = model_spec(
+            {**checkpoint.config, **config.model.hf_overrides}, config.model.path
+        )
+        self._attention = attention_backend(
+            num_heads=self._spec.num_heads,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_dim,
+            block_size=self._block_size,
+            dtype=self._cache_dtype,
+            device=device,
+        )
+        self._model = Decoder(
+            self._spec,
+            checkpoint,
+            self._attention,
+            dtype=dtype,
+            device=device,
+            max_model_len=config.model.max_model_len,
+            on_progress=on_progress,
+        )
+        self._windows_by_group = self._spec.windows_by_group
+        self._batch = PersistentBatch(
+            config.scheduler.max_num_seqs,
+            config.model.max_model_len,
+            self._block_size,
+            len(self._windows_by_group),
+            device,
+        )
+        self._sampler = Sampler(config.scheduler.max_num_seqs, self._spec.vocab_size, device)
+        self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
+        self._kv_caches: list[torch.Tensor] = []
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        elements = int(np.prod(self._attention.kv_cache_shape(1)))
+        return elements * self._cache_dtype.itemsize * len(self._spec.layers)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        shape = self._attention.kv_cache_shape(num_blocks)
+        self._kv_caches = [
+            _zeros(shape, self._cache_dtype, self._device) for _ in self._spec.layers
+        ]
+
+    def warm_up(self) -> None:
+        """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
+        for num_tokens in (self._block_size, 1):
+            tokens = np.zeros(num_tokens, np.int32)
+            batch = AttentionBatch(
+                query_start_loc=np.array([0, num_tokens], np.int32),
+                seq_lens=np.array([num_tokens], np.int32),
+                block_table=np.zeros((1, 1), np.int32),
+                slot_mapping=np.arange(num_tokens, dtype=np.int32),
+            )
+            metadata = [self._attention.build(batch, windows) for windows in self._windows_by_group]
+            hidden_TD = self._model.forward(
+                torch.from_numpy(tokens).to(self._device),
+                torch.from_numpy(tokens).to(self._device),
+                self._kv_caches,
+                metadata,
+            )
+            self._model.compute_logits(hidden_TD[-1:])
+
+    def execute(
+        self, output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> ModelRunnerOutput:
+        """Apply the deltas, run the step and sample. Every output gets one result, also an empty one."""
+        self._apply(output)
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        hidden_TD = self._forward(plan)
+        self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        if not len(plan.sampling_rows):
+            return ModelRunnerOutput(output.step)
+        return self._sample(output, plan, hidden_TD, await_grammar)
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        for slot in int32_view(output.removed_slots).tolist():
+            self._sampler.remove(slot)
+            self._prompt_logprobs.remove(slot)
+        self._batch.apply(output)
+        for new in output.new_requests:
+            tokens = int32_view(new.token_ids)
+            prompt, generated = np.split(tokens, [new.num_prompt_tokens])
+            self._sampler.add(new.slot, new.sampling_params, prompt, new.eos_token_ids, generated)
+            if new.sampling_params.prompt_logprobs is not None and not len(generated):
+                self._prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        batch = self._batch
+        metadata = []
+        for group, windows in enumerate(self._windows_by_group):
+            metadata.append(
+                self._attention.build(
+                    AttentionBatch(
+                        query_start_loc=plan.query_start_loc,
+                        seq_lens=plan.seq_lens_S,
+                        block_table=batch.block_tables[group][plan.slots_S],
+                        slot_mapping=batch.slot_mapping(plan, group),
+                    ),
+                    windows,
+                )
+            )
+        positions_T = torch.from_numpy(plan.positions_T).to(self._device)
+        slots_T = torch.from_numpy(plan.slots_T).to(self._device)
+        input_ids_T = batch.token_ids_NL[slots_T, positions_T]
+        return self._model.forward(input_ids_T, positions_T, self._kv_caches, metadata)
+
+    def _sample(
+        self,
+        output: SchedulerOutput,
+        plan: StepPlan,
+        hidden_TD: torch.Tensor,
+        await_grammar: GrammarSource,
+    ) -> ModelRunnerOutput:
+        batch = self._batch
+        slots_R = plan.slots_S[plan.sampling_rows]
+        last_token_R = plan.query_start_loc[plan.sampling_rows + 1] - 1
+        hidden_RD = hidden_TD[torch.from_numpy(last_token_R).to(self._device)]
+        logits_RV = self._model.compute_logits(hidden_RD)
+        grammar = self._grammar(output, await_grammar)
+        sampled = self._sampler.sample(logits_RV, slots_R, batch.num_tokens[slots_R], grammar)
+        batch.append(slots_R, sampled.token_ids)
+        return ModelRunnerOutput(
+            output.step,
+            sampled_token_ids=sampled.sampled_token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
+            nan_slots=sampled.nan_slots,
+            failed_slots=sampled.failed_slots,
+        )
+
+    @staticmethod
+    def _grammar(
+        output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> tuple[Int32Array, Int32Array] | None:
+        """The constrained slots and their bitmasks int32[len, ceil(V / 32)]."""
+        if not output.grammar_slots:
+            return None
+        slots = int32_view(output.grammar_slots)
+        message = await_grammar(output.step)
+        if message is None:
+            return None
+        bitmask = int32_view(message.bitmask)
+        if len(slots) == 0 or len(bitmask) % len(slots):
+            raise EngineError(
+                f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots"
+            )
+        return slots, bitmask.reshape(len(slots), -1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # calloc leaves the pages untouched, so that memory is used as the cache fills; torch.zeros does not.
+    elements = int(np.prod(shape))
+    return torch.from_numpy(np.zeros(elements * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,1 @@
+"""Decoders assembled from a `ModelSpec` that is read from the checkpoint's own config."""

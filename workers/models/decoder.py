@@ -1,0 +1,259 @@
+"""One decoder for every family: what differs is in the `ModelSpec`.
+
+T tokens of a step, S of them sampled, D hidden size, H query heads, G key/value heads,
+K head dimension, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention import AttentionBackend, AttentionLayer
+from ..loaders.checkpoint import Checkpoint
+from .layers import GATED_ACTIVATIONS, RMSNorm, linear
+from .rope import RotaryEmbedding, RotaryTables, apply_rotary
+from .spec import LayerSpec, ModelSpec
+from .weights import ProgressCallback, WeightReader
+
+
+class Decoder:
+    """The model of `spec`, with its weights on one device.
+
+    `max_model_len` is the longest sequence that will be served; it fixes those rotary embeddings
+    whose frequencies depend on it. Raises `CheckpointError` if a tensor is missing, has another
+    shape than the spec says, or is not part of such a model.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self.spec = spec
+        self.attention = attention
+        weights = WeightReader(checkpoint, dtype, device, on_progress)
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        self._embedding_VD = weights.read("embed_tokens.weight", *vocabulary)
+        # Models were trained with the scale rounded to their own dtype.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self._layers = [
+            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention)
+            for i, layer in enumerate(spec.layers)
+        ]
+        self._norm = RMSNorm(
+            weights.read("norm.weight", spec.hidden_size) + spec.norm_weight_offset, spec.norm_eps
+        )
+        self._head = linear(
+            self._embedding_VD if spec.tie_word_embeddings else weights.read_head(*vocabulary)
+        )
+        weights.finish()
+        self._ropes = {
+            rope: RotaryEmbedding(rope, max_model_len=max_model_len, dtype=dtype, device=device)
+            for rope in {layer.rope for layer in spec.layers if layer.rope is not None}
+        }
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
+        """Return the final hidden states [T, D] in the model's dtype; fills the KV caches.
+
+        `input_ids_T` and `positions_T` are integers, `kv_caches` has one tensor a layer,
+        `attn_metadata` what the attention backend built for each KV-cache group.
+        """
+        x_TD = F.embedding(input_ids_T, self._embedding_VD)
+        if self._embedding_scale != 1.0:
+            x_TD *= self._embedding_scale
+        tables = {rope: embedding.tables(positions_T) for rope, embedding in self._ropes.items()}
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+            x_TD = layer.forward(
+                x_TD, tables.get(layer.rope), kv_cache, attn_metadata[layer.kv_cache_group]
+            )
+        return self._norm(x_TD)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return the logits [S, V] in float32."""
+        logits_SV = self._head(hidden_SD).float()
+        if self.spec.logits_divisor != 1.0:
+            logits_SV /= self.spec.logits_divisor
+        if (cap := self.spec.final_softcap) is not None:
+            logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
+        return logits_SV
+
+
+class DecoderLayer:
+    """Attention and MLP, each between its norms, on the residual stream."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        attention: AttentionBackend,
+    ) -> None:
+        def norm(name: str | None) -> RMSNorm | None:
+            if name is None:
+                return None
+            weight_D = weights.read(f"{prefix}{name}.weight", spec.hidden_size)
+            return RMSNorm(weight_D.float() + spec.norm_weight_offset, spec.norm_eps)
+
+        self.rope = layer.rope
+        self.kv_cache_group = layer.kv_cache_group
+        self._attention_input_norm = norm(spec.norms.attention_input)
+        self._attention = Attention(spec, layer, weights, f"{prefix}self_attn.", attention)
+        self._attention_output_norm = norm(spec.norms.attention_output)
+        self._mlp_input_norm = norm(spec.norms.mlp_input)
+        self._mlp = MLP(spec, weights, f"{prefix}mlp.")
+        self._mlp_output_norm = norm(spec.norms.mlp_output)
+        self._residual_multiplier = spec.residual_multiplier
+
+    def forward(
+        self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+    ) -> Tensor:
+        norm = self._attention_input_norm
+        block_TD = self._attention.forward(
+            x_TD if norm is None else norm(x_TD), tables, kv_cache, attn_metadata
+        )
+        if self._attention_output_norm is not None:
+            block_TD = self._attention_output_norm(block_TD)
+        x_TD.add_(block_TD, alpha=self._residual_multiplier)
+        norm = self._mlp_input_norm
+        block_TD = self._mlp.forward(x_TD if norm is None else norm(x_TD))
+        if self._mlp_output_norm is not None:
+            block_TD = self._mlp_output_norm(block_TD)
+        return x_TD.add_(block_TD, alpha=self._residual_multiplier)
+
+
+class Attention:
+    """Fused query, key and value projection, norms, rotation, attention, output projection."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+    ) -> None:
+        self._backend = backend
+        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        self._layer = AttentionLayer(
+            scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap
+        )
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if spec.fused_projections:
+            names, sizes = ["qkv_proj"], [query_size + 2 * kv_size]
+        else:
+            names, sizes = ["q_proj", "k_proj", "v_proj"], [query_size, kv_size, kv_size]
+        self._qkv = linear(
+            weights.read_fused([f"{prefix}{n}.weight" for n in names], sizes, spec.hidden_size),
+            weights.read_fused([f"{prefix}{n}.bias" for n in names], sizes)
+            if spec.qkv_bias
+            else None,
+        )
+        self._output = linear(
+            weights.read(f"{prefix}o_proj.weight", spec.hidden_size, query_size),
+            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
+            if spec.attention_output_bias
+            else None,
+        )
+        self._qk_norm: HeadNorm | FullNorm | None = None
+        if spec.qk_norm == "head":
+            self._qk_norm = HeadNorm(spec, weights, prefix)
+        elif spec.qk_norm == "full":
+            self._qk_norm = FullNorm(spec, weights, prefix)
+
+    def forward(
+        self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+    ) -> Tensor:
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        qkv_THK = self._qkv(x_TD).unflatten(-1, (-1, self._head_dim))
+        qk_THK, v_TGK = qkv_THK.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        if self._qk_norm is not None:
+            qk_THK = self._qk_norm(qk_THK)
+        if tables is not None:
+            qk_THK = apply_rotary(qk_THK, tables)
+        q_THK, k_TGK = qk_THK.split((num_heads, num_kv_heads), 1)
+        attended_THK = self._backend.forward(
+            q_THK, k_TGK, v_TGK, kv_cache, attn_metadata, self._layer
+        )
+        return self._output(attended_THK.flatten(1))
+
+
+class HeadNorm:
+    """A norm over every query head and every key head."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
+        q_K, k_K = (
+            weights.read(f"{prefix}{name}.weight", spec.head_dim).float() + spec.norm_weight_offset
+            for name in ("q_norm", "k_norm")
+        )
+        self._weight_HK = torch.cat(
+            (q_K.expand(spec.num_heads, -1), k_K.expand(spec.num_kv_heads, -1))
+        )
+        self._eps = spec.norm_eps
+
+    def __call__(self, qk_THK: Tensor) -> Tensor:
+        normed_THK = torch.rms_norm(qk_THK.float(), qk_THK.shape[-1:], None, self._eps)
+        return normed_THK.mul_(self._weight_HK).to(qk_THK.dtype)
+
+
+class FullNorm:
+    """A norm over all query heads together and one over all key heads."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
+        self._num_heads = (spec.num_heads, spec.num_kv_heads)
+        self._q_norm, self._k_norm = (
+            RMSNorm(
+                weights.read(f"{prefix}{name}.weight", heads * spec.head_dim)
+                + spec.norm_weight_offset,
+                spec.norm_eps,
+            )
+            for name, heads in zip(("q_norm", "k_norm"), self._num_heads, strict=True)
+        )
+
+    def __call__(self, qk_THK: Tensor) -> Tensor:
+        q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
+        normed = torch.cat((self._q_norm(q_THK.flatten(1)), self._k_norm(k_TGK.flatten(1))), 1)
+        return normed.view(qk_THK.shape)
+
+
+class MLP:
+    """Gated feed-forward block."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
+        hidden, intermediate = spec.hidden_size, spec.intermediate_size
+        if spec.fused_projections:
+            names, sizes = ["gate_up_proj"], [2 * intermediate]
+        else:
+            names, sizes = ["gate_proj", "up_proj"], [intermediate, intermediate]
+        self._gate_up = linear(
+            weights.read_fused([f"{prefix}{n}.weight" for n in names], sizes, hidden),
+            weights.read_fused([f"{prefix}{n}.bias" for n in names], sizes)
+            if spec.mlp_bias
+            else None,
+        )
+        self._down = linear(
+            weights.read(f"{prefix}down_proj.weight", hidden, intermediate),
+            weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
+        )
+        self._gated_activation = GATED_ACTIVATIONS[spec.activation]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self._down(self._gated_activation(self._gate_up(x_TD)))

@@ -1,0 +1,140 @@
+"""Reads a `RopeSpec` from a config, in the spelling of transformers 4 or 5."""
+
+import math
+
+from .config_fields import ConfigFields
+from .rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+
+_SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def read_rope(
+    fields: ConfigFields, head_dim: int, *, theta: float = 10_000.0, partial: bool = False
+) -> RopeSpec:
+    """Return the rotary embedding that all layers share.
+
+    `theta` is the family's default base. Only families with `partial` rotate less than a whole
+    head. Reads `rope_parameters`, or else `rope_theta` and `rope_scaling`.
+    """
+    parameters = fields.section("rope_parameters") or fields.section("rope_scaling")
+    return _read(fields, parameters, head_dim, fields.number("rope_theta", theta), partial)
+
+
+def read_rope_of_layer_type(
+    fields: ConfigFields, layer_type: str, head_dim: int, *, theta_field: str, theta: float
+) -> RopeSpec:
+    """Return the rotary embedding of one layer type of a family that has several.
+
+    Reads `rope_parameters[layer_type]`, or else `theta_field` and, for full attention only,
+    `rope_scaling`.
+    """
+    nested = fields.section("rope_parameters")
+    if nested is not None:
+        parameters = nested.section(layer_type)
+    elif layer_type == "full_attention":
+        parameters = fields.section("rope_scaling")
+    else:
+        parameters = None
+    return _read(fields, parameters, head_dim, fields.number(theta_field, theta), partial=False)
+
+
+def _read(
+    fields: ConfigFields,
+    parameters: ConfigFields | None,
+    head_dim: int,
+    theta: float,
+    partial: bool,
+) -> RopeSpec:
+    if parameters is None:
+        parameters = ConfigFields({}, fields.path)
+    fraction = fields.number("partial_rotary_factor", 1.0) if partial else 1.0
+    if partial:
+        fraction = parameters.number("partial_rotary_factor", fraction)
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
+        raise fields.error(
+            f"rotary embeddings need an even number of dimensions up to {head_dim}, "
+            f"partial_rotary_factor {fraction} gives {rotary_dim}"
+        )
+    return RopeSpec(
+        theta=parameters.number("rope_theta", theta),
+        rotary_dim=rotary_dim,
+        scaling=_read_scaling(fields, parameters, rotary_dim),
+    )
+
+
+def _read_scaling(
+    fields: ConfigFields, parameters: ConfigFields, rotary_dim: int
+) -> RopeScaling | None:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if fields.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(parameters.number("factor"))
+    if kind == "dynamic":
+        return DynamicScaling(
+            parameters.number("factor"), fields.integer("max_position_embeddings")
+        )
+    if kind not in _SUPPORTED:
+        raise fields.error(
+            f"rope_type {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}"
+        )
+    original_length = fields.integer(
+        "original_max_position_embeddings",
+        parameters.integer(
+            "original_max_position_embeddings", fields.integer("max_position_embeddings")
+        ),
+    )
+    if kind == "llama3":
+        return Llama3Scaling(
+            parameters.number("factor"),
+            parameters.number("low_freq_factor"),
+            parameters.number("high_freq_factor"),
+            original_length,
+        )
+    factor = parameters.optional_number("factor")
+    if factor is None:
+        factor = fields.integer("max_position_embeddings") / original_length
+    attention_factor = parameters.optional_number("attention_factor")
+    if kind == "yarn":
+        return YarnScaling(
+            factor,
+            original_length,
+            _yarn_attention_factor(parameters, factor)
+            if attention_factor is None
+            else attention_factor,
+            parameters.number("beta_fast", 32.0),
+            parameters.number("beta_slow", 1.0),
+            parameters.boolean("truncate", True),
+        )
+    if attention_factor is None:
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_length))
+    return LongRopeScaling(
+        parameters.numbers("short_factor", rotary_dim // 2),
+        parameters.numbers("long_factor", rotary_dim // 2),
+        original_length,
+        attention_factor,
+    )
+
+
+def _yarn_attention_factor(parameters: ConfigFields, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator = parameters.optional_number("mscale")
+    denominator = parameters.optional_number("mscale_all_dim")
+    if numerator and denominator:
+        return mscale(numerator) / mscale(denominator)
+    return mscale(1.0)

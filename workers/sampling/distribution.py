@@ -1,0 +1,186 @@
+"""Exact sampling from rows of logits.
+
+A row's result depends on that row alone, bit for bit, because nothing here adds floats. A token's weight is its
+probability relative to the most likely token in units of 2**-42, an integer, and integers add up to the
+same sum in any order, on any device, in any company. For the same reason tokens are ranked by
+an integer key, largest logit first, then lowest token id: "the k largest" never leaves a tie open.
+
+Shapes: R rows, V vocabulary, N blocks of W neighbouring tokens (the vocabulary padded with -inf), D depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+BLOCK_WIDTH: Final = 32
+WEIGHT_SCALE: Final = 2.0**42
+"""Sums of up to 2**20 weights fit into an int64."""
+
+_MIN_INT32: Final = 0x7FFFFFFF
+_LAST_ID: Final = 0xFFFFFFFF
+
+_CPU_TILE_ELEMENTS: Final = 1 << 18
+_TILE_ELEMENTS: Final = 1 << 25
+
+
+@dataclass(slots=True)
+class BlockedLogits:
+    """Logits cut into blocks. `block_max` finds the top of a row without looking at all of it again."""
+
+    logits_RNW: torch.Tensor
+    block_max_RN: torch.Tensor
+    peak_R: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_RV: torch.Tensor) -> BlockedLogits:
+        padding = -logits_RV.shape[1] % BLOCK_WIDTH
+        if padding:
+            logits_RV = F.pad(logits_RV, (0, padding), value=float("-inf"))
+        logits_RNW = logits_RV.view(len(logits_RV), -1, BLOCK_WIDTH)
+        block_max_RN = logits_RNW.amax(2)
+        return cls(logits_RNW, block_max_RN, block_max_RN.amax(1))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.logits_RNW.shape[1]
+
+    @property
+    def row_length(self) -> int:
+        """Of a row with its padding."""
+        return self.num_blocks * BLOCK_WIDTH
+
+    @property
+    def tile_rows(self) -> int:
+        """How many rows to handle at once: what fits into the CPU's cache, or bounds scratch memory elsewhere."""
+        elements = _CPU_TILE_ELEMENTS if self.logits_RNW.is_cpu else _TILE_ELEMENTS
+        return max(1, elements // self.row_length)
+
+    def rows(self, index_R: torch.Tensor | None) -> BlockedLogits:
+        """These rows only; None means all of them."""
+        if index_R is None:
+            return self
+        return BlockedLogits(
+            self.logits_RNW[index_R], self.block_max_RN[index_R], self.peak_R[index_R]
+        )
+
+    def block(self, index_R: torch.Tensor) -> torch.Tensor:
+        """One block of each row: float32[R, W]."""
+        rows_R = torch.arange(len(index_R), device=index_R.device)
+        return self.logits_RNW[rows_R, index_R]
+
+
+def argmax(x: BlockedLogits) -> torch.Tensor:
+    """The most likely token of each row, the lowest id among equals: int64[R]."""
+    block_R = x.block_max_RN.argmax(1)
+    return block_R * BLOCK_WIDTH + x.block(block_R).argmax(1)
+
+
+def weights(
+    logits_RX: torch.Tensor, peak_R: torch.Tensor, inverse_temperature_R: torch.Tensor
+) -> torch.Tensor:
+    """int64[R, X]: exp((logit - peak) / temperature) in units of 1 / WEIGHT_SCALE."""
+    relative = logits_RX - peak_R[:, None]
+    relative.mul_(inverse_temperature_R[:, None]).exp_()
+    return relative.mul_(WEIGHT_SCALE).to(torch.int64)
+
+
+def block_weights(
+    x: BlockedLogits, inverse_temperature_R: torch.Tensor, floor_R: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum of weights of each block, of tokens whose logit reaches the row's floor: int64[R, N]."""
+    num_rows = len(x.logits_RNW)
+    tile_rows = x.tile_rows
+    scratch = torch.empty_like(x.logits_RNW[:tile_rows])
+    kept = torch.empty_like(scratch)
+    weight = torch.empty_like(scratch, dtype=torch.int64)
+    sums_RN = torch.empty_like(x.block_max_RN, dtype=torch.int64)
+    for start in range(0, num_rows, tile_rows):
+        tile = slice(start, start + tile_rows)
+        logits = x.logits_RNW[tile]
+        relative = scratch[: len(logits)]
+        torch.sub(logits, x.peak_R[tile, None, None], out=relative)
+        relative.mul_(inverse_temperature_R[tile, None, None]).exp_().mul_(WEIGHT_SCALE)
+        if floor_R is not None:
+            # A comparison that yields floats is several times faster than a mask.
+            torch.ge(logits, floor_R[tile, None, None], out=kept[: len(logits)])
+            relative.mul_(kept[: len(logits)])
+        tile_weight = weight[: len(logits)].copy_(relative)
+        torch.sum(tile_weight, 2, out=sums_RN[tile])
+    return sums_RN
+
+
+def draw(
+    x: BlockedLogits,
+    inverse_temperature_R: torch.Tensor,
+    floor_R: torch.Tensor | None,
+    uniform_R: torch.Tensor,
+) -> torch.Tensor:
+    """Sample every row by inverse CDF in vocabulary order: int64[R]. `uniform_R` is float64 in [0, 1)."""
+    sums_RN = block_weights(x, inverse_temperature_R, floor_R)
+    cumulative_RN = sums_RN.cumsum(1)
+    target_R = random_target(uniform_R, cumulative_RN[:, -1])
+    block_R = first_above(cumulative_RN, target_R)
+    before_R = (cumulative_RN - sums_RN).gather(1, block_R[:, None]).squeeze(1)
+    logits_RW = x.block(block_R)
+    weight_RW = weights(logits_RW, x.peak_R, inverse_temperature_R)
+    if floor_R is not None:
+        weight_RW.masked_fill_(logits_RW < floor_R[:, None], 0)
+    inside_R = first_above(weight_RW.cumsum(1), target_R - before_R)
+    return block_R * BLOCK_WIDTH + inside_R
+
+
+def random_target(uniform_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
+    """A uniform integer in [0, total): int64[R]."""
+    # The product of a number just below one may round up to the total.
+    return torch.minimum((uniform_R * total_R).to(torch.int64), total_R - 1)
+
+
+def first_above(cumulative_RX: torch.Tensor, target_R: torch.Tensor) -> torch.Tensor:
+    """The index of the first cumulative weight above the row's target: int64[R]."""
+    index = torch.searchsorted(cumulative_RX, target_R[:, None], right=True).squeeze(1)
+    # A row of NaNs has no meaningful sums; its index must still be valid.
+    return index.clamp_(max=cumulative_RX.shape[1] - 1)
+
+
+def rank_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 keys that order tokens by logit, then by lower id. Every key of a row is different."""
+    bits = (logits + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & _MIN_INT32)
+    return (ordered.to(torch.int64) << 32) + (_LAST_ID - ids)
+
+
+def split_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The (float32 logits, int64 token ids) that the keys were made of."""
+    ordered = (keys >> 32).to(torch.int32)
+    bits = ordered ^ ((ordered >> 31) & _MIN_INT32)
+    return bits.view(torch.float32), _LAST_ID - (keys & _LAST_ID)
+
+
+def largest_keys(x: BlockedLogits, depth: int) -> torch.Tensor:
+    """The keys of the `depth` most likely tokens of each row, in descending order: int64[R, depth]."""
+    num_blocks, width = x.logits_RNW.shape[1:]
+    device = x.logits_RNW.device
+    if depth * 2 >= num_blocks:
+        ids_V = torch.arange(num_blocks * width, device=device)
+        return _sort_in_place(rank_keys(x.logits_RNW.flatten(1), ids_V))[:, :depth]
+    # The `depth` blocks with the largest maxima hold the `depth` largest tokens. Blocks are in order of ids,
+    # so that among equal maxima the earlier block holds the better key.
+    block_key_RN = rank_keys(x.block_max_RN, torch.arange(num_blocks, device=device))
+    block_RD = block_key_RN.topk(depth, sorted=False).indices
+    rows_R1 = torch.arange(len(block_RD), device=device)[:, None]
+    ids_RDW = block_RD[:, :, None] * width + torch.arange(width, device=device)
+    keys_RDW = rank_keys(x.logits_RNW[rows_R1, block_RD], ids_RDW)
+    return keys_RDW.flatten(1).topk(depth).values
+
+
+def _sort_in_place(keys_RV: torch.Tensor) -> torch.Tensor:
+    """In descending order; on the CPU the argument is overwritten."""
+    if not keys_RV.is_cpu:
+        return keys_RV.sort(1, descending=True).values
+    # numpy sorts values alone, with vector instructions: some ten times faster than a sort that tracks indices.
+    keys_RV.numpy().sort(axis=1)
+    return keys_RV.flip(1)

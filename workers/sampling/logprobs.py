@@ -1,0 +1,84 @@
+"""Log-probabilities of chosen tokens and of their most likely alternatives.
+
+Shapes: R rows, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...protocol.arrays import float32_bytes, int32_bytes
+from ...protocol.messages import RowLogprobs
+from .distribution import WEIGHT_SCALE, BlockedLogits, block_weights, largest_keys, split_keys
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """The chosen token first, then the K most likely: `token_ids` int32[R, K+1], `logprobs` float32[R, K+1].
+
+    `ranks` int32[R] is 1 + the number of tokens more likely than the chosen one.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+    def rows(self, slots: list[int], counts: list[int]) -> list[RowLogprobs]:
+        """One message a row, row i with `counts[i]` alternatives."""
+        token_ids, logprobs, ranks = (
+            tensor.cpu().numpy() for tensor in (self.token_ids, self.logprobs, self.ranks)
+        )
+        return [
+            RowLogprobs(
+                slot,
+                1,
+                int32_bytes(token_ids[row, : count + 1]),
+                float32_bytes(logprobs[row, : count + 1]),
+                int32_bytes(ranks[row]),
+            )
+            for row, (slot, count) in enumerate(zip(slots, counts, strict=True))
+        ]
+
+
+def compute_logprobs(
+    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_alternatives: int
+) -> Logprobs:
+    """Log-softmax of raw float32 logits at `chosen_R` int64 and at the most likely tokens.
+
+    A row of NaNs gets -inf everywhere.
+    """
+    x = BlockedLogits.of(logits_RV)
+    ones_R = torch.ones_like(x.peak_R)
+    total_R = block_weights(x, ones_R, None).sum(1).to(torch.float64) / WEIGHT_SCALE
+    log_total_R = total_R.log()
+    chosen_logit_R1 = logits_RV.gather(1, chosen_R[:, None])
+    # Counted as floats, which is exact up to 2**24 and several times faster than booleans.
+    is_above_RV = torch.gt(logits_RV, chosen_logit_R1, out=torch.empty_like(logits_RV))
+    ranks_R = is_above_RV.sum(1).to(torch.int32) + 1
+    logits_RK, ids_RK = split_keys(largest_keys(x, num_alternatives))
+    ids = torch.cat([chosen_R[:, None], ids_RK], dim=1)
+    logits = torch.cat([chosen_logit_R1, logits_RK], dim=1)
+    logprobs = (logits - x.peak_R[:, None]) - log_total_R[:, None]
+    logprobs = logprobs.to(torch.float32).nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
+    return Logprobs(ids.to(torch.int32), logprobs, ranks_R)
+
+
+def prompt_logprobs(
+    slot: int, logits_TV: torch.Tensor, next_token_ids_T: torch.Tensor, count: int
+) -> RowLogprobs:
+    """Log-probabilities of consecutive prompt tokens of one request.
+
+    `logits_TV` are the raw float32 logits at T positions, `next_token_ids_T` int64 the prompt tokens that follow
+    them. `count` alternatives are reported, -1 for the whole vocabulary.
+    """
+    num_alternatives = logits_TV.shape[1] if count < 0 else count
+    result = compute_logprobs(logits_TV, next_token_ids_T, num_alternatives)
+    return RowLogprobs(
+        slot,
+        len(logits_TV),
+        int32_bytes(result.token_ids.cpu().numpy()),
+        float32_bytes(result.logprobs.cpu().numpy()),
+        int32_bytes(result.ranks.cpu().numpy()),
+    )

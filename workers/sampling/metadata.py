@@ -1,0 +1,221 @@
+"""What the rows of one batch ask of the sampler, gathered from their slots.
+
+Built when the batch or one of its slots changes, and used as it is in every other step.
+
+Shapes: S rows of the batch; R, P, B, E: those that have a certain wish (E: one entry a row and token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...protocol.arrays import Int32Array, Int64Array
+from .bad_words import BadWordRows
+from .distribution import BLOCK_WIDTH
+from .filters import Filters
+from .masks import forbidden_tokens
+from .penalties import PenaltyRows
+from .state import SamplingState
+
+_NUCLEUS_DEPTH = 128
+"""How many of the most likely tokens are looked at before a nucleus counts as wide."""
+
+
+class Method(Enum):
+    """How a row's token is chosen."""
+
+    GREEDY = auto()
+    UNFILTERED = auto()
+    TOP_K = auto()
+    TOP_P = auto()
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Rows whose token is chosen in the same way. `rows` is None when they are the whole batch."""
+
+    method: Method
+    rows: torch.Tensor | None
+    filters: Filters
+    depth: int
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """The rows that report log-probabilities, with their slots and numbers of alternatives."""
+
+    rows: torch.Tensor
+    slots: list[int]
+    counts: list[int]
+
+
+@dataclass(slots=True)
+class MaskedRows:
+    """Rows restricted to certain tokens: `forbidden` is bool[R, V]."""
+
+    rows: torch.Tensor
+    forbidden: torch.Tensor
+
+
+@dataclass(slots=True)
+class EndTokens:
+    """Tokens that must not end a row before its length reaches `min_lengths`. Index arrays are flat [S, V]."""
+
+    rows_E: Int64Array
+    min_lengths_E: Int64Array
+    index_E: Int64Array
+
+
+@dataclass(slots=True)
+class LogitBias:
+    """`values_E` is added at the flat [S, V] positions `index_E`."""
+
+    index_E: torch.Tensor
+    values_E: torch.Tensor
+
+
+@dataclass(slots=True)
+class SamplingMetadata:
+    """The wishes of a batch; None stands for a wish that no row has."""
+
+    version: int
+    slots_S: Int64Array
+    groups: list[RowGroup]
+    seeds_S: Int64Array | None
+    allowed: MaskedRows | None
+    bad_words: BadWordRows | None
+    end_tokens: EndTokens | None
+    logit_bias: LogitBias | None
+    penalties: PenaltyRows | None
+    logprobs: LogprobRows | None
+
+    @classmethod
+    def of(cls, state: SamplingState, slots_S: Int64Array) -> SamplingMetadata:
+        groups = _row_groups(state, slots_S)
+        is_random = any(group.method is not Method.GREEDY for group in groups)
+        return cls(
+            version=state.version,
+            slots_S=slots_S,
+            groups=groups,
+            seeds_S=state.seed[slots_S] if is_random else None,
+            allowed=_allowed(state, slots_S),
+            bad_words=state.bad_words.rows(slots_S),
+            end_tokens=_end_tokens(state, slots_S),
+            logit_bias=_logit_bias(state, slots_S),
+            penalties=_penalties(state, slots_S),
+            logprobs=_logprobs(state, slots_S),
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        return not (
+            self.allowed is None
+            and self.bad_words is None
+            and self.end_tokens is None
+            and self.logit_bias is None
+            and self.penalties is None
+        )
+
+    def describes(self, version: int, slots_S: Int32Array) -> bool:
+        return self.version == version and np.array_equal(self.slots_S, slots_S)
+
+
+def _row_groups(state: SamplingState, slots_S: Int64Array) -> list[RowGroup]:
+    is_greedy = state.is_greedy[slots_S]
+    has_top_k = state.top_k[slots_S] < state.vocab_size
+    has_top_p = state.top_p[slots_S] < 1
+    groups = []
+    for method, is_member in (
+        (Method.GREEDY, is_greedy),
+        (Method.UNFILTERED, ~is_greedy & ~has_top_k & ~has_top_p),
+        (Method.TOP_K, ~is_greedy & has_top_k),
+        (Method.TOP_P, ~is_greedy & ~has_top_k & has_top_p),
+    ):
+        rows = np.flatnonzero(is_member)
+        if not len(rows):
+            continue
+        slots = slots_S[rows]
+        margins = state.min_p_margin[slots]
+        filters = Filters(
+            _to_device(state.inverse_temperature[slots], state),
+            _to_device(state.top_k[slots], state),
+            _to_device(state.top_p[slots], state),
+            _to_device(margins, state) if np.isfinite(margins).any() else None,
+        )
+        depth = int(state.top_k[slots].max()) if method is Method.TOP_K else _NUCLEUS_DEPTH
+        depth = min(depth, -(-state.vocab_size // BLOCK_WIDTH) * BLOCK_WIDTH)
+        is_whole = len(rows) == len(slots_S)
+        groups.append(
+            RowGroup(method, None if is_whole else _to_device(rows, state), filters, depth)
+        )
+    return groups
+
+
+def _allowed(state: SamplingState, slots_S: Int64Array) -> MaskedRows | None:
+    rows = _rows_in(state.allowed_tokens, slots_S)
+    if not rows:
+        return None
+    bitmask = np.stack([state.allowed_tokens[int(slots_S[row])] for row in rows])
+    forbidden = forbidden_tokens(bitmask, state.vocab_size, state.device)
+    return MaskedRows(_to_device(np.array(rows, np.int64), state), forbidden)
+
+
+def _end_tokens(state: SamplingState, slots_S: Int64Array) -> EndTokens | None:
+    rows = _rows_in(state.end_token_ids, slots_S)
+    if not rows:
+        return None
+    tokens = [state.end_token_ids[int(slots_S[row])] for row in rows]
+    rows_E = np.repeat(rows, [len(ids) for ids in tokens])
+    index_E = rows_E * state.vocab_size + np.concatenate(tokens)
+    return EndTokens(rows_E, state.min_length[slots_S[rows_E]], index_E)
+
+
+def _logit_bias(state: SamplingState, slots_S: Int64Array) -> LogitBias | None:
+    rows = _rows_in(state.logit_bias, slots_S)
+    if not rows:
+        return None
+    biases = [state.logit_bias[int(slots_S[row])] for row in rows]
+    index = [row * state.vocab_size + ids for row, (ids, _) in zip(rows, biases, strict=True)]
+    return LogitBias(
+        _to_device(np.concatenate(index), state),
+        _to_device(np.concatenate([values for _, values in biases]), state),
+    )
+
+
+def _penalties(state: SamplingState, slots_S: Int64Array) -> PenaltyRows | None:
+    rows = np.flatnonzero(state.has_penalties[slots_S])
+    if not len(rows):
+        return None
+    slots = slots_S[rows]
+    return PenaltyRows(
+        slots,
+        _to_device(rows, state),
+        _to_device(slots, state),
+        _to_device(state.repetition_penalty[slots, None], state),
+        _to_device(state.presence_penalty[slots, None], state),
+        _to_device(state.frequency_penalty[slots, None], state),
+    )
+
+
+def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
+    rows = np.flatnonzero(state.wants_logprobs[slots_S])
+    if not len(rows):
+        return None
+    slots = slots_S[rows]
+    return LogprobRows(_to_device(rows, state), slots.tolist(), state.num_logprobs[slots].tolist())
+
+
+def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:
+    if not table:
+        return []
+    return [row for row, slot in enumerate(slots_S.tolist()) if slot in table]
+
+
+def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:
+    return torch.from_numpy(array).to(state.device)

@@ -1,0 +1,108 @@
+"""Sampling parameters of every slot: what each request asked for, as a struct of arrays.
+
+The arrays are indexed by slot and change only when a request takes or leaves one. What a slot's request does
+not use costs nothing: penalties, bad words, biases and masks are kept for the slots that have them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import Float32Array, Int32Array, Int64Array
+from ...protocol.sampling_params import SamplingParams
+from .bad_words import BadWords
+from .masks import pack_bitmask
+from .penalties import SeenTokens
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below it a temperature divides by so little that only the most likely token is left."""
+
+
+class SamplingState:
+    """One row a slot. `version` changes whenever a slot does."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.version = 0
+        self.is_greedy = np.ones(num_slots, np.bool_)
+        self.inverse_temperature = np.ones(num_slots, np.float32)
+        self.top_k = np.full(num_slots, vocab_size, np.int64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.min_p_margin = np.full(num_slots, -np.inf, np.float32)
+        self.seed = np.zeros(num_slots, np.int64)
+        self.has_penalties = np.zeros(num_slots, np.bool_)
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        self.wants_logprobs = np.zeros(num_slots, np.bool_)
+        self.num_logprobs = np.zeros(num_slots, np.int64)
+        self.min_length = np.zeros(num_slots, np.int64)
+        self.end_token_ids: dict[int, Int64Array] = {}
+        self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
+        self.allowed_tokens: dict[int, Int32Array] = {}
+        self.seen_tokens = SeenTokens(num_slots, device)
+        self.bad_words = BadWords(num_slots, device)
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Int32Array,
+        eos_token_ids: tuple[int, ...],
+        output_token_ids: Int32Array,
+    ) -> None:
+        """A request takes the slot. `params` have been verified; `output_token_ids` are those sampled before."""
+        self.remove(slot)
+        # The only one of the most likely one is what greedy chooses, for less.
+        self.is_greedy[slot] = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
+        self.inverse_temperature[slot] = 1 / max(params.temperature, GREEDY_TEMPERATURE)
+        self.top_k[slot] = (
+            min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
+        )
+        self.top_p[slot] = params.top_p
+        self.min_p_margin[slot] = (
+            params.temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+        )
+        self.seed[slot] = params.seed or 0
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        if (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        ):
+            self.has_penalties[slot] = True
+            self.seen_tokens.add(slot, prompt_token_ids, output_token_ids)
+        if params.logprobs is not None:
+            self.wants_logprobs[slot] = True
+            self.num_logprobs[slot] = params.logprobs if params.logprobs >= 0 else self.vocab_size
+        if params.min_tokens > len(output_token_ids):
+            self.min_length[slot] = len(prompt_token_ids) + params.min_tokens
+            ends = {*eos_token_ids, *params.stop_token_ids}
+            self.end_token_ids[slot] = np.array(sorted(ends), np.int64)
+        if params.logit_bias:
+            self.logit_bias[slot] = (
+                np.fromiter(params.logit_bias.keys(), np.int64),
+                np.fromiter(params.logit_bias.values(), np.float32),
+            )
+        if params.allowed_token_ids is not None:
+            self.allowed_tokens[slot] = pack_bitmask(params.allowed_token_ids, self.vocab_size)
+        words = tuple(word for word in params.bad_words_token_ids if word)
+        if words:
+            self.bad_words.add(slot, words, output_token_ids)
+
+    def remove(self, slot: int) -> None:
+        """The slot is free. Harmless when it already was."""
+        self.version += 1
+        self.has_penalties[slot] = False
+        self.wants_logprobs[slot] = False
+        self.end_token_ids.pop(slot, None)
+        self.logit_bias.pop(slot, None)
+        self.allowed_tokens.pop(slot, None)
+        self.bad_words.remove(slot)

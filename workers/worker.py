@@ -1,0 +1,102 @@
+"""A worker process: it executes the steps of its core, in order, and owns one shard of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+import zmq
+
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import (
+    AllocateKVCache,
+    GrammarOutput,
+    SchedulerOutput,
+    Shutdown,
+    Stage,
+    WorkerCommand,
+    WorkerHello,
+    WorkerMemory,
+    WorkerReady,
+)
+from ..protocol.transport import Peer, StatusReporter
+from .device import open_device
+from .loaders import open_checkpoint
+from .memory import count_kv_blocks
+from .model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Loads the model, sizes the KV cache, then answers every `SchedulerOutput` until `Shutdown`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core_index: int,
+        rank: int,
+        context: zmq.Context[Any],
+        status: StatusReporter,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._status = status
+        self._core: Peer[WorkerCommand] = Peer(
+            context, config.worker_address(core_index), b"worker%d" % rank, WorkerCommand
+        )
+        self._pending: deque[WorkerCommand] = deque()
+
+    def run(self) -> None:
+        config = self._config
+        self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
+        device = open_device(config.device)
+        with torch.inference_mode():
+            checkpoint = open_checkpoint(config.model.path)
+            runner = ModelRunner(config, device, checkpoint, self._report_loading)
+            num_blocks = count_kv_blocks(config, device, runner.block_bytes)
+            self._core.send(WorkerMemory(self._rank, num_blocks))
+            allocate = self._receive()
+            if isinstance(allocate, Shutdown):
+                return
+            if not isinstance(allocate, AllocateKVCache):
+                raise EngineError(f"expected AllocateKVCache, got {type(allocate).__name__}")
+            runner.allocate_kv_cache(allocate.num_blocks)
+            self._status.report(Stage.WARMING)
+            runner.warm_up()
+            self._core.send(WorkerReady(self._rank))
+            self._status.report(Stage.READY)
+            self._execute_steps(runner)
+
+    def _execute_steps(self, runner: ModelRunner) -> None:
+        while not isinstance(command := self._receive(), Shutdown):
+            if isinstance(command, SchedulerOutput):
+                self._core.send(runner.execute(command, self._await_grammar))
+
+    def _receive(self) -> WorkerCommand:
+        if self._pending:
+            return self._pending.popleft()
+        command = self._core.receive(block=True)
+        assert command is not None
+        return command
+
+    def _await_grammar(self, step: int) -> GrammarOutput | None:
+        """The bitmasks of `step`; None when the core shuts down instead."""
+        for command in self._pending:
+            if isinstance(command, GrammarOutput) and command.step == step:
+                self._pending.remove(command)
+                return command
+        while True:
+            received = self._core.receive(block=True)
+            assert received is not None
+            if isinstance(received, GrammarOutput) and received.step == step:
+                return received
+            self._pending.append(received)
+            if isinstance(received, Shutdown):
+                return None
+
+    def _report_loading(self, done: int, total: int) -> None:
+        self._status.report(Stage.LOADING, "weights", done, total)
