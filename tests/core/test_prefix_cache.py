@@ -74,9 +74,10 @@ def test_3_4_a_failed_admission_changes_nothing():
 def test_3_4_growth_is_all_or_nothing():
     manager = KVCacheManager(num_blocks=4, block_size=4, max_num_seqs=2, enable_prefix_caching=True)
     assert manager.max_tokens == 12
-    assert manager.can_admit([], 12)
-    assert not manager.can_admit([], 13)
+    assert manager.allocate([], 13) is None
     assert manager.pool.num_free == 3
+    assert manager.allocate([], 12) == [1, 2, 3]
+    assert manager.pool.num_free == 0
 
 
 def test_3_5_placeholders_are_not_cached():

@@ -28,7 +28,11 @@ def test_chat_answers_correctly(client: openai.OpenAI) -> None:
 
 
 def test_completion_knows_the_capital(client: openai.OpenAI) -> None:
-    assert complete(client, "The capital of France is", max_tokens=3).choices[0].text.startswith(" Paris")
+    assert (
+        complete(client, "The capital of France is", max_tokens=3)
+        .choices[0]
+        .text.startswith(" Paris")
+    )
 
 
 def test_streamed_chat_is_the_same_text(client: openai.OpenAI) -> None:
@@ -124,7 +128,11 @@ def test_ignore_eos_and_min_tokens(client: openai.OpenAI) -> None:
     )
     assert short.usage.completion_tokens < 64
     long = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_tokens=64, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=64,
+        extra_body={"ignore_eos": True},
     )
     assert long.usage.completion_tokens == 64 and long.choices[0].finish_reason == "length"
     held = client.chat.completions.create(

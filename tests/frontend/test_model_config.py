@@ -20,7 +20,7 @@ LLAMA = {
 
 def write(directory: Path, **files: Any) -> Path:
     directory.mkdir(exist_ok=True)
-    for name, content in files.items():
+    for name, content in ({"tokenizer": {}} | files).items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     (directory / "model.safetensors").write_bytes(b"12345678")
     return directory
@@ -170,6 +170,13 @@ def test_sampling_defaults(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_served(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve(write(tmp_path / "m", config=config))
+
+
+def test_a_missing_tokeniser_is_found_before_anything_starts(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", config=LLAMA)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer\.json"):
+        resolve(path)
 
 
 def test_a_damaged_config(tmp_path: Path) -> None:

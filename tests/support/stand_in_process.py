@@ -21,7 +21,8 @@ def main() -> int:
     config = load_config(config_path)
     die_with_parent(config.run_dir)
     stop = StopSignal()
-    cores_stopped = Path(config.run_dir) / "cores-stopped"
+    run_dir = Path(config.run_dir)
+    cores_stopped = run_dir / "cores-stopped"
 
     def record(event: str) -> None:
         with open(f"{config.run_dir}.events", "a") as file:
@@ -47,6 +48,14 @@ def main() -> int:
         while not stop.requested:
             time.sleep(0.005)
         return 0
+    if name.startswith("frontend"):
+        # A frontend is ready when a token has come back, so when core and worker are.
+        while not stop.requested and not all(
+            (run_dir / f"{other}.ready").exists() for other in ("core 0", "worker 0")
+        ):
+            time.sleep(0.005)
+    else:
+        (run_dir / f"{name}.ready").touch()
     reporter.report(Stage.READY)
     if behaviour == "die-when-told":
         while not Path(f"{config.run_dir}.die").exists():
@@ -56,9 +65,9 @@ def main() -> int:
         if name.startswith("worker") and cores_stopped.exists():
             break
         time.sleep(0.005)
+    record("stopped")
     if name.startswith("core"):
         cores_stopped.touch()
-    record("stopped")
     return 0
 
 

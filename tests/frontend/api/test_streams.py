@@ -56,9 +56,11 @@ def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> so
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_client_that_goes_away_is_aborted(path: str, stream: bool) -> None:
     with FrontendProcess(step_s=0.05) as frontend:
-        prompt = {"prompt": PROMPT} if path == COMPLETIONS else {
-            "messages": [{"role": "user", "content": PROMPT}]
-        }
+        prompt = (
+            {"prompt": PROMPT}
+            if path == COMPLETIONS
+            else {"messages": [{"role": "user", "content": PROMPT}]}
+        )
         body = {"model": MODEL, "max_tokens": 400, "n": 2, "stream": stream, **prompt}
         connection = raw_request(frontend.port, path, body)
         until(lambda: len(frontend.core.requests) == 2, "the request did not start")
@@ -137,7 +139,9 @@ def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
             [client] = core.running
             [index] = core.running[client]
             reason = FinishedRequest(
-                index, FinishReason.ERROR, message="bad luck in /srv/models/x/y.py at 0x7f3412345678"
+                index,
+                FinishReason.ERROR,
+                message="bad luck in /srv/models/x/y.py at 0x7f3412345678",
             )
             core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=[reason]))
             core.running[client].clear()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, attention_backend
-from tests.support.batches import Scheduled, attention_batch
+from support.batches import Scheduled, attention_batch
 
 torch.set_num_threads(1)
 

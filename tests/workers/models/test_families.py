@@ -12,7 +12,7 @@ from engine.workers.attention import attention_backend
 from engine.workers.loaders.checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
-from tests.support.batches import Scheduled, attention_batch, positions
+from support.batches import Scheduled, attention_batch, positions
 
 torch.set_num_threads(1)
 

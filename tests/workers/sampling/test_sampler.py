@@ -277,6 +277,17 @@ def test_a_grammar_restricts_its_slots_only() -> None:
     assert output.token_ids.tolist() == [free]
 
 
+@pytest.mark.parametrize("num_words", [3, 4, 5])
+def test_a_bitmask_of_another_width_allows_nothing_beyond_it(num_words: int) -> None:
+    logits = torch.zeros(1, V)
+    logits[0, V - 1] = 1
+    batch = Rows(V)
+    batch.add(0, greedy())
+    bitmask = np.full((1, num_words), -1, np.int32)
+    output = batch.sample(logits, [0], (np.array([0], np.int32), bitmask))
+    assert output.token_ids.tolist() == [0 if num_words == 3 else V - 1]
+
+
 def test_one_impossible_row_fails_alone() -> None:
     logits = logits_of(0, 1, 2)
     batch = Rows(V)

@@ -1,0 +1,105 @@
+"""Other models than the default one, served from files: the tokens are those of transformers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.server import Server
+from support.tiny_checkpoints import TEXT, gemma3_gguf, qwen3_directory
+
+EXACT = ("--dtype", "float32", "--served-model-name", "tiny")
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def serve_greedy(server: Server, prompt: list[int], count: int) -> list[int]:
+    status, answer = server.post(
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+    )
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("make", [gemma3_gguf, qwen3_directory])
+def test_tokens_are_those_of_transformers(tmp_path: Path, make) -> None:
+    path, model = make(tmp_path)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
+    expected = [greedy(model, prompt, 40) for prompt in prompts]
+    # A budget of 32 tokens cuts the prompts into chunks that share steps with other requests' decodes.
+    with Server(
+        str(path), *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"
+    ) as server:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            served = list(pool.map(lambda p: serve_greedy(server, p, 40), prompts))
+        assert served == expected
+        _, tokens = server.post("/tokenize", {"prompt": TEXT})
+        _, text = server.post("/detokenize", {"tokens": tokens["tokens"]})
+        assert text["prompt"].removeprefix("<bos>") == TEXT
+
+
+def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
+    expected = [greedy(model, prompt, 60) for prompt in prompts]
+    # Six requests of 80 tokens each on 15 blocks of 16 tokens: they cannot all stay.
+    flags = ("--max-model-len", "128", "--num-gpu-blocks-override", "16")
+    with Server(str(path), *EXACT, *flags) as server:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            served = list(pool.map(lambda p: serve_greedy(server, p, 60), prompts))
+        assert served == expected
+        assert server.metric("engine:num_preemptions_total") > 0
+        assert server.metric("engine:kv_cache_usage_perc") == 0
+
+
+def test_too_long_prompt_names_the_limit(tmp_path: Path) -> None:
+    path, _ = qwen3_directory(tmp_path)
+    with Server(str(path), *EXACT, "--max-model-len", "64") as server:
+        status, answer = server.post("/v1/completions", {"prompt": [5] * 65, "max_tokens": 1})
+        assert status == 400
+        assert "64" in answer["error"]["message"] and "65" in answer["error"]["message"]
+
+
+def test_unknown_architecture_is_named(tmp_path: Path) -> None:
+    path, _ = qwen3_directory(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"}
+    (path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.frontend.cli", "serve", str(path), "--port", "0"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "MysteryForCausalLM" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
