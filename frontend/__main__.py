@@ -23,7 +23,8 @@ def main() -> int:
     client_index = int(index)
     name = f"frontend {client_index}"
     name_process(name)
-    die_with_parent(config.run_dir)
+    uds = config.frontend.uds
+    die_with_parent(config.run_dir, *([uds] if uds else []))
     configure_logging(name, config.frontend.log_level)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, name)

@@ -23,7 +23,8 @@ from ..protocol.messages import (
     EngineCoreRequest,
     ResetPrefixCache,
 )
-from ..protocol.transport import AsyncPeer, Peer
+from ..protocol.transport import Peer
+from .async_peer import AsyncPeer
 from .core_load import CoreLoad
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,9 @@ CONFIG_FILE: Final = "config.msgpack"
 
 class SchedulingPolicy(enum.StrEnum):
     FCFS = "fcfs"
+    PRIORITY = "priority"
+    FAIR = "fair"
+    DEADLINE = "deadline"
 
 
 class Device(enum.StrEnum):
@@ -62,7 +65,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """The limits of one step and of the queue. 0 means unbounded for the queue limits."""
+    """The limits of one step and of the queue.
+
+    0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
+    1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
+    """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_num_seqs: int = 256
@@ -73,6 +80,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
     inject_preemption: float = 0.0
+    max_num_partial_prefills: int = 0
+    max_long_partial_prefills: int = 0
+    scheduler_delay_factor: float = 0.0
+    priority_preemption: bool = False
+    tenant_weights: dict[str, float] = {}
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ else from it: end of file means that the supervisor is gone, however it died.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -25,13 +26,16 @@ def name_process(name: str) -> None:
     setproctitle.setproctitle(f"engine: {name}")
 
 
-def die_with_parent(run_dir: str) -> None:
-    """Exit at once, and leave nothing in `run_dir`, when the parent's end of standard input closes."""
+def die_with_parent(run_dir: str, *sockets: str) -> None:
+    """Exit at once when the parent's end of standard input closes, leaving neither `run_dir` nor `sockets`."""
 
     def wait_for_end_of_file() -> None:
         while os.read(0, 4096):
             pass
         shutil.rmtree(run_dir, ignore_errors=True)
+        for path in sockets:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         os._exit(ORPHANED_EXIT_CODE)
 
     threading.Thread(target=wait_for_end_of_file, name="parent watch", daemon=True).start()

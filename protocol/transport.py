@@ -6,7 +6,6 @@ that does not decode to the expected type is counted and dropped.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -100,42 +99,6 @@ class Hub(Generic[In]):
 
     def close(self) -> None:
         self.socket.close()
-
-
-class AsyncPeer(Generic[In]):
-    """A `Peer` on a running asyncio loop: every message that arrives is passed to `on_message`.
-
-    zmq's file descriptor is edge-triggered and a send may consume the edge, so the socket is read until it is
-    empty after each wake-up and after each send.
-    """
-
-    def __init__(self, peer: Peer[In], on_message: Callable[[In], None]) -> None:
-        self._peer = peer
-        self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
-        self._read_scheduled = False
-        self._loop.add_reader(peer.socket.FD, self._read)
-        self._schedule_read()
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._peer.send(message)
-        self._schedule_read()
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._peer.socket.FD)
-        self._peer.close()
-
-    def _schedule_read(self) -> None:
-        if not self._read_scheduled:
-            self._read_scheduled = True
-            self._loop.call_soon(self._read)
-
-    def _read(self) -> None:
-        self._read_scheduled = False
-        if self._peer.socket.closed:
-            return
-        while (message := self._peer.receive()) is not None:
-            self._on_message(message)
 
 
 class StatusReporter:

@@ -48,11 +48,15 @@ class PersistentBatch:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.block_size = block_size
         # Rows are touched as they fill: on the CPU untouched pages cost nothing.
-        self.token_ids_NL = torch.empty((num_slots, max_model_len), dtype=torch.int32, device=device)
+        self.token_ids_NL = torch.empty(
+            (num_slots, max_model_len), dtype=torch.int32, device=device
+        )
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
-        self.block_tables = [np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)]
+        self.block_tables = [
+            np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)
+        ]
         self._slots_S: Int32Array = np.zeros(0, np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
@@ -60,6 +64,7 @@ class PersistentBatch:
         for new in output.new_requests:
             tokens = int32_view(new.token_ids)
             slot = new.slot
+            # The copy is writable, as torch wants it; the message's own bytes are not.
             self.token_ids_NL[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
@@ -69,10 +74,10 @@ class PersistentBatch:
                 table[slot, : len(blocks)] = blocks
                 table[slot, len(blocks) :] = 0
         if output.block_updates:
-            group, slot, index, block = int32_view(output.block_updates).reshape(-1, 4).T
-            for group_id, table in enumerate(self.block_tables):
-                mine = group == group_id
-                table[slot[mine], index[mine]] = block[mine]
+            updates = int32_view(output.block_updates).reshape(-1, 4)
+            for group, table in enumerate(self.block_tables):
+                rows = updates[updates[:, 0] == group]
+                table[rows[:, 1], rows[:, 2]] = rows[:, 3]
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Lay out the step's tokens and advance `num_computed_tokens` past them."""
@@ -81,8 +86,8 @@ class PersistentBatch:
         slots_S = self._slots_S
         num_scheduled_S = np.ones(len(slots_S), np.int32)
         if output.chunks:
-            row, count = int32_view(output.chunks).reshape(-1, 2).T
-            num_scheduled_S[row] = count
+            chunks = int32_view(output.chunks).reshape(-1, 2)
+            num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
         query_start_loc = np.zeros(len(slots_S) + 1, np.int32)
         np.cumsum(num_scheduled_S, out=query_start_loc[1:])
         num_computed_S = self.num_computed_tokens[slots_S]
@@ -111,5 +116,6 @@ class PersistentBatch:
     def append(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
         """Every slot of `slots` has sampled one token, int[len(slots)] on the device."""
         columns = self.num_tokens[slots]
-        self.token_ids_NL[torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(columns.astype(np.int64))] = token_ids.to(torch.int32)
+        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64)).to(token_ids.device)
+        self.token_ids_NL[index[0], index[1]] = token_ids.to(torch.int32)
         self.num_tokens[slots] = columns + 1

@@ -13,7 +13,9 @@ from ..protocol.errors import ConfigError
 def open_device(config: DeviceConfig) -> torch.device:
     """Resolve `--device` and set the thread count. Raises ConfigError when the device is not there."""
     if config.device is Device.CUDA and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch")
+        raise ConfigError(
+            "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch"
+        )
     if config.device is not Device.CPU and torch.cuda.is_available():
         return torch.device("cuda")
     torch.set_num_threads(config.threads or usable_cores())

@@ -104,9 +104,7 @@ class ModelRunner:
             )
             self._model.compute_logits(hidden_TD[-1:])
 
-    def execute(
-        self, output: SchedulerOutput, await_grammar: GrammarSource
-    ) -> ModelRunnerOutput:
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one."""
         self._apply(output)
         plan = self._batch.plan(output)

@@ -106,7 +106,8 @@ async def measure(
 
         async def client() -> None:
             for prompt in todo:
-                answers.append(await ask(session, url, model, prompt, max_tokens))
+                answer = await ask(session, url, model, prompt, max_tokens)
+                answers.append(answer)
 
         begin = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(concurrency)))

@@ -58,7 +58,7 @@ class Loop:
         self.num_requests = 0
         self.in_flight: deque[tuple[SchedulerOutput, int]] = deque()
         self.tokens = np.arange(num_seqs, dtype=np.int32) % (VOCAB_SIZE - 2)
-        self.step_bytes = self.output_bytes = 0
+        self.num_rows = self.step_bytes = self.output_bytes = 0
 
     def request(self, length: int, max_tokens: int) -> EngineCoreRequest:
         token_ids = self.rng.integers(0, VOCAB_SIZE - 2, length, dtype=np.int32)
@@ -84,8 +84,10 @@ class Loop:
         frame = encode(step)
         self.step_bytes = len(frame)
         received = decode_step(frame)
-        num_sampling = len(self.scheduler._in_flight[-1].sampling)
-        self.in_flight.append((step, num_sampling))
+        # No prompt is cut here, so every row samples.
+        if received.slots is not None:
+            self.num_rows = len(received.slots) // 4
+        self.in_flight.append((step, self.num_rows))
         assert received.step == step.step
 
     def take(self) -> None:

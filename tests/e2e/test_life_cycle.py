@@ -82,7 +82,7 @@ def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
 
 def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
     with start(tmp_path) as server:
-        connection, response = open_stream(server)
+        connection, _ = open_stream(server)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
         server.process.send_signal(signal.SIGTERM)
@@ -155,7 +155,7 @@ def test_big_body_and_malformed_json_do_not_hurt(server: Server) -> None:
 
 
 def test_slow_reader_does_not_stall_others(server: Server) -> None:
-    connection, response = open_stream(server, model="smollm2", max_tokens=1000)
+    connection, _ = open_stream(server, model="smollm2", max_tokens=1000)
     done = threading.Event()
 
     def other() -> None:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
 from engine.workers.attention import AttentionBatch
 
 

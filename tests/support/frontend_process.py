@@ -17,7 +17,7 @@ import msgspec
 import openai
 import zmq
 from engine.frontend.tokenizer import load_tokenizer
-from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig
+from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig, SchedulerConfig
 from engine.protocol.messages import Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
@@ -42,6 +42,7 @@ class FrontendProcess:
         max_model_len: int = 512,
         served_names: tuple[str, ...] = (MODEL, "echo-alias"),
         send_buffer: int = 0,
+        scheduler: SchedulerConfig | None = None,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
@@ -64,6 +65,7 @@ class FrontendProcess:
                 max_model_len=max_model_len,
                 eos_token_ids=(tokenizer.eos_token_id,),
             ),
+            scheduler=scheduler or SchedulerConfig(),
             frontend=FrontendConfig(**frontend),
         )
         self._log = self.run_dir / "log"
@@ -94,7 +96,11 @@ class FrontendProcess:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
         if self._core_thread is not None:
             self._core_thread.__enter__()
-            self.wait_for_stage(Stage.READY)
+            try:
+                self.wait_for_stage(Stage.READY)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     def wait_for_stage(self, stage: Stage) -> None:

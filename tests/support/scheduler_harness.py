@@ -286,9 +286,10 @@ class Harness:
         assert not self.grammar.num_accepted
         for heard in self.heard.values():
             assert heard.is_over, "a request was lost"
-            if heard.was_aborted or heard.reason in (FinishReason.IGNORED, FinishReason.EXPIRED):
+            if heard.reason in (FinishReason.IGNORED, FinishReason.EXPIRED):
+                assert not heard.token_ids
                 continue
-            if heard.reason is FinishReason.ERROR:
+            if heard.was_aborted or heard.reason is FinishReason.ERROR:
                 continue
             assert heard.finished is not None
             expected = run_alone(

@@ -1,6 +1,6 @@
 """A small process that speaks the life-cycle protocol of frontends, cores and workers.
 
-Usage: stand_in_process.py CONFIG NAME BEHAVIOUR [ARG]. What it does is appended to RUN_DIR/../events.
+Usage: stand_in_process.py CONFIG NAME BEHAVIOUR [ARG]. What it does is appended to RUN_DIR.events.
 """
 
 import os

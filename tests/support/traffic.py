@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from engine.protocol.config import SchedulingPolicy
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.scheduler_harness import Harness
 
@@ -27,6 +28,12 @@ def random_harness(rng: random.Random) -> Harness:
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=rng.choice((0, 0, 1, 5)) if not preemption else 0,
         inject_preemption=preemption,
+        policy=rng.choice(tuple(SchedulingPolicy)),
+        priority_preemption=rng.random() < 0.7,
+        tenant_weights={"a": 2.0},
+        max_num_partial_prefills=rng.choice((0, 0, 1, 3)),
+        max_long_partial_prefills=rng.choice((0, 1)),
+        scheduler_delay_factor=rng.choice((0.0, 0.0, 0.5, 3.0)),
     )
 
 
@@ -49,6 +56,9 @@ class Traffic:
             prompt,
             rng.choice((1, 2, 5, 20, None)),
             client=rng.choice((0, 0, 1, 2)),
+            priority=rng.randrange(-2, 3),
+            tenant=rng.choice("abcd"),
+            deadline=rng.choice((0.0, 0.0, 0.0, harness.now + rng.randrange(200))),
             salt=salt,
             seed=SALTS.index(salt),
             eos=rng.choice(((), (3,), (2, 5))),

@@ -48,7 +48,10 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention on one device, for layers that differ only in `AttentionLayer`."""
+    """One way to compute attention on one device, for layers that differ only in `AttentionLayer`.
+
+    `dtype` is that of the KV cache; queries, keys and values may come in another.
+    """
 
     def __init__(
         self,

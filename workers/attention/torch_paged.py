@@ -6,7 +6,11 @@ into the shape that a batched matrix product wants.
 
 Everything that depends only on the step is an index or a mask, made once in `build` and shared by
 all layers with the same window. Decoding requests are padded to the longest of their bucket and
-done together; prompts go one by one, in tiles of queries. Both add up scores the same way.
+done together; prompts go one by one, in tiles of queries.
+
+Both do the same operations on whole blocks of keys, masked ones included. oneDNN's bfloat16 products
+then add up a query's values in one order, whatever shares its step: bit for bit the same result in a
+prompt, a chunk or a decode, up to 1024 keys, and beyond that without a window.
 
 T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a
 bucket), B pages a head, L = B * block_size keys, N = R * G.
@@ -28,6 +32,8 @@ _MAX_TILE_QUERIES = 128
 _MAX_TILE_SCORES = 1 << 22
 # The gathered keys and values of a bucket should not leave the processor's cache before their use.
 _MAX_BUCKET_BYTES = 4 << 20
+# Longer sums are cut by oneDNN: a query must be on the same side of this, alone and with others.
+_LONGEST_SINGLE_SUM = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class TorchPagedMetadata:
 
 
 class TorchPagedAttention(AttentionBackend):
+    """Gathers the pages that a step reads, then multiplies batches of matrices."""
+
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
@@ -76,7 +84,9 @@ class TorchPagedAttention(AttentionBackend):
         return TorchPagedMetadata(
             cache_rows=self._cache_rows(batch.slot_mapping),
             decodes={w: list(self._decode_buckets(batch, decoding, w)) for w in windows},
-            prefills={w: [self._prefill(batch, i, w) for i in prefilling] for w in windows},
+            prefills={
+                w: [self._prefill(batch, i, w) for i in prefilling.tolist()] for w in windows
+            },
         )
 
     def _cache_rows(self, slot_mapping_T: NDArray[np.int32]) -> Tensor:
@@ -90,11 +100,9 @@ class TorchPagedAttention(AttentionBackend):
         """Pages are numbered through blocks, then keys before values, then heads."""
         return blocks * (2 * self.num_kv_heads) + kv_heads
 
-    def _first_block(self, position: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    def _first_block(self, position: int, window: int | None) -> int:
         """The block of the first key that a query at this position sees."""
-        if window is None:
-            return np.zeros_like(position)
-        return np.maximum(position + 1 - window, 0) // self.block_size
+        return 0 if window is None else max(position + 1 - window, 0) // self.block_size
 
     def _decode_buckets(
         self, batch: AttentionBatch, requests: NDArray[np.int64], window: int | None
@@ -102,19 +110,19 @@ class TorchPagedAttention(AttentionBackend):
         if not len(requests):
             return
         seq_lens = batch.seq_lens[requests].astype(np.int64)
-        first_blocks = self._first_block(seq_lens - 1, window)
+        first_blocks = np.zeros_like(seq_lens)
+        if window is not None:
+            first_blocks = np.maximum(seq_lens - window, 0) // self.block_size
         num_blocks = -(-seq_lens // self.block_size) - first_blocks
-        block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
-        for bucket in _buckets(num_blocks, _MAX_BUCKET_BYTES // block_bytes):
-            rows, first_R1, len_R1 = requests[bucket], first_blocks[bucket, None], seq_lens[bucket, None]
+        for bucket in self._buckets(num_blocks):
+            rows = requests[bucket]
+            first_R1, len_R1 = first_blocks[bucket, None], seq_lens[bucket, None]
             columns_RB = first_R1 + np.arange(num_blocks[bucket].max())
             # Columns past a row's own blocks are masked: any block will do, as long as it exists.
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
             kv_heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
-            keys_RL = first_R1 * self.block_size + np.arange(
-                columns_RB.shape[1] * self.block_size
-            )
+            keys_RL = first_R1 * self.block_size + np.arange(columns_RB.shape[1] * self.block_size)
             hidden_RL = keys_RL >= len_R1
             if window is not None:
                 hidden_RL |= keys_RL < len_R1 - window
@@ -134,7 +142,7 @@ class TorchPagedAttention(AttentionBackend):
         start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
         seq_len = int(batch.seq_lens[request])
         position = seq_len - (stop - start)
-        first_block = int(self._first_block(np.int64(position), window))
+        first_block = self._first_block(position, window)
         first_key = first_block * self.block_size
         last_block = (seq_len - 1) // self.block_size
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
@@ -152,22 +160,46 @@ class TorchPagedAttention(AttentionBackend):
         start = tokens.start
         while start < tokens.stop:
             first = position + start - tokens.start
-            num_queries = _tile_queries(self.num_heads, first)
-            stop = min(start + num_queries, tokens.stop)
-            seen_from = 0 if window is None else max(first + 1 - window, 0)
-            context = first - seen_from
+            tile_queries = _tile_queries(self.num_heads, first)
+            queries = min(tile_queries, tokens.stop - start)
+            if first < _LONGEST_SINGLE_SUM:
+                queries = min(queries, _LONGEST_SINGLE_SUM - first)
+            keys_start = self._first_block(first, window) * self.block_size
+            keys_stop = -(-(first + queries) // self.block_size) * self.block_size
+            context = first - keys_start
             # One mask serves all tiles: a tile with less context sees the right part of it.
-            capacity = max(1 << (context - 1).bit_length(), self.block_size) if context else 0
+            capacity = 1 << context.bit_length()
             mask_ML = _causal_mask(
-                num_queries, repeats, capacity, window, self.dtype, self.device
+                tile_queries,
+                capacity,
+                tile_queries + self.block_size,
+                window,
+                repeats,
+                self.dtype,
+                self.device,
             )
-            queries = stop - start
             yield _Tile(
-                slice(start, stop),
-                slice(seen_from - first_key, first + queries - first_key),
-                mask_ML[: queries * repeats, capacity - context : capacity + queries],
+                slice(start, start + queries),
+                slice(keys_start - first_key, keys_stop - first_key),
+                mask_ML[: queries * repeats, capacity - context : capacity + keys_stop - first],
             )
-            start = stop
+            start += queries
+
+    def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Split rows into buckets of bounded size with little padding."""
+        block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
+        max_blocks = _MAX_BUCKET_BYTES // block_bytes
+        is_long = num_blocks * self.block_size > _LONGEST_SINGLE_SUM
+        for rows in (np.flatnonzero(is_long), np.flatnonzero(~is_long)):
+            rows = rows[np.argsort(-num_blocks[rows], kind="stable")]
+            while len(rows):
+                sizes = num_blocks[rows]
+                total = sizes[0] * np.arange(1, len(rows) + 1)
+                padding = total - np.cumsum(sizes)
+                fits = (total <= max_blocks) & ((padding <= 32) | (4 * padding <= total))
+                count = len(rows) if fits.all() else max(int(np.argmin(fits)), 1)
+                yield np.sort(rows[:count])
+                rows = rows[count:]
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -183,11 +215,17 @@ class TorchPagedAttention(AttentionBackend):
     ) -> Tensor:
         # A masked key still takes part as 0 * value: what a request leaves in its last block must
         # not be able to turn that into NaN for the block's next owner.
-        kv_TGK = torch.cat((k_TGK, v_TGK), 1).nan_to_num_(0.0, 0.0, 0.0)
+        kv_TGK = torch.cat((k_TGK, v_TGK), 1).to(self.dtype).nan_to_num_(0.0, 0.0, 0.0)
         kv_cache.view(-1, self.head_dim).index_copy_(
             0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
         )
         pages = kv_cache.view(-1, self.block_size * self.head_dim)
+        attended_THK = self._attend_pages(q_THK.to(self.dtype), pages, metadata, layer)
+        return attended_THK.to(q_THK.dtype)
+
+    def _attend_pages(
+        self, q_THK: Tensor, pages: Tensor, metadata: TorchPagedMetadata, layer: AttentionLayer
+    ) -> Tensor:
         decodes = metadata.decodes[layer.window]
         if len(decodes) == 1 and decodes[0].tokens is None:
             return self._decode(q_THK, pages, decodes[0], layer)
@@ -228,7 +266,7 @@ class TorchPagedAttention(AttentionBackend):
             .unbind()
         )
         q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
-        return _attend(q_NQK, keys, values, mask_N1L, layer).view(
+        return _attend(q_NQK, keys, values, mask_N1L, layer).reshape(
             num_rows, self.num_heads, self.head_dim
         )
 
@@ -237,6 +275,9 @@ def _attend(
     q_NMK: Tensor, k_NLK: Tensor, v_NLK: Tensor, mask: Tensor, layer: AttentionLayer
 ) -> Tensor:
     """softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
+    if q_NMK.shape[1] == 1 and k_NLK.shape[1] > _LONGEST_SINGLE_SUM:
+        # A single row has an order of its own.
+        return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer)[:, :1]
     keys_NKL = k_NLK.transpose(1, 2)
     if layer.softcap is None:
         scores_NML = torch.baddbmm(mask, q_NMK, keys_NKL, alpha=layer.scale)
@@ -257,33 +298,18 @@ def _tile_queries(num_heads: int, context: int) -> int:
 @lru_cache(maxsize=32)
 def _causal_mask(
     num_queries: int,
-    repeats: int,
     context: int,
+    num_new_keys: int,
     window: int | None,
+    repeats: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[num_queries * repeats, context + num_queries]: query i stands at key context + i."""
-    distance = torch.arange(context, context + num_queries)[:, None] - torch.arange(
-        context + num_queries
-    )
+    """[num_queries * repeats, context + num_new_keys]: query i stands at key context + i."""
+    query = torch.arange(context, context + num_queries)[:, None]
+    distance = query - torch.arange(context + num_new_keys)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
     return mask.repeat_interleave(repeats, 0).to(device)
-
-
-def _buckets(num_blocks: NDArray[np.int64], max_blocks: int) -> Iterator[NDArray[np.int64]]:
-    """Split rows into buckets whose padding is small and whose size is bounded."""
-    order = np.argsort(-num_blocks, kind="stable")
-    sizes = num_blocks[order]
-    start = 0
-    while start < len(order):
-        longest = int(sizes[start])
-        padding = np.cumsum(longest - sizes[start:])
-        total = longest * np.arange(1, len(order) - start + 1)
-        fits = (total <= max_blocks) & ((padding <= 32) | (4 * padding <= total))
-        count = max(int(np.argmin(fits)) if not fits.all() else len(fits), 1)
-        yield np.sort(order[start : start + count])
-        start += count

@@ -40,7 +40,13 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.attention = attention
-        weights = WeightReader(checkpoint, dtype, device, on_progress)
+        weights = WeightReader(
+            checkpoint,
+            dtype,
+            device,
+            has_head=not spec.tie_word_embeddings,
+            on_progress=on_progress,
+        )
         vocabulary = (spec.vocab_size, spec.hidden_size)
         self._embedding_VD = weights.read("embed_tokens.weight", *vocabulary)
         # Models were trained with the scale rounded to their own dtype.
@@ -50,7 +56,8 @@ class Decoder:
             for i, layer in enumerate(spec.layers)
         ]
         self._norm = RMSNorm(
-            weights.read("norm.weight", spec.hidden_size) + spec.norm_weight_offset, spec.norm_eps
+            weights.read("norm.weight", spec.hidden_size).float() + spec.norm_weight_offset,
+            spec.norm_eps,
         )
         self._head = linear(
             self._embedding_VD if spec.tie_word_embeddings else weights.read_head(*vocabulary)
@@ -80,7 +87,10 @@ class Decoder:
         tables = {rope: embedding.tables(positions_T) for rope, embedding in self._ropes.items()}
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             x_TD = layer.forward(
-                x_TD, tables.get(layer.rope), kv_cache, attn_metadata[layer.kv_cache_group]
+                x_TD,
+                None if layer.rope is None else tables[layer.rope],
+                kv_cache,
+                attn_metadata[layer.kv_cache_group],
             )
         return self._norm(x_TD)
 
@@ -221,7 +231,7 @@ class FullNorm:
         self._num_heads = (spec.num_heads, spec.num_kv_heads)
         self._q_norm, self._k_norm = (
             RMSNorm(
-                weights.read(f"{prefix}{name}.weight", heads * spec.head_dim)
+                weights.read(f"{prefix}{name}.weight", heads * spec.head_dim).float()
                 + spec.norm_weight_offset,
                 spec.norm_eps,
             )

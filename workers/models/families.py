@@ -50,13 +50,14 @@ def _model_type(fields: ConfigFields) -> str:
     """The architecture decides, where there is one: a model type also has classifiers."""
     architectures = fields.get("architectures", ())
     if architectures:
-        found = next((_ARCHITECTURES[a] for a in architectures if a in _ARCHITECTURES), None)
+        found = next((_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES), "")
     else:
-        found = fields.get("model_type")
+        found = fields.get("model_type", "")
     if found not in _FAMILIES:
+        named = ", ".join(architectures) or f"of model_type {fields.get('model_type')!r}"
         raise fields.error(
-            f"the architecture {', '.join(architectures) or fields.get('model_type')!r} "
-            f"is not supported; supported are {', '.join(sorted(_ARCHITECTURES))}"
+            f"the architecture {named} is not supported; "
+            f"supported are {', '.join(sorted(_ARCHITECTURES))}"
         )
     return str(found)
 

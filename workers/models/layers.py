@@ -48,8 +48,8 @@ def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Callable[[Tensor
 
     def forward(x_TD: Tensor) -> Tensor:
         if has_own_order_alone and x_TD.shape[0] == 1:
-            return multiply(x_TD.repeat(2, 1), packed, bias_O, "none", [], "")[:1]  # type: ignore[no-any-return]
-        return multiply(x_TD, packed, bias_O, "none", [], "")  # type: ignore[no-any-return]
+            return multiply(x_TD.repeat(2, 1), packed, bias_O, "none", [], "")[:1]
+        return multiply(x_TD, packed, bias_O, "none", [], "")
 
     return forward
 

@@ -16,9 +16,7 @@ from torch import Tensor
 class RopeScaling(Protocol):
     """Stretches the frequencies of a trained context to a longer one."""
 
-    def scale(
-        self, inv_freq: Tensor, rope: "RopeSpec", max_model_len: int
-    ) -> tuple[Tensor, float]:
+    def scale(self, inv_freq: Tensor, rope: "RopeSpec", max_model_len: int) -> tuple[Tensor, float]:
         """Return the new inverse frequencies [R/2] and the factor on cos and sin."""
         ...
 

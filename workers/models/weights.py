@@ -17,13 +17,18 @@ _HEAD = "lm_head.weight"
 
 
 class WeightReader:
-    """The text decoder's tensors, under whatever prefix the checkpoint keeps them."""
+    """The text decoder's tensors, under whatever prefix the checkpoint keeps them.
+
+    `has_head` says whether the output projection is a tensor of its own.
+    """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        has_head: bool,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -39,6 +44,10 @@ class WeightReader:
             for name in self._names
             if name.startswith(self._prefix) and not name.endswith("rotary_emb.inv_freq")
         }
+        self._head = next((name for name in sorted(self._names) if name.endswith(_HEAD)), _HEAD)
+        self._unread.discard(self._head)
+        if has_head and self._head in self._names:
+            self._unread.add(self._head)
         self._on_progress = on_progress
         self._loaded = 0
         self._total = sum(self._size(name) for name in self._unread)
@@ -54,16 +63,14 @@ class WeightReader:
 
     def read_head(self, vocab_size: int, hidden_size: int) -> Tensor:
         """Return the output projection of a model that does not tie it to the embedding."""
-        name = next((n for n in sorted(self._names) if n.endswith(_HEAD)), _HEAD)
-        return self._read(name, (vocab_size, hidden_size))
+        return self._read(self._head, (vocab_size, hidden_size))
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that the decoder has no use for: it is another model."""
-        unread = sorted(name for name in self._unread if not name.endswith(_HEAD))
-        if unread:
+        if self._unread:
             raise self._error(
-                f"{len(unread)} tensors do not belong to a model of this configuration, "
-                f"the first is {unread[0]!r}"
+                f"{len(self._unread)} tensors do not belong to a model of this configuration, "
+                f"the first is {min(self._unread)!r}"
             )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -78,7 +85,7 @@ class WeightReader:
         self._unread.discard(name)
         self._loaded += self._size(name)
         if self._on_progress is not None:
-            self._on_progress(self._loaded, max(self._loaded, self._total))
+            self._on_progress(self._loaded, self._total)
         return tensor
 
     def _size(self, name: str) -> int:

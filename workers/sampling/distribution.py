@@ -20,10 +20,10 @@ BLOCK_WIDTH: Final = 32
 WEIGHT_SCALE: Final = 2.0**42
 """Sums of up to 2**20 weights fit into an int64."""
 
-_MIN_INT32: Final = 0x7FFFFFFF
+_MAX_INT32: Final = 0x7FFFFFFF
 _LAST_ID: Final = 0xFFFFFFFF
 
-_CPU_TILE_ELEMENTS: Final = 1 << 18
+_CPU_TILE_ELEMENTS: Final = 1 << 17
 _TILE_ELEMENTS: Final = 1 << 25
 
 
@@ -113,6 +113,20 @@ def block_weights(
     return sums_RN
 
 
+def num_above(x: BlockedLogits, threshold_R: torch.Tensor) -> torch.Tensor:
+    """How many logits of each row are above its threshold: int64[R]."""
+    tile_rows = x.tile_rows
+    is_above = torch.empty_like(x.logits_RNW[:tile_rows])
+    counts_R = torch.empty_like(x.peak_R)
+    for start in range(0, len(counts_R), tile_rows):
+        tile = slice(start, start + tile_rows)
+        logits = x.logits_RNW[tile]
+        # Counted as floats, which is exact up to 2**24 and several times faster than as booleans.
+        torch.gt(logits, threshold_R[tile, None, None], out=is_above[: len(logits)])
+        torch.sum(is_above[: len(logits)], (1, 2), out=counts_R[tile])
+    return counts_R.to(torch.int64)
+
+
 def draw(
     x: BlockedLogits,
     inverse_temperature_R: torch.Tensor,
@@ -148,15 +162,16 @@ def first_above(cumulative_RX: torch.Tensor, target_R: torch.Tensor) -> torch.Te
 
 def rank_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64 keys that order tokens by logit, then by lower id. Every key of a row is different."""
+    # Adding zero makes the negative zero positive: the two are equal as logits.
     bits = (logits + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _MIN_INT32)
-    return (ordered.to(torch.int64) << 32) + (_LAST_ID - ids)
+    ordered = (bits >> 31).bitwise_and_(_MAX_INT32).bitwise_xor_(bits)
+    return ordered.to(torch.int64).bitwise_left_shift_(32).add_(_LAST_ID).sub_(ids)
 
 
 def split_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The (float32 logits, int64 token ids) that the keys were made of."""
     ordered = (keys >> 32).to(torch.int32)
-    bits = ordered ^ ((ordered >> 31) & _MIN_INT32)
+    bits = (ordered >> 31).bitwise_and_(_MAX_INT32).bitwise_xor_(ordered)
     return bits.view(torch.float32), _LAST_ID - (keys & _LAST_ID)
 
 

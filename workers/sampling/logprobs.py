@@ -11,7 +11,14 @@ import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.messages import RowLogprobs
-from .distribution import WEIGHT_SCALE, BlockedLogits, block_weights, largest_keys, split_keys
+from .distribution import (
+    WEIGHT_SCALE,
+    BlockedLogits,
+    block_weights,
+    largest_keys,
+    num_above,
+    split_keys,
+)
 
 
 @dataclass(slots=True)
@@ -54,15 +61,13 @@ def compute_logprobs(
     total_R = block_weights(x, ones_R, None).sum(1).to(torch.float64) / WEIGHT_SCALE
     log_total_R = total_R.log()
     chosen_logit_R1 = logits_RV.gather(1, chosen_R[:, None])
-    # Counted as floats, which is exact up to 2**24 and several times faster than booleans.
-    is_above_RV = torch.gt(logits_RV, chosen_logit_R1, out=torch.empty_like(logits_RV))
-    ranks_R = is_above_RV.sum(1).to(torch.int32) + 1
+    ranks_R = num_above(x, chosen_logit_R1.squeeze(1)) + 1
     logits_RK, ids_RK = split_keys(largest_keys(x, num_alternatives))
     ids = torch.cat([chosen_R[:, None], ids_RK], dim=1)
     logits = torch.cat([chosen_logit_R1, logits_RK], dim=1)
     logprobs = (logits - x.peak_R[:, None]) - log_total_R[:, None]
     logprobs = logprobs.to(torch.float32).nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
-    return Logprobs(ids.to(torch.int32), logprobs, ranks_R)
+    return Logprobs(ids.to(torch.int32), logprobs, ranks_R.to(torch.int32))
 
 
 def prompt_logprobs(

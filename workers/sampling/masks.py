@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ...protocol.arrays import Int32Array
 
-_BITS_OF_BYTE = torch.from_numpy(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-)
+_BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_LIMITS_OF_BYTE = torch.from_numpy(np.where(_BITS_OF_BYTE, np.inf, -np.inf).astype(np.float32))
 
 
 def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
@@ -24,22 +24,22 @@ def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def forbidden_tokens(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """bool[G, V] on the device, True where the token's bit is clear or missing."""
-    table = _BITS_OF_BYTE.to(device)
+def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """float32[G, V] on the device: inf where the token's bit is set, -inf where it is clear or missing.
+
+    Limits, because a minimum is some twenty times faster than filling where a mask says so.
+    """
     num_rows, num_words = bitmask_GK.shape
     bytes_G = torch.from_numpy(np.ascontiguousarray(bitmask_GK).view(np.uint8)).to(device)
-    allowed = table.index_select(0, bytes_G.flatten().to(torch.int32))
-    allowed = allowed.view(num_rows, num_words * 32)[:, :vocab_size]
-    forbidden = torch.ones((num_rows, vocab_size), dtype=torch.bool, device=device)
-    torch.logical_not(allowed, out=forbidden[:, : allowed.shape[1]])
-    return forbidden
+    limits = _LIMITS_OF_BYTE.to(device).index_select(0, bytes_G.flatten().to(torch.int32))
+    limits_GV = limits.view(num_rows, num_words * 32)[:, :vocab_size]
+    missing = vocab_size - limits_GV.shape[1]
+    return F.pad(limits_GV, (0, missing), value=float("-inf")) if missing else limits_GV
 
 
-def forbid(logits_SV: torch.Tensor, rows_G: torch.Tensor, forbidden_GV: torch.Tensor) -> None:
-    """Set the forbidden tokens of these rows to -inf, in place."""
+def limit(logits_SV: torch.Tensor, rows_G: torch.Tensor, limits_GV: torch.Tensor) -> None:
+    """Apply the limits of these rows, which are in the order of the batch, in place."""
     if len(rows_G) == len(logits_SV):
-        # Every row has a mask, and then in order: rows are found in the order of the batch.
-        logits_SV.masked_fill_(forbidden_GV, float("-inf"))
+        torch.minimum(logits_SV, limits_GV, out=logits_SV)
     else:
-        logits_SV[rows_G] = logits_SV[rows_G].masked_fill_(forbidden_GV, float("-inf"))
+        logits_SV[rows_G] = torch.minimum(logits_SV[rows_G], limits_GV)

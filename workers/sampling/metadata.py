@@ -19,11 +19,11 @@ from ...protocol.arrays import Int32Array, Int64Array
 from .bad_words import BadWordRows
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
-from .masks import forbidden_tokens
+from .masks import token_limits
 from .penalties import PenaltyRows
 from .state import SamplingState
 
-_NUCLEUS_DEPTH = 128
+_NUCLEUS_DEPTH = 64
 """How many of the most likely tokens are looked at before a nucleus counts as wide."""
 
 
@@ -48,19 +48,28 @@ class RowGroup:
 
 @dataclass(slots=True)
 class LogprobRows:
-    """The rows that report log-probabilities, with their slots and numbers of alternatives."""
+    """The rows that report log-probabilities, with their slots and numbers of alternatives.
 
-    rows: torch.Tensor
+    `rows` is None when they are the whole batch.
+    """
+
+    rows: torch.Tensor | None
     slots: list[int]
     counts: list[int]
 
+    def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
+        """Their logits as the model gave them, also after `logits_SV` is changed in place."""
+        if self.rows is not None:
+            return logits_SV[self.rows]
+        return logits_SV.clone() if will_change else logits_SV
+
 
 @dataclass(slots=True)
-class MaskedRows:
-    """Rows restricted to certain tokens: `forbidden` is bool[R, V]."""
+class LimitedRows:
+    """Rows restricted to certain tokens: `limits` float32[R, V] is -inf for all others."""
 
     rows: torch.Tensor
-    forbidden: torch.Tensor
+    limits: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -88,7 +97,7 @@ class SamplingMetadata:
     slots_S: Int64Array
     groups: list[RowGroup]
     seeds_S: Int64Array | None
-    allowed: MaskedRows | None
+    allowed: LimitedRows | None
     bad_words: BadWordRows | None
     end_tokens: EndTokens | None
     logit_bias: LogitBias | None
@@ -157,13 +166,13 @@ def _row_groups(state: SamplingState, slots_S: Int64Array) -> list[RowGroup]:
     return groups
 
 
-def _allowed(state: SamplingState, slots_S: Int64Array) -> MaskedRows | None:
+def _allowed(state: SamplingState, slots_S: Int64Array) -> LimitedRows | None:
     rows = _rows_in(state.allowed_tokens, slots_S)
     if not rows:
         return None
     bitmask = np.stack([state.allowed_tokens[int(slots_S[row])] for row in rows])
-    forbidden = forbidden_tokens(bitmask, state.vocab_size, state.device)
-    return MaskedRows(_to_device(np.array(rows, np.int64), state), forbidden)
+    limits = token_limits(bitmask, state.vocab_size, state.device)
+    return LimitedRows(_to_device(np.array(rows, np.int64), state), limits)
 
 
 def _end_tokens(state: SamplingState, slots_S: Int64Array) -> EndTokens | None:
@@ -208,7 +217,12 @@ def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
     if not len(rows):
         return None
     slots = slots_S[rows]
-    return LogprobRows(_to_device(rows, state), slots.tolist(), state.num_logprobs[slots].tolist())
+    is_whole = len(rows) == len(slots_S)
+    return LogprobRows(
+        None if is_whole else _to_device(rows, state),
+        slots.tolist(),
+        state.num_logprobs[slots].tolist(),
+    )
 
 
 def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:

@@ -18,7 +18,7 @@ from ...protocol.sampling_params import SamplingParams
 from .distribution import BlockedLogits, argmax
 from .filters import sample_top_k, sample_top_p, sample_unfiltered
 from .logprobs import Logprobs, compute_logprobs
-from .masks import forbid, forbidden_tokens
+from .masks import limit, token_limits
 from .metadata import LogprobRows, Method, RowGroup, SamplingMetadata
 from .random import Stream, uniforms
 from .state import SamplingState
@@ -128,13 +128,10 @@ class Sampler:
         if not self._metadata.describes(self._state.version, slots_S):
             self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
         metadata = self._metadata
+        logits_SV = logits_SV.contiguous()
         changes_logits = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
-        raw_logits = None
-        if wanted is not None:
-            whole = len(wanted.slots) == len(slots_S)
-            raw_logits = logits_SV.clone() if whole and changes_logits else logits_SV
-            raw_logits = raw_logits if whole else logits_SV[wanted.rows]
+        raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, changes_logits)
         if changes_logits:
             raw_peak_S = logits_SV.amax(1)
             self._change_logits(logits_SV, metadata, positions_S, grammar)
@@ -151,8 +148,9 @@ class Sampler:
         if metadata.bad_words is not None:
             self._state.bad_words.learn(metadata.bad_words, token_ids)
         logprobs = None
-        if wanted is not None and raw_logits is not None:
-            logprobs = compute_logprobs(raw_logits, token_ids[wanted.rows], max(wanted.counts))
+        if wanted is not None and raw_logits_RV is not None:
+            chosen_R = token_ids if wanted.rows is None else token_ids[wanted.rows]
+            logprobs = compute_logprobs(raw_logits_RV, chosen_R, max(wanted.counts))
         return SamplerOutput(token_ids, metadata.slots_S, is_nan_S, is_stuck_S, logprobs, wanted)
 
     def _change_logits(
@@ -165,7 +163,7 @@ class Sampler:
         """Apply all constraints, biases and penalties in place."""
         logits = logits_SV.view(-1)
         if metadata.allowed is not None:
-            forbid(logits_SV, metadata.allowed.rows, metadata.allowed.forbidden)
+            limit(logits_SV, metadata.allowed.rows, metadata.allowed.limits)
         if metadata.bad_words is not None:
             self._state.bad_words.mask(logits_SV, metadata.bad_words)
         ends = metadata.end_tokens
@@ -178,8 +176,8 @@ class Sampler:
             self._state.seen_tokens.penalize(logits_SV, metadata.penalties)
         if grammar is not None:
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, *grammar)
-            forbidden_GV = forbidden_tokens(bitmask_GK, self._vocab_size, self._device)
-            forbid(logits_SV, self._to_device(rows_G), forbidden_GV)
+            limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
+            limit(logits_SV, self._to_device(rows_G), limits_GV)
 
     def _rows_of(
         self, slots_S: Int64Array, slots_G: Int32Array, bitmask_GK: Int32Array

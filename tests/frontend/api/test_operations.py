@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,9 +10,9 @@ import time
 import httpx
 import openai
 import pytest
-from support.frontend_process import MODEL, FrontendProcess, sse_events
-
+from engine.protocol.config import SchedulerConfig
 from engine.protocol.messages import Stage
+from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
 PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
@@ -139,14 +140,30 @@ class _Stream:
         assert self.started.wait(10)
 
     def _read(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=20) as response:
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", self._url, json=self._body, timeout=20) as response,
+        ):
             for piece in response.iter_text():
                 self.text += piece
                 self.started.set()
 
-    def events(self) -> list[dict]:
+    def wait(self) -> None:
         self._thread.join(20)
+
+    def events(self) -> list[dict]:
+        self.wait()
         return sse_events(self.text)
+
+
+def test_a_full_queue_is_503_with_a_time_to_come_back() -> None:
+    with FrontendProcess(
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=4)
+    ) as frontend:
+        refused = frontend.post("/v1/completions", prompt=PROMPT, n=8)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        assert frontend.complete(PROMPT, n=2, max_tokens=1)["choices"]
 
 
 def test_drain() -> None:
@@ -199,7 +216,7 @@ def test_second_signal_exits_at_once() -> None:
         frontend.wait_for_stage(Stage.DRAINING)
         frontend.process.terminate()
         assert frontend.process.wait(2) != 0
-        stream._thread.join(10)
+        stream.wait()
 
 
 def test_a_start_that_cannot_succeed_says_why() -> None:

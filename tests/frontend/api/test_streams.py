@@ -13,9 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.engine_fixtures import connected, engine_config, on_event_loop
-from support.frontend_process import MODEL, FrontendProcess, sse_events
-
 from engine.frontend.api.event_stream import EventStream
 from engine.frontend.engine_client import Delta, SequenceRequest
 from engine.protocol.messages import (
@@ -25,6 +22,8 @@ from engine.protocol.messages import (
     FinishReason,
 )
 from engine.protocol.sampling_params import SamplingParams
+from support.engine_fixtures import connected, engine_config, on_event_loop
+from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,6 +44,7 @@ def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> so
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(20)
     connection.connect(("127.0.0.1", port))
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"

@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, attention_backend
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 
 torch.set_num_threads(1)
@@ -30,7 +29,18 @@ def reference(q_TGQK, k_LGK, v_LGK, layer):
     return torch.einsum("gqtl,lgk->tgqk", weights, v_LGK.double())
 
 
-def run(requests, *, num_kv_heads, repeats, head_dim, block_size, layer, dtype, seed=0):
+def run(
+    requests,
+    *,
+    num_kv_heads,
+    repeats,
+    head_dim,
+    block_size,
+    layer,
+    dtype,
+    cache_dtype=None,
+    seed=0,
+):
     """Put the earlier tokens into a shuffled cache, run one step; return its outputs and truth."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -40,7 +50,7 @@ def run(requests, *, num_kv_heads, repeats, head_dim, block_size, layer, dtype, 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-        dtype=dtype,
+        dtype=cache_dtype or dtype,
         device=torch.device("cpu"),
     )
     sizes = [-(-(computed + scheduled) // block_size) for computed, scheduled in requests]
@@ -49,7 +59,7 @@ def run(requests, *, num_kv_heads, repeats, head_dim, block_size, layer, dtype, 
         Scheduled(computed, scheduled, [next(ids) for _ in range(size)])
         for (computed, scheduled), size in zip(requests, sizes, strict=True)
     ]
-    kv_cache = torch.zeros(backend.kv_cache_shape(sum(sizes) + 4), dtype=dtype)
+    kv_cache = torch.zeros(backend.kv_cache_shape(sum(sizes) + 4), dtype=backend.dtype)
     earlier = [step for step in steps if step.num_computed]
     kept = {}
 
@@ -113,9 +123,16 @@ def test_agrees_with_plain_attention(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
+    ("dtype", "cache_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, 3e-2),
+        (torch.float16, torch.float16, 4e-3),
+        (torch.float32, torch.bfloat16, 3e-2),
+        (torch.bfloat16, torch.float32, 1e-2),
+    ],
+    ids=str,
 )
-def test_half_precision(dtype, tolerance):
+def test_half_precision(dtype, cache_dtype, tolerance):
     out, expected = run(
         [(30, 1), (0, 50), (200, 1), (64, 20)],
         num_kv_heads=2,
@@ -124,6 +141,7 @@ def test_half_precision(dtype, tolerance):
         block_size=16,
         layer=AttentionLayer(scale=0.125, window=40),
         dtype=dtype,
+        cache_dtype=cache_dtype,
     )
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)

@@ -1,22 +1,14 @@
 """Every family gives the logits of transformers, however its tokens are cut into steps."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-
-from engine.workers.attention import attention_backend
-from engine.workers.loaders.checkpoint import open_checkpoint
-from engine.workers.models.decoder import Decoder
-from engine.workers.models.families import model_spec
-from support.batches import Scheduled, attention_batch, positions
+from support.decoders import Runner, load_decoder
 
 torch.set_num_threads(1)
 
-BLOCK_SIZE = 4
 NUM_TOKENS = 60
 SMALL = {
     "vocab_size": 97,
@@ -142,60 +134,6 @@ def make_reference(name):
     return model.eval()
 
 
-def load_decoder(path, dtype=torch.float32, max_model_len=256):
-    checkpoint = open_checkpoint(path)
-    spec = model_spec(checkpoint.config, path)
-    device = torch.device("cpu")
-    attention = attention_backend(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=dtype,
-        device=device,
-    )
-    return Decoder(
-        spec, checkpoint, attention, dtype=dtype, device=device, max_model_len=max_model_len
-    )
-
-
-class Runner:
-    """Steps a decoder over its own cache; each request owns scattered blocks."""
-
-    def __init__(self, decoder, num_requests=1, max_tokens=256):
-        self.decoder = decoder
-        blocks_each = -(-max_tokens // BLOCK_SIZE)
-        num_blocks = num_requests * blocks_each + 1
-        ids = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
-        self.blocks = [ids[i::num_requests] for i in range(num_requests)]
-        shape = decoder.attention.kv_cache_shape(num_blocks)
-        self.kv_caches = [torch.zeros(shape) for _ in decoder.spec.layers]
-        self.computed = [0] * num_requests
-
-    def step(self, chunks):
-        """Run {request: its next tokens}; return the logits of every token of each."""
-        scheduled = []
-        for request, tokens in chunks.items():
-            end = self.computed[request] + len(tokens)
-            blocks = self.blocks[request][: -(-end // BLOCK_SIZE)]
-            scheduled.append(Scheduled(self.computed[request], len(tokens), blocks))
-            self.computed[request] = end
-        batch = attention_batch(scheduled, BLOCK_SIZE)
-        metadata = [
-            self.decoder.attention.build(batch, windows)
-            for windows in self.decoder.spec.windows_by_group
-        ]
-        hidden = self.decoder.forward(
-            torch.tensor([token for tokens in chunks.values() for token in tokens]),
-            positions(scheduled),
-            self.kv_caches,
-            metadata,
-        )
-        logits = self.decoder.compute_logits(hidden)
-        lengths = [len(tokens) for tokens in chunks.values()]
-        return dict(zip(chunks, logits.split(lengths), strict=True))
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def models(request, tmp_path_factory):
     """(our decoder, the transformers model)"""
@@ -266,13 +204,9 @@ def test_mixed_batches(models):
 
 def test_greedy_text(models):
     decoder, reference = models
-    tokens, runner = prompt(40), Runner(decoder)
-    text, chunk = [], tokens
-    for _ in range(64):
-        chunk = [int(runner.step({0: chunk})[0][-1].argmax())]
-        text += chunk
+    tokens = prompt(40)
     with torch.inference_mode():
         expected = reference.generate(
             torch.tensor([tokens]), max_new_tokens=64, do_sample=False, use_cache=False
         )
-    assert text == expected[0, len(tokens) :].tolist()
+    assert Runner(decoder).greedy(tokens, 64) == expected[0, len(tokens) :].tolist()

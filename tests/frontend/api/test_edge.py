@@ -1,0 +1,58 @@
+"""What nobody foresaw: one log entry, one answer that gives nothing away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from engine.frontend.api.edge import Edge
+from engine.frontend.api.errors import MAX_ECHO, echo, public
+
+
+def ask(app: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(Edge(app, (), "")(scope, receive, send))
+    start, body = sent
+    answered = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], answered, msgspec.json.decode(body["body"])
+
+
+def test_an_unforeseen_error_is_logged_once_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("secret of /srv/models/private")
+
+    status, headers, body = ask(broken, **{"x-request-id": "r-17"})
+    assert status == 500 and headers["x-request-id"] == "r-17"
+    assert body["error"]["type"] == "internal_server_error"
+    assert "r-17" in body["error"]["message"] and "secret" not in body["error"]["message"]
+    [record] = caplog.records
+    assert "r-17" in record.getMessage() and "secret" in str(record.exc_info)
+
+
+def test_paths_and_addresses_are_taken_out() -> None:
+    text = (
+        "cannot read /srv/models/a.gguf at 0x7f00deadbeef from ipc:///tmp/run/core0: org/model 3/4"
+    )
+    cleaned = public(text)
+    assert cleaned == "cannot read [path] at [address] from [address] org/model 3/4"
+
+
+def test_echoes_are_short() -> None:
+    assert echo({"a": 1}) == '{"a":1}'
+    assert len(echo("x" * 10**6)) < MAX_ECHO + 50
+    assert echo(2**200).startswith("16069")

@@ -1,0 +1,77 @@
+"""In bfloat16 on the CPU a token's logits do not depend on what shares its step, bit for bit."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from support.decoders import Runner, load_decoder
+
+NUM_TOKENS = 90
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    """The MLP's rows are long enough that oneDNN would add up a lone one differently."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=96,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return load_decoder(path, dtype=torch.bfloat16, max_model_len=2048, block_size=16)
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids="{} threads".format)
+def num_threads(request):
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(128), k=length)
+
+
+@pytest.fixture(scope="module")
+def alone(decoder):
+    """The logits of the prompt in one step of one thread."""
+    torch.set_num_threads(1)
+    return Runner(decoder).step({0: prompt(NUM_TOKENS)})[0]
+
+
+def test_token_by_token(decoder, alone):
+    runner = Runner(decoder)
+    logits = [runner.step({0: [token]})[0] for token in prompt(NUM_TOKENS)]
+    assert torch.equal(torch.cat(logits), alone)
+
+
+def test_any_batch_and_any_chunks(decoder, alone):
+    rng, runner, logits = random.Random(0), Runner(decoder, 4), []
+    others = [prompt(256, seed) for seed in (1, 2, 3)]
+    tokens = prompt(NUM_TOKENS)
+    while runner.computed[0] < NUM_TOKENS:
+        chunks = {0: tokens[runner.computed[0] :][: rng.choice([1, 2, 17])]}
+        for i, other in enumerate(others, 1):
+            if rng.random() < 0.7:
+                chunks[i] = other[runner.computed[i] :][: rng.choice([1, 1, 3])]
+        logits.append(runner.step(chunks)[0])
+    assert torch.equal(torch.cat(logits), alone)
+
+
+def test_where_sums_become_long(decoder):
+    """Around 1024 keys, where oneDNN starts to cut its sums."""
+    tokens = prompt(1060)
+    expected = Runner(decoder, max_tokens=1100).step({0: tokens})[0]
+    runner = Runner(decoder, max_tokens=1100)
+    logits = [runner.step({0: tokens[:1000]})[0]]
+    logits += [runner.step({0: [token]})[0] for token in tokens[1000:1030]]
+    logits += [runner.step({0: tokens[1030:]})[0]]
+    assert torch.equal(torch.cat(logits), expected)

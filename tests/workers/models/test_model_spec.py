@@ -1,0 +1,137 @@
+"""What is read from a config, and what is refused."""
+
+import pytest
+import transformers
+from engine.protocol.errors import CheckpointError
+from engine.workers.models.families import model_spec
+from engine.workers.models.rope import LinearScaling
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# As published: everything else is the default of transformers' class.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_defaults_of_llama():
+    spec = model_spec(LLAMA, "model")
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 2, 8)
+    assert spec.attention_scale == 8**-0.5
+    assert len(spec.layers) == 4
+    assert spec.layers[0].rope.theta == 10_000.0
+    assert not spec.tie_word_embeddings
+    assert spec.windows_by_group == (frozenset({None}),)
+
+
+def test_rope_of_transformers_4_and_5_read_alike():
+    old = LLAMA | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3_SCALING}
+    new = LLAMA | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 500_000.0}}
+    older = LLAMA | {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {"type": "llama3"}
+        | {k: v for k, v in LLAMA3_SCALING.items() if k != "rope_type"},
+    }
+    assert model_spec(old, "model") == model_spec(new, "model") == model_spec(older, "model")
+
+
+def test_gemma3_as_published():
+    spec = model_spec(GEMMA3_4B, "model")
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads) == (262_208, 8, 4)
+    assert (spec.head_dim, spec.tie_word_embeddings) == (256, True)
+    assert [layer.window for layer in spec.layers[:7]] == [1024] * 5 + [None, 1024]
+    local, everywhere = spec.layers[0].rope, spec.layers[5].rope
+    assert (local.theta, local.scaling) == (10_000.0, None)
+    assert (everywhere.theta, everywhere.scaling) == (1_000_000.0, LinearScaling(8.0))
+
+
+def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
+    config = transformers.Gemma3TextConfig(**GEMMA3_4B["text_config"]).to_dict()
+    config["architectures"] = ["Gemma3ForCausalLM"]
+    expected = model_spec(GEMMA3_4B, "model")
+    assert model_spec(config, "model").layers == expected.layers
+
+
+@pytest.mark.parametrize(
+    ("differences", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "model: config: the architecture MambaForCausalLM is not supported; "
+            "supported are Gemma2ForCausalLM,",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (
+            {"architectures": None, "model_type": "mamba"},
+            "architecture of model_type 'mamba' is not supported",
+        ),
+        (
+            {"architectures": None, "model_type": None},
+            "architecture of model_type None is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        ({"num_local_experts": 8}, "mixtures of experts are not supported"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, it is '64'"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer, it is 0"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_key_value_heads": 3}, "8 must be a multiple of num_key_value_heads 3"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, it is 'small'"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false, it is 'yes'"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, it is 'linear'"),
+        ({"head_dim": 7}, "even number of dimensions"),
+    ],
+)
+def test_refusals(differences, message):
+    with pytest.raises(CheckpointError) as caught:
+        model_spec(LLAMA | differences, "model")
+    assert message in str(caught.value)
+
+
+def test_wrong_number_of_layer_types():
+    config = LLAMA | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "layer_types": ["full_attention"] * 3,
+    }
+    with pytest.raises(CheckpointError, match="layer_types must have 4 entries"):
+        model_spec(config, "model")
+
+
+def test_longrope_needs_a_factor_for_each_frequency():
+    config = LLAMA | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+    }
+    with pytest.raises(CheckpointError, match="short_factor must be a list of 4 numbers"):
+        model_spec(config, "model")

@@ -1,0 +1,119 @@
+"""Checkpoints that do not fit their config are refused; loading reports its progress."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from engine.protocol.errors import CheckpointError
+from safetensors.torch import load_file, save_file
+from support.decoders import Runner, load_decoder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def path(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_tensors(path, edit):
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def edit_config(path, **differences):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | differences))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
+)
+def test_missing_tensor(path, name):
+    edit_tensors(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=name.split(".", 1)[1]):
+        load_decoder(path)
+
+
+def test_shape_that_disagrees_with_the_config(path):
+    edit_config(path, intermediate_size=32)
+    with pytest.raises(CheckpointError, match=r"has shape \[24, 16\], the config needs \[32, 16\]"):
+        load_decoder(path)
+
+
+def test_tensors_that_the_model_has_no_use_for(path):
+    name = "model.layers.0.self_attn.q_proj.bias"
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(16)}))
+    with pytest.raises(CheckpointError, match=name):
+        load_decoder(path)
+
+
+def test_old_checkpoints_with_stored_frequencies(path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(4)}))
+    assert Runner(load_decoder(path)).step({0: [1, 2, 3]})[0].shape == (3, 20)
+
+
+def test_progress(path):
+    calls = []
+    load_decoder(path, on_progress=lambda *sizes: calls.append(sizes))
+    size = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    loaded = [call[0] for call in calls]
+    assert loaded == sorted(loaded)
+    assert calls[-1] == (size, size)
+    assert {total for _, total in calls} == {size}
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.language_model.", "language_model.model."], ids=["new", "old"]
+)
+def test_gemma3_with_its_vision_tower(tmp_path, prefix):
+    """The text decoder is found inside the multimodal checkpoint, in both layouts of names."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+    )
+    model = transformers.Gemma3ForCausalLM._from_config(config, attn_implementation="eager")
+    model.save_pretrained(tmp_path)
+
+    def rename(tensors):
+        renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed, **{"vision_tower.patch.weight": torch.ones(3)})
+
+    edit_tensors(tmp_path, rename)
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "text_config": text_config,
+            }
+        )
+    )
+    tokens = list(range(20))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
