@@ -287,7 +287,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--threads -t",
             "device.threads",
-            "CPU threads of a worker; 0 is every core it may use",
+            "CPU threads of a worker; 0 is one less than the cores it may use",
             integer(0, 4096),
         ),
     ),

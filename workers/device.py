@@ -18,7 +18,9 @@ def open_device(config: DeviceConfig) -> torch.device:
         )
     if config.device is not Device.CPU and torch.cuda.is_available():
         return torch.device("cuda")
-    torch.set_num_threads(config.threads or usable_cores())
+    # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
+    # operation waits for a time slice. Leaving them a core of their own is faster than using it.
+    torch.set_num_threads(config.threads or max(1, usable_cores() - 1))
     return torch.device("cpu")
 
 

@@ -85,6 +85,7 @@ class ModelRunner:
             _zeros(shape, self._cache_dtype, self._device) for _ in self._spec.layers
         ]
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
         for num_tokens in (self._block_size, 1):
@@ -104,6 +105,7 @@ class ModelRunner:
             )
             self._model.compute_logits(hidden_TD[-1:])
 
+    @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one."""
         self._apply(output)

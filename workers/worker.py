@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from typing import Any
 
-import torch
 import zmq
 
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
@@ -54,22 +53,21 @@ class Worker:
         config = self._config
         self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
         device = open_device(config.device)
-        with torch.inference_mode():
-            checkpoint = open_checkpoint(config.model.path)
-            runner = ModelRunner(config, device, checkpoint, self._report_loading)
-            num_blocks = count_kv_blocks(config, device, runner.block_bytes)
-            self._core.send(WorkerMemory(self._rank, num_blocks))
-            allocate = self._receive()
-            if isinstance(allocate, Shutdown):
-                return
-            if not isinstance(allocate, AllocateKVCache):
-                raise EngineError(f"expected AllocateKVCache, got {type(allocate).__name__}")
-            runner.allocate_kv_cache(allocate.num_blocks)
-            self._status.report(Stage.WARMING)
-            runner.warm_up()
-            self._core.send(WorkerReady(self._rank))
-            self._status.report(Stage.READY)
-            self._execute_steps(runner)
+        checkpoint = open_checkpoint(config.model.path)
+        runner = ModelRunner(config, device, checkpoint, self._report_loading)
+        num_blocks = count_kv_blocks(config, device, runner.block_bytes)
+        self._core.send(WorkerMemory(self._rank, num_blocks))
+        allocate = self._receive()
+        if isinstance(allocate, Shutdown):
+            return
+        if not isinstance(allocate, AllocateKVCache):
+            raise EngineError(f"expected AllocateKVCache, got {type(allocate).__name__}")
+        runner.allocate_kv_cache(allocate.num_blocks)
+        self._status.report(Stage.WARMING)
+        runner.warm_up()
+        self._core.send(WorkerReady(self._rank))
+        self._status.report(Stage.READY)
+        self._execute_steps(runner)
 
     def _execute_steps(self, runner: ModelRunner) -> None:
         while not isinstance(command := self._receive(), Shutdown):

@@ -72,6 +72,7 @@ class ChatCompletions:
         serving = self._serving
         params = self._params(request, tools)
         self._verify(params, request)
+        await serving.verify_grammar(params.structured_output)
         effort = request.reasoning_effort
         chat = await render_chat(
             serving,

@@ -67,6 +67,7 @@ class Completions:
         prompts = parse_prompts(request.prompt, model.vocab_size)
         params = self._params(request)
         serving.verify_sampling(params)
+        await serving.verify_grammar(params.structured_output)
         texts = [p for p in prompts if p.text is not None]
         for prompt in texts:
             if request.truncate_prompt_tokens is None:

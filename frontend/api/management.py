@@ -7,8 +7,9 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ... import __version__
 from .errors import APIError, json_response, public
-from .serving import RETRY_WHILE_LOADING_S, Serving, engine_version
+from .serving import RETRY_WHILE_LOADING_S, Serving
 
 
 class Management:
@@ -61,7 +62,7 @@ class Management:
         return Response(body, headers={"content-type": content_type})
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": engine_version()})
+        return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
         """How many sequences are in flight in this frontend."""

@@ -6,16 +6,17 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
 
 import msgspec
 
+from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.messages import Stage
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ..chat import ChatTemplate, ReasoningParser, ToolParser, reasoning_parser, tool_parser
 from ..engine_client import EngineClient
+from ..structured_output import verify_structured_output
 from ..tokenizer import Tokenizer
 from .errors import APIError, bad_request, echo, unavailable
 
@@ -26,13 +27,6 @@ OFF_LOOP_CHARACTERS: Final = 2048
 
 RETRY_WHILE_LOADING_S: Final = 2.0
 RETRY_WHILE_DRAINING_S: Final = 5.0
-
-
-def engine_version() -> str:
-    try:
-        return version("engine")
-    except PackageNotFoundError:
-        return "0"
 
 
 class Serving:
@@ -125,10 +119,18 @@ class Serving:
             max_logprobs=self.config.frontend.max_logprobs,
         )
 
+    async def verify_grammar(self, structured_output: StructuredOutput | None) -> None:
+        """Raises ParameterError for a constraint that cannot be compiled."""
+        if structured_output is not None:
+            await self._in_thread(verify_structured_output, structured_output)
+
     async def off_loop(self, size: int, function: Callable[..., T], *args: object) -> T:
         """Call `function`, in a thread if `size` characters would hold up the event loop."""
         if size <= OFF_LOOP_CHARACTERS:
             return function(*args)
+        return await self._in_thread(function, *args)
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -142,4 +144,4 @@ def _fingerprint(config: EngineConfig) -> str:
     """`system_fingerprint`: equal fingerprints mean that equal seeds give equal answers."""
     identity = (config.model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
-    return f"engine-{engine_version()}-{digest[:8]}"
+    return f"engine-{__version__}-{digest[:8]}"

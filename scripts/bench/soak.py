@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Random traffic against the scheduler, every invariant checked after every step, for as long as asked.
+
+Prints the seed of the first run that fails; `--first-seed` starts from it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.traffic import run_traffic
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--actions", type=int, default=300, help="random actions a seed")
+    args = parser.parse_args()
+    started, num_steps, seed = time.monotonic(), 0, args.first_seed
+    while num_steps < args.steps:
+        try:
+            num_steps += run_traffic(seed, args.actions)
+        except Exception:
+            print(f"seed {seed} failed after {num_steps} good steps", file=sys.stderr)
+            raise
+        seed += 1
+    seconds = time.monotonic() - started
+    print(f"{num_steps} steps, {seed - args.first_seed} seeds, {seconds:.0f} s, no violation")
+
+
+if __name__ == "__main__":
+    main()

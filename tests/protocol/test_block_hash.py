@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+from engine.protocol.block_hash import HASH_BYTES, ROOT_HASH, hash_blocks, root_hash
+from hypothesis import given
+from hypothesis import strategies as st
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
+
+
+@given(tokens=TOKENS, block_size=st.sampled_from([1, 4, 16]))
+def test_one_hash_a_full_block(tokens: list[int], block_size: int) -> None:
+    hashes = hash_blocks(np.array(tokens, np.int32), block_size)
+    assert len(hashes) == len(tokens) // block_size * HASH_BYTES
+
+
+@given(tokens=TOKENS, cut=st.integers(0, 4))
+def test_the_chain_can_be_continued_anywhere(tokens: list[int], cut: int) -> None:
+    ids = np.array(tokens, np.int32)
+    whole = hash_blocks(ids, 4)
+    head = hash_blocks(ids[: cut * 4], 4)
+    parent = head[-HASH_BYTES:] if head else ROOT_HASH
+    assert head + hash_blocks(ids[len(head) // HASH_BYTES * 4 :], 4, parent) == whole
+
+
+@given(tokens=st.lists(st.integers(0, 1000), min_size=8, max_size=8), position=st.integers(0, 7))
+def test_a_token_changes_its_block_and_all_after_it(tokens: list[int], position: int) -> None:
+    changed = list(tokens)
+    changed[position] += 1
+    a, b = (hash_blocks(np.array(t, np.int32), 4) for t in (tokens, changed))
+    first = position // 4 * HASH_BYTES
+    assert a[:first] == b[:first]
+    assert a[first : first + HASH_BYTES] != b[first : first + HASH_BYTES]
+    assert a[-HASH_BYTES:] != b[-HASH_BYTES:]
+
+
+def test_salts_and_adapters_never_share() -> None:
+    roots = {
+        root_hash(),
+        root_hash(cache_salt="a"),
+        root_hash(cache_salt="b"),
+        root_hash(lora_name="a"),
+        root_hash(cache_salt="a", lora_name="a"),
+        root_hash(cache_salt=""),
+    }
+    assert len(roots) == 6

@@ -1,0 +1,105 @@
+"""Only messages of the expected types come out of a socket, whatever goes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engine.protocol.config import EngineConfig, ModelConfig
+from engine.protocol.messages import (
+    AbortRequests,
+    ClientHello,
+    ClientMessage,
+    CoreMessage,
+    CoreReady,
+    Stage,
+)
+from engine.protocol.transport import Hub, Peer, StatusReceiver, StatusReporter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+TIMEOUT_MS = 5000
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/hub"
+
+
+def receive(hub: Hub[Any]) -> tuple[bytes, Any]:
+    assert hub.socket.poll(TIMEOUT_MS)
+    received = hub.receive()
+    assert received is not None
+    return received
+
+
+def test_peers_and_hub_exchange_messages(context: zmq.Context[Any], address: str) -> None:
+    hub: Hub[ClientMessage] = Hub(context, address, ClientMessage)
+    peers: list[Peer[CoreMessage]] = [
+        Peer(context, address, name, CoreMessage) for name in (b"a", b"b")
+    ]
+    for peer in peers:
+        peer.send(ClientHello(1, 1, 0))
+    senders = {receive(hub)[0] for _ in peers}
+    assert senders == {b"a", b"b"}
+    ready = CoreReady(1, 1, 0, 10, 16)
+    hub.send_all([b"a", b"b"], ready)
+    assert [peer.receive(block=True) for peer in peers] == [ready, ready]
+    assert peers[0].receive() is None
+    for end in (hub, *peers):
+        end.close()
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=3))
+def test_garbage_is_counted_and_dropped(tmp_path: Path, frames: list[bytes]) -> None:
+    with zmq.Context() as context:
+        hub: Hub[ClientMessage] = Hub(context, f"ipc://{tmp_path}/garbage", ClientMessage)
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.connect(f"ipc://{tmp_path}/garbage")
+            stranger.send_multipart(frames)
+            stranger.send(msgspec.msgpack.encode(AbortRequests(b"\0\0\0\0")))
+            _, message = receive(hub)
+        assert message == AbortRequests(b"\0\0\0\0")
+        assert hub.num_dropped_frames == 1
+        hub.close()
+
+
+def test_message_of_another_direction_is_dropped(context: zmq.Context[Any], address: str) -> None:
+    hub: Hub[ClientMessage] = Hub(context, address, ClientMessage)
+    peer: Peer[CoreMessage] = Peer(context, address, b"x", CoreMessage)
+    peer.send(CoreReady(1, 1, 0, 10, 16))
+    peer.send(ClientHello(1, 1, 7))
+    assert receive(hub)[1] == ClientHello(1, 1, 7)
+    assert hub.num_dropped_frames == 1
+    hub.close()
+    peer.close()
+
+
+def test_status_reports_reach_the_supervisor(context: zmq.Context[Any], tmp_path: Path) -> None:
+    config = EngineConfig(str(tmp_path), 1, ModelConfig("m", "p", "t", ("m",), "llama", 9, 9, (2,)))
+    receiver = StatusReceiver(context, config)
+    reporter = StatusReporter(context, config, "worker 0")
+    with context.socket(zmq.PUSH) as stranger:
+        stranger.connect(config.supervisor_address())
+        stranger.send(b"\xc1garbage")
+        reporter.report(Stage.LOADING, "weights", 3, 10)
+        reports = []
+        while len(reports) < 1:
+            report = receiver.receive(TIMEOUT_MS)
+            reports += [report] if report else []
+    assert (reports[0].process, reports[0].stage, reports[0].done) == ("worker 0", Stage.LOADING, 3)
+    reporter.close()
+    receiver.close()

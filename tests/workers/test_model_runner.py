@@ -1,0 +1,176 @@
+"""The worker's half of a step: deltas in, the tokens of a transformers model out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.loaders import open_checkpoint
+from engine.workers.model_runner import ModelRunner
+from support.tiny_checkpoints import qwen3_directory
+
+GREEDY = SamplingParams(temperature=0)
+BLOCK = 4
+
+
+class Steps:
+    """Sends steps to a runner; requests own fixed, disjoint blocks."""
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        model = ModelConfig(
+            "m", str(path), str(path), ("m",), "qwen3", vocab_size, 128, (1,), dtype="float32"
+        )
+        config = EngineConfig(
+            "/run", 1, model, CacheConfig(block_size=BLOCK), SchedulerConfig(max_num_seqs=4)
+        )
+        self.runner = ModelRunner(
+            config, torch.device("cpu"), open_checkpoint(path), lambda done, total: None
+        )
+        self.runner.allocate_kv_cache(200)
+        self.runner.warm_up()
+        self.step = 0
+
+    def new(self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, prompt: int = 0):
+        blocks = range(1 + slot * 32, 1 + slot * 32 + 32)
+        return NewRequestData(
+            slot=slot,
+            request_id=(0, slot),
+            token_ids=int32_bytes(tokens),
+            num_prompt_tokens=prompt or len(tokens),
+            num_computed_tokens=0,
+            block_ids=(int32_bytes(list(blocks)),),
+            sampling_params=params,
+            eos_token_ids=(1,),
+        )
+
+    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None):
+        self.step += 1
+        output = SchedulerOutput(
+            self.step,
+            removed_slots=int32_bytes(list(removed)),
+            new_requests=list(new),
+            slots=None if slots is None else int32_bytes(slots),
+            chunks=int32_bytes(list(chunks)),
+            grammar_slots=int32_bytes(grammar[0]) if grammar else b"",
+        )
+
+        def bitmask(step: int) -> GrammarOutput:
+            assert step == self.step
+            return GrammarOutput(step, int32_bytes(grammar[1]))
+
+        return self.runner.execute(output, bitmask)
+
+    def tokens(self, **step) -> list[int]:
+        return int32_view(self.run(**step).sampled_token_ids).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    return qwen3_directory(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def steps(checkpoint) -> Steps:
+    path, model = checkpoint
+    return Steps(path, model.config.vocab_size)
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_mixed_steps_feed_sampled_tokens_forward(steps: Steps, checkpoint) -> None:
+    a, b = [5, 6, 7, 8, 9], list(range(20, 33))
+    expected_a, expected_b = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 4)
+    got_a = steps.tokens(slots=[0], chunks=[(0, 5)], new=[steps.new(0, a)])
+    got_b: list[int] = []
+    # The long prompt comes in three chunks while the other request goes on decoding.
+    got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)], new=[steps.new(2, b)])
+    got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)])
+    for _ in range(3):
+        token_a, token_b = steps.tokens(slots=None if got_b else [0, 2])
+        got_a.append(token_a)
+        got_b.append(token_b)
+    assert got_a == expected_a
+    assert got_b == expected_b[:3]
+
+
+def test_a_resumed_request_goes_on_where_it_was(steps: Steps, checkpoint) -> None:
+    prompt = [40, 41, 42]
+    expected = greedy(checkpoint[1], prompt, 8)
+    got = steps.tokens(slots=[1], chunks=[(0, 3)], new=[steps.new(1, prompt)])
+    for _ in range(3):
+        got += steps.tokens()
+    resumed = steps.new(3, prompt + got, prompt=3)
+    got += steps.tokens(slots=[3], chunks=[(0, 7)], new=[resumed], removed=[1])
+    for _ in range(3):
+        got += steps.tokens()
+    assert got == expected
+
+
+def test_empty_steps_get_an_answer(steps: Steps) -> None:
+    result = steps.run(slots=[])
+    assert result.step == 1 and result.sampled_token_ids == b""
+
+
+def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) -> None:
+    prompt = [50, 51, 52, 53]
+    expected = greedy(checkpoint[1], prompt, 6)
+    new = steps.new(0, prompt)
+    new.block_ids = (int32_bytes([90]),)
+    got = steps.tokens(slots=[0], chunks=[(0, 4)], new=[new])
+    for index, block in ((1, 77), (2, 15)):
+        output = SchedulerOutput(index + 1, block_updates=int32_bytes([[0, 0, index, block]]))
+        got += int32_view(
+            steps.runner.execute(output, lambda step: None).sampled_token_ids
+        ).tolist()
+        for number in range(3):
+            if len(got) < 6:
+                steps.step = 10 * index + number
+                got += steps.tokens()
+    assert got == expected
+
+
+def test_prompt_logprobs_come_once_with_the_first_token(steps: Steps, checkpoint) -> None:
+    prompt = [60, 61, 62, 63, 64, 65, 66]
+    params = SamplingParams(temperature=0, prompt_logprobs=2, logprobs=1)
+    first = steps.run(slots=[0], chunks=[(0, 4)], new=[steps.new(0, prompt, params)])
+    assert first.prompt_logprobs == [] and first.sampled_token_ids == b""
+    second = steps.run(slots=[0], chunks=[(0, 3)])
+    assert steps.run().prompt_logprobs == []
+    with torch.no_grad():
+        logits = checkpoint[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+    scores = [
+        float32_view(part.logprobs).reshape(part.num_positions, 3)[:, 0]
+        for part in second.prompt_logprobs
+    ]
+    expected = [float(logits[i, prompt[i + 1]]) for i in range(6)]
+    assert np.allclose(np.concatenate(scores), expected, atol=1e-4)
+    (row,) = second.logprobs
+    assert row.slot == 0 and np.isclose(
+        float32_view(row.logprobs)[0], float(logits[-1].max()), atol=1e-4
+    )
+
+
+def test_grammar_bitmask_decides_before_sampling(steps: Steps, checkpoint) -> None:
+    vocab_size = checkpoint[1].config.vocab_size
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    allowed[123] = 1
+    words = np.packbits(allowed, bitorder="little").view(np.int32)
+    prompts = [steps.new(slot, [70 + slot, 71, 72]) for slot in (0, 1)]
+    tokens = steps.tokens(
+        slots=[0, 1], chunks=[(0, 3), (1, 3)], new=prompts, grammar=([1], [words])
+    )
+    assert tokens[1] == 123
+    assert tokens[0] == greedy(checkpoint[1], [70, 71, 72], 1)[0]
