@@ -78,14 +78,15 @@ class Batch:
 
 
 class Tenure(NamedTuple):
-    """A request while it keeps its slot."""
+    """A request from one admission until it leaves its slot."""
 
     request: Request
-    slot: int
-    generation: int
+    num_admissions: int
 
-    def is_alive(self, state: Slots) -> bool:
-        return bool(state.generation[self.slot] == self.generation)
+    @property
+    def is_alive(self) -> bool:
+        request = self.request
+        return request.slot >= 0 and request.num_admissions == self.num_admissions
 
 
 class StepInFlight(NamedTuple):
@@ -100,3 +101,5 @@ class StepInFlight(NamedTuple):
     sampling: Batch
     prefilled: list[Tenure]
     constrained: list[Tenure]
+    scheduled_at: float
+    has_prefill: bool

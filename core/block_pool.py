@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from .kv_event_log import KVEventLog
+
 NULL_BLOCK: Final = 0
 """Never allocated: fills unused places of block tables."""
 
@@ -18,8 +20,9 @@ class BlockPool:
     second block filled with the same content stays out of the map.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
         self.num_blocks = num_blocks
+        self._events = events
         self.ref_counts = [0] * num_blocks
         self.num_openings = 0
         """Grows whenever an allocation that failed before might succeed now."""
@@ -52,8 +55,8 @@ class BlockPool:
         blocks = self._blank[start:]
         blocks.reverse()
         del self._blank[start:]
-        while len(blocks) < count:
-            blocks.append(self._evict())
+        if len(blocks) < count:
+            self._evict(count - len(blocks), blocks)
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] = 1
@@ -70,9 +73,9 @@ class BlockPool:
         """How many of these found blocks are free, so that holding them takes from `num_free`."""
         return list(map(self.ref_counts.__getitem__, blocks)).count(0)
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Take a reference on found blocks."""
-        self._num_evictable -= self.count_free(blocks)
+    def hold(self, blocks: Sequence[int], num_free: int) -> None:
+        """Take a reference on found blocks, `num_free` of which are free."""
+        self._num_evictable -= num_free
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
@@ -91,6 +94,13 @@ class BlockPool:
                 (self._blank if hash_of[block] is None else evictable).append(block)
         self._make_evictable(evictable)
 
+    def count_cached(self) -> int:
+        """`num_cached`, counted block by block."""
+        return self.num_blocks - self._hash_of.count(None)
+
+    def is_cached(self, digest: bytes) -> bool:
+        return digest in self._block_of
+
     def cache(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Make full blocks findable, unless another block has the same content already."""
         self.num_openings += 1
@@ -104,15 +114,19 @@ class BlockPool:
         for block in blocks:
             digest = self._hash_of[block]
             if digest is not None:
-                del self._block_of[digest]
-                self._hash_of[block] = None
+                self._forget(block, digest)
 
     def reset(self) -> bool:
         """Forget every cached block. Does nothing and returns False while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
-        while self._num_evictable:
-            self._blank.append(self._evict())
+        self._blank += [block for block, digest in enumerate(self._hash_of) if digest is not None]
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._freed.clear()
+        self._num_evictable = 0
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def _make_evictable(self, blocks: list[int]) -> None:
@@ -126,22 +140,33 @@ class BlockPool:
 
     def _drop_stale(self) -> None:
         serials = enumerate(self._freed, self._first_serial)
-        fresh = [block for serial, block in serials if self._is_evictable(block, serial)]
+        fresh = [
+            block
+            for serial, block in serials
+            if self._serial_of[block] == serial and not self.ref_counts[block]
+        ]
         self._freed.clear()
         self._num_evictable = 0
         self._make_evictable(fresh)
 
-    def _is_evictable(self, block: int, serial: int) -> bool:
-        return self._serial_of[block] == serial and not self.ref_counts[block]
-
-    def _evict(self) -> int:
-        """The least recently freed cached block, which is cached no more."""
-        while True:
+    def _evict(self, count: int, blocks: list[int]) -> None:
+        """Move the `count` least recently freed cached blocks out of the cache to the end of `blocks`."""
+        serial_of, ref_counts = self._serial_of, self.ref_counts
+        self._num_evictable -= count
+        while count:
             serial = self._first_serial
             self._first_serial += 1
             block = self._freed.popleft()
-            if self._is_evictable(block, serial):
-                self._num_evictable -= 1
-                self._serial_of[block] = -1
-                self.uncache((block,))
-                return block
+            if serial_of[block] == serial and not ref_counts[block]:
+                serial_of[block] = -1
+                digest = self._hash_of[block]
+                assert digest is not None
+                self._forget(block, digest)
+                blocks.append(block)
+                count -= 1
+
+    def _forget(self, block: int, digest: bytes) -> None:
+        del self._block_of[digest]
+        self._hash_of[block] = None
+        if self._events is not None:
+            self._events.removed(digest)

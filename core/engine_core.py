@@ -6,6 +6,7 @@ One thread and one poll. The scheduler decides; this loop only moves messages, a
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from ..protocol.messages import (
 )
 from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
+from .kv_event_publisher import KVEventPublisher
 from .scheduler import Scheduler
 from .structured_output import StructuredOutputManager
 
@@ -68,10 +70,19 @@ class EngineCore:
         self._poller.register(self._stop.fd, zmq.POLLIN)
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
+        self._grammars = StructuredOutputManager(
+            config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
+        )
+        self._kv_events: KVEventPublisher | None = None
+        if config.kv_events is not None:
+            self._kv_events = KVEventPublisher(self._context, config.kv_events, core_index)
+            if self._kv_events.replay_socket is not None:
+                self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         self._worker_ids: list[bytes] = []
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._num_reported_dropped_frames = 0
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
 
     def run(self) -> None:
@@ -88,8 +99,10 @@ class EngineCore:
                 self._take_compiled_grammars()
                 self._dispatch_steps()
                 self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
+                self._publish_kv_events()
         finally:
             self._workers.send_all(self._worker_ids, Shutdown())
+            self._grammars.close()
 
     def report(self, stage: Stage, detail: str) -> None:
         """Tell the supervisor."""
@@ -97,6 +110,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Close every socket, once what was sent has left."""
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._clients.close()
         self._workers.close()
         self._status.close()
@@ -137,9 +152,6 @@ class EngineCore:
 
     def _start_scheduler(self, num_blocks: int) -> None:
         config = self._config
-        self._grammars = StructuredOutputManager(
-            config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
-        )
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -148,10 +160,14 @@ class EngineCore:
             num_blocks=num_blocks,
             core_index=self._core_index,
             structured_output=self._grammars,
+            log_kv_events=self._kv_events is not None,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
+        # What lives until now lives for ever; collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         self._status.report(
             Stage.READY,
             f"KV cache of {num_blocks} blocks, {num_blocks * config.cache.block_size} tokens",
@@ -163,6 +179,8 @@ class EngineCore:
             client_index = self._client_indices.get(identity)
             if isinstance(message, ClientHello):
                 if (message.version, message.epoch) == (PROTOCOL_VERSION, self._config.epoch):
+                    # A frontend that says hello again has forgotten its requests.
+                    self._scheduler.finish_client(message.client_index)
                     self._client_indices[identity] = message.client_index
                     self._client_ids[message.client_index] = identity
                     self._scheduler.add_client(message.client_index)
@@ -207,7 +225,27 @@ class EngineCore:
 
     def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_index, client_outputs in outputs.items():
+            if client_outputs.stats is not None:
+                client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
             self._clients.send(self._client_ids[client_index], client_outputs)
+
+        for violation in self._scheduler.violations:
+            logger.error("the scheduler's books do not balance: %s", violation)
+        self._scheduler.violations.clear()
+
+    def _count_dropped_frames(self) -> int:
+        """Frames dropped since the last call."""
+        total = self._clients.num_dropped_frames + self._workers.num_dropped_frames
+        new = total - self._num_reported_dropped_frames
+        self._num_reported_dropped_frames = total
+        return new
+
+    def _publish_kv_events(self) -> None:
+        if self._kv_events is None:
+            return
+        if events := self._scheduler.take_kv_events():
+            self._kv_events.publish(events)
+        self._kv_events.serve_replays()
 
     def _take_compiled_grammars(self) -> None:
         for key, error in self._grammars.poll():

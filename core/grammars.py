@@ -8,7 +8,6 @@ from typing import Protocol
 from ..protocol.sampling_params import StructuredOutput
 from .batch import Tenure
 from .request import Request, RequestKey
-from .slots import Slots
 
 
 class GrammarBackend(Protocol):
@@ -50,12 +49,12 @@ class Grammars:
         if request.params.structured_output is not None and self._backend is not None:
             self._backend.release(request.key)
 
-    def bitmask(self, rows: Sequence[Tenure], state: Slots) -> bytes:
+    def bitmask(self, rows: Sequence[Tenure]) -> bytes:
         """The allowed next tokens of each row.
 
         A row whose request has left its slot may sample anything, for its sample is dropped.
         """
-        alive = [row.is_alive(state) for row in rows]
+        alive = [row.is_alive for row in rows]
         keys = [row.request.key for row, is_alive in zip(rows, alive, strict=True) if is_alive]
         filled = self._backend.fill_bitmask(keys) if self._backend and keys else b""
         size = self._row_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -67,6 +68,10 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         """What clients must hear of requests that ended outside of any step."""
+
+    @abstractmethod
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What happened to cached blocks since the last call; empty unless that is logged."""
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int: ...

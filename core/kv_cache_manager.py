@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, groupby
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..protocol.arrays import Int32Array, Int64Array
+from ..protocol.arrays import Int32Array, Int64Array, int32_view
 from .block_pool import BlockPool
+from .kv_event_log import KVEventLog
 from .request import Request
-from .slots import SlotArray
+from .slots import SlotArray, Slots
 
 FULL_ATTENTION_GROUP: Final = 0
 
@@ -30,10 +34,14 @@ class KVCacheManager:
         *,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
+        slots: Slots,
         enable_prefix_caching: bool,
+        events: KVEventLog | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, events)
+        self._events = events
+        self._slots = slots
+        max_num_seqs = len(slots.requests)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -48,29 +56,51 @@ class KVCacheManager:
 
     def find_computed_blocks(self, request: Request) -> list[int]:
         """The cached blocks of the longest known prefix, which leaves at least one token to compute."""
-        if not self.reads_cache_for(request):
-            return []
         limit = (request.num_tokens - 1) // self.block_size
+        if not limit or not self.reads_cache_for(request):
+            return []
         return self.pool.find(request.block_hashes[:limit])
 
     def reads_cache_for(self, request: Request) -> bool:
         """Prompt log-probabilities need the whole prompt to be computed."""
-        return self._caches(request) and request.params.prompt_logprobs is None
+        return (
+            self.enable_prefix_caching
+            and bool(request.root_hash)
+            and request.params.prompt_logprobs is None
+        )
 
-    def can_admit(self, computed_blocks: list[int], num_tokens: int) -> bool:
-        """Whether the first `num_tokens` tokens fit, the found blocks being part of them."""
+    def allocate(self, computed_blocks: list[int], num_tokens: int) -> list[int] | None:
+        """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit."""
         num_new = -(-num_tokens // self.block_size) - len(computed_blocks)
-        return num_new + self.pool.count_free(computed_blocks) <= self.pool.num_free
+        num_revived = self.pool.count_free(computed_blocks) if computed_blocks else 0
+        if num_new + num_revived > self.pool.num_free:
+            return None
+        if computed_blocks:
+            self.pool.hold(computed_blocks, num_revived)
+        return computed_blocks + self.pool.allocate(num_new)
 
-    def admit(self, slot: int, computed_blocks: list[int], num_tokens: int) -> list[int]:
-        """Give an empty slot the found blocks and new ones for `num_tokens`. Returns all of them."""
-        num_blocks = -(-num_tokens // self.block_size)
-        self._num_cached_blocks[slot] = len(computed_blocks)
-        self.pool.hold(computed_blocks)
-        blocks = computed_blocks + self.pool.allocate(num_blocks - len(computed_blocks))
+    def count_needed(
+        self, computed_blocks: list[int], num_tokens: int, without: Sequence[int] = ()
+    ) -> int:
+        """How many free blocks `allocate` would take, less those that vacating some slots would free."""
+        num_new = -(-num_tokens // self.block_size) - len(computed_blocks)
+        needed = num_new + self.pool.count_free(computed_blocks)
+        if without:
+            held = Counter(chain.from_iterable(self.blocks[slot] for slot in without))
+            kept = set(computed_blocks)
+            needed -= sum(
+                count == self.pool.ref_counts[block] and block not in kept
+                for block, count in held.items()
+            )
+        return needed
+
+    def assign(self, request: Request, blocks: list[int], num_cached: int, num_tokens: int) -> None:
+        """Give a request its blocks: `num_cached` found ones, and those that `num_tokens` tokens will fill."""
+        slot = request.slot
         self.blocks[slot] = blocks
-        self._capacity[slot] = num_blocks * self.block_size
-        return blocks
+        self._capacity[slot] = len(blocks) * self.block_size
+        self._num_cached_blocks[slot] = num_cached
+        self.cache_blocks(request, num_tokens)
 
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
         """What `slots` lack to hold `num_tokens` tokens each."""
@@ -107,10 +137,12 @@ class KVCacheManager:
         hashes = request.block_hashes
         end = min(num_tokens // self.block_size, len(hashes))
         if end > start:
+            if self._events is not None:
+                self._log_stored(self._events, request, start, end)
             self.pool.cache(self.blocks[slot][start:end], hashes[start:end])
             self._num_cached_blocks[slot] = end
 
-    def free(self, request: Request, num_tokens: int, output_token_ids: Int32Array) -> None:
+    def free(self, request: Request, num_tokens: int) -> None:
         """Release the blocks of a request, the first `num_tokens` tokens of it staying findable.
 
         Blocks filled with output are hashed only here, where the request stops writing to them.
@@ -118,7 +150,8 @@ class KVCacheManager:
         slot = request.slot
         if self._caches(request) and num_tokens // self.block_size > self._num_cached_blocks[slot]:
             num_output = max(0, num_tokens - request.num_prompt_tokens)
-            request.hash_output_blocks(output_token_ids[:num_output], self.block_size)
+            output = self._slots.output_token_ids(slot)[:num_output]
+            request.hash_output_blocks(output, self.block_size)
             self.cache_blocks(request, num_tokens)
         self.pool.release(self.blocks[slot])
         self.blocks[slot] = []
@@ -132,6 +165,19 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Does nothing and returns False while any block is held."""
         return self.pool.reset()
+
+    def _log_stored(self, events: KVEventLog, request: Request, start: int, end: int) -> None:
+        """Log the runs of blocks that are about to become findable."""
+        hashes, size = request.block_hashes, self.block_size
+        output = self._slots.output_token_ids(request.slot)
+        token_ids = np.concatenate((int32_view(request.prompt_token_ids), output))
+        fresh = (index for index in range(start, end) if not self.pool.is_cached(hashes[index]))
+        for _, run in groupby(enumerate(fresh), lambda item: item[1] - item[0]):
+            indices = [index for _, index in run]
+            first, last = indices[0], indices[-1] + 1
+            parent = hashes[first - 1] if first else None
+            tokens = token_ids[first * size : last * size].tolist()
+            events.stored(hashes[first:last], parent, tokens)
 
     def _caches(self, request: Request) -> bool:
         return self.enable_prefix_caching and bool(request.root_hash)

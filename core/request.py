@@ -19,6 +19,7 @@ RequestKey: TypeAlias = tuple[int, int]
 """(client_index, request_index): unique among live requests."""
 
 
+_FEW_BYTES = 16 * HASH_BYTES
 _DIGEST = np.dtype((np.void, HASH_BYTES))
 
 
@@ -36,40 +37,44 @@ class RequestStatus(enum.IntEnum):
     FINISHED_EXPIRED = 8
     FINISHED_ERROR = 9
 
-    @property
-    def is_finished(self) -> bool:
-        return self >= RequestStatus.FINISHED_STOPPED
-
     @classmethod
     def finished(cls, reason: FinishReason) -> RequestStatus:
-        return cls(cls.FINISHED_STOPPED + reason)
+        return _FINISHED[reason]
+
+
+_FINISHED = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
 
 
 class Request:
-    """`arrival` orders requests by their coming, whatever the clocks of the clients say.
+    """`arrival` orders requests by their coming, `rank` is what the policy puts before that.
 
-    While the request has a slot (`slot` >= 0) its output tokens are in `Slots`, otherwise in
-    `output_token_ids`. `num_cached_tokens` is -1 until the first admission.
+    While the request has a slot (`slot` >= 0) its output tokens are in `Slots`; otherwise they are in
+    `output_token_ids`, and `num_tokens` counts them and the prompt's. `num_cached_tokens` is -1 until
+    the first admission.
     """
 
     __slots__ = (
         "_block_hashes",
         "arrival",
-        "arrival_time",
         "client_index",
         "deadline",
         "eos_token_ids",
         "has_sampled",
         "is_corrupted",
+        "is_finished",
         "key",
+        "num_admissions",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "num_tokens",
         "output_token_ids",
         "params",
         "priority",
         "prompt_block_hashes",
         "prompt_logprobs",
         "prompt_token_ids",
+        "queued_at",
+        "rank",
         "request_index",
         "root_hash",
         "slot",
@@ -78,18 +83,22 @@ class Request:
         "tenant",
     )
 
-    def __init__(self, client_index: int, message: EngineCoreRequest, arrival: int) -> None:
+    def __init__(
+        self, client_index: int, message: EngineCoreRequest, arrival: int, queued_at: float
+    ) -> None:
         self.client_index = client_index
         self.request_index = message.request_index
         self.key: RequestKey = (client_index, message.request_index)
         self.arrival = arrival
-        self.arrival_time = message.arrival_time
+        self.queued_at = queued_at
+        self.rank = 0.0
         self.priority = message.priority
         self.tenant = message.tenant
         self.deadline = message.deadline
         self.params = message.sampling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
+        self.num_tokens = self.num_prompt_tokens
         self.output_token_ids = b""
         self.prompt_block_hashes = message.block_hashes
         self.root_hash = message.root_hash
@@ -98,16 +107,13 @@ class Request:
         self.eos_token_ids = ends
         self.stop_token_ids = frozenset(ends).union(self.params.stop_token_ids)
         self.status = RequestStatus.WAITING
+        self.is_finished = False
         self.slot = -1
+        self.num_admissions = 0
         self.num_cached_tokens = -1
         self.has_sampled = False
         self.is_corrupted = False
         self.prompt_logprobs: list[TokenLogprobs] = []
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output; meaningful while the request has no slot."""
-        return self.num_prompt_tokens + len(self.output_token_ids) // 4
 
     @property
     def token_ids(self) -> bytes:
@@ -136,5 +142,7 @@ class Request:
 
 
 def _split(digests: bytes) -> list[bytes]:
+    if len(digests) <= _FEW_BYTES:
+        return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]
     split: list[bytes] = np.frombuffer(digests, dtype=_DIGEST).tolist()
     return split

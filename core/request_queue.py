@@ -1,4 +1,4 @@
-"""Requests that wait for admission, in the order of the policy."""
+"""Requests that wait for admission, in the order of a policy."""
 
 from __future__ import annotations
 
@@ -6,52 +6,119 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import deque
 
+import numpy as np
+
 from .request import Request
+from .running_requests import RunningRequests
+from .slots import SlotArray
+
+_MIN_LEFT = 64
+"""Entries of requests that ended while they waited are swept out when they outnumber the others by this."""
 
 
 class RequestQueue(ABC):
-    """A queue from which requests may leave anywhere: those that finished are dropped when met."""
+    """The order of admission, and against it that of preemption.
 
-    @abstractmethod
+    Requests may leave anywhere in the queue by finishing; they are dropped when they come to the front.
+    """
+
+    def __init__(self, running: RunningRequests) -> None:
+        self._running = running
+        self._num_waiting = 0
+        self._aside: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
     def add(self, request: Request) -> None:
         """Append an arrival."""
+        self._num_waiting += 1
+        self._insert(request)
 
-    @abstractmethod
     def restore(self, request: Request) -> None:
         """Put a request back in the place that its arrival gives it."""
+        self._num_waiting += 1
+        self._reinsert(request)
+
+    def pop(self) -> Request:
+        """Remove the request that `peek` returns."""
+        self._num_waiting -= 1
+        return self._remove_first()
+
+    def set_aside(self) -> None:
+        """Take the first request out of the order until `recall`; it still waits."""
+        request = self._remove_first()
+        self._aside[request.arrival] = request
+
+    def recall(self) -> None:
+        """Put every request that was set aside back in its place."""
+        for request in self._aside.values():
+            self._reinsert(request)
+        self._aside = {}
+
+    def discard(self, request: Request) -> None:
+        """A request in the queue has finished."""
+        self._num_waiting -= 1
+        if self._aside.pop(request.arrival, None) is None:
+            self._leave(request)
 
     @abstractmethod
     def peek(self) -> Request | None:
         """The next request to admit."""
 
+    def entering(self, request: Request, num_cached_tokens: int) -> None:  # noqa: B027
+        """A request got a slot, and so many of its tokens need not be computed."""
+
+    def leaving(self, request: Request) -> None:  # noqa: B027
+        """A request is about to lose its slot."""
+
+    def victim(self) -> int:
+        """The slot of the running request to preempt when blocks are lacking."""
+        return int(self._running.order[-1])
+
+    def displaceable(self, request: Request) -> list[int]:
+        """The slots whose requests may be preempted for a waiting one, the first to go first."""
+        return []
+
     @abstractmethod
-    def pop(self) -> Request:
-        """Remove the request that `peek` returns."""
+    def _insert(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _reinsert(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _remove_first(self) -> Request: ...
+
+    @abstractmethod
+    def _leave(self, request: Request) -> None:
+        """Account for a finished request, which is still among the entries."""
 
 
 class FCFSQueue(RequestQueue):
     """First come, first served: what was restored came before every arrival that still waits behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: RunningRequests) -> None:
+        super().__init__(running)
         self._arrivals: deque[Request] = deque()
         self._restored: list[tuple[int, Request]] = []
 
-    def add(self, request: Request) -> None:
+    def peek(self) -> Request | None:
+        arrivals, restored = self._arrivals, self._restored
+        while arrivals and arrivals[0].is_finished:
+            arrivals.popleft()
+        while restored and restored[0][1].is_finished:
+            heapq.heappop(restored)
+        if restored and self._is_restored_next():
+            return restored[0][1]
+        return arrivals[0] if arrivals else None
+
+    def _insert(self, request: Request) -> None:
         self._arrivals.append(request)
 
-    def restore(self, request: Request) -> None:
+    def _reinsert(self, request: Request) -> None:
         heapq.heappush(self._restored, (request.arrival, request))
 
-    def peek(self) -> Request | None:
-        while self._arrivals and self._arrivals[0].status.is_finished:
-            self._arrivals.popleft()
-        while self._restored and self._restored[0][1].status.is_finished:
-            heapq.heappop(self._restored)
-        if self._is_restored_next():
-            return self._restored[0][1]
-        return self._arrivals[0] if self._arrivals else None
-
-    def pop(self) -> Request:
+    def _remove_first(self) -> Request:
         if self._is_restored_next():
             return heapq.heappop(self._restored)[1]
         return self._arrivals.popleft()
@@ -60,3 +127,72 @@ class FCFSQueue(RequestQueue):
         if not self._restored:
             return False
         return not self._arrivals or self._restored[0][0] < self._arrivals[0].arrival
+
+    def _leave(self, request: Request) -> None:
+        if len(self._arrivals) + len(self._restored) > 2 * self._num_waiting + _MIN_LEFT:
+            self._arrivals = deque(r for r in self._arrivals if not r.is_finished)
+            self._restored = [entry for entry in self._restored if not entry[1].is_finished]
+            heapq.heapify(self._restored)
+
+
+class RankedQueue(RequestQueue):
+    """Smallest (rank, arrival) first; the largest is the first to be preempted.
+
+    A waiting request may displace running ones of strictly larger rank if `preempts`.
+    """
+
+    def __init__(self, running: RunningRequests, *, preempts: bool = False) -> None:
+        super().__init__(running)
+        self._preempts = preempts
+        self._heap: list[tuple[float, int, Request]] = []
+
+    @abstractmethod
+    def rank(self, request: Request) -> float: ...
+
+    def peek(self) -> Request | None:
+        while self._heap and self._heap[0][2].is_finished:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def victim(self) -> int:
+        return self._worst_first(self._running.order)[0]
+
+    def displaceable(self, request: Request) -> list[int]:
+        if not self._preempts:
+            return []
+        order = self._running.order
+        return self._worst_first(order[self._running.slots.rank[order] > request.rank])
+
+    def _worst_first(self, slots: SlotArray) -> list[int]:
+        state = self._running.slots
+        ascending: list[int] = slots[np.lexsort((state.arrival[slots], state.rank[slots]))].tolist()
+        return ascending[::-1]
+
+    def _insert(self, request: Request) -> None:
+        request.rank = self.rank(request)
+        heapq.heappush(self._heap, (request.rank, request.arrival, request))
+
+    def _reinsert(self, request: Request) -> None:
+        self._insert(request)
+
+    def _remove_first(self) -> Request:
+        return heapq.heappop(self._heap)[2]
+
+    def _leave(self, request: Request) -> None:
+        if len(self._heap) > 2 * self._num_waiting + _MIN_LEFT:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+
+
+class PriorityQueue(RankedQueue):
+    """Smaller priority values first."""
+
+    def rank(self, request: Request) -> float:
+        return float(request.priority)
+
+
+class DeadlineQueue(RankedQueue):
+    """Least slack first: all requests see the same clock, so that is the earliest deadline."""
+
+    def rank(self, request: Request) -> float:
+        return request.deadline or float("inf")

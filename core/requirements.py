@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.messages import EngineCoreRequest, FinishReason
 
@@ -27,7 +25,7 @@ class Requirements(NamedTuple):
     max_num_queued_tokens: int
 
     def refuse(
-        self, request: EngineCoreRequest, *, num_queued_reqs: int, num_queued_tokens: int
+        self, request: EngineCoreRequest, num_queued_reqs: int, num_queued_tokens: int
     ) -> Refusal | None:
         """The first reason not to queue `request`; None when there is none."""
         problem = self._find_inconsistency(request)
@@ -74,11 +72,7 @@ class Requirements(NamedTuple):
             return (
                 f"prompt_token_ids has {len(request.prompt_token_ids)} bytes, not a multiple of 4"
             )
-        # As unsigned integers, negative ones are larger than any vocabulary.
-        prompt = np.frombuffer(request.prompt_token_ids, np.uint32)
-        if len(prompt) and prompt.max() >= self.vocab_size:
-            return f"prompt_token_ids has a token outside of the vocabulary [0, {self.vocab_size})"
-        expected = len(prompt) // self.block_size * HASH_BYTES
+        expected = len(request.prompt_token_ids) // 4 // self.block_size * HASH_BYTES
         if request.root_hash and len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
         stops = (*request.eos_token_ids, *request.sampling_params.stop_token_ids)

@@ -49,7 +49,7 @@ class RunningRequests:
             order = self._order[: self._num_ordered]
         return order
 
-    def append(self, request: Request, *, num_computed_tokens: int, max_output_tokens: int) -> int:
+    def append(self, request: Request, num_computed_tokens: int, max_output_tokens: int) -> None:
         """Give the request a slot at the end. A step that computes all its tokens samples one more.
 
         `max_output_tokens` counts the output tokens it has already, too.
@@ -65,10 +65,10 @@ class RunningRequests:
         self._order[self._num_ordered] = slot
         self._num_ordered += 1
         self.num_constrained += request.params.structured_output is not None
-        self.prefilling[slot] = num_tokens
-        if is_prefilled:
-            self.complete_prefill(slot)
-        return slot
+        if not is_prefilled:
+            self.prefilling[slot] = num_tokens
+        else:
+            self.complete_prefill(request)
 
     def remove(self, request: Request) -> None:
         self._removed.append(request.slot)
@@ -76,10 +76,10 @@ class RunningRequests:
         self.num_constrained -= request.params.structured_output is not None
         self.slots.vacate(request)
 
-    def complete_prefill(self, slot: int) -> None:
+    def complete_prefill(self, request: Request) -> None:
         """The step in the making samples the first token since the request's admission."""
-        del self.prefilling[slot]
-        self._completed_prefills.append(self.tenure(slot))
+        self.prefilling.pop(request.slot, None)
+        self._completed_prefills.append(Tenure(request, request.num_admissions))
 
     def take_removed(self) -> list[int]:
         """The slots vacated since the last call."""
@@ -89,6 +89,3 @@ class RunningRequests:
     def take_completed_prefills(self) -> list[Tenure]:
         completed, self._completed_prefills = self._completed_prefills, []
         return completed
-
-    def tenure(self, slot: int) -> Tenure:
-        return Tenure(self[slot], slot, int(self.slots.generation[slot]))

@@ -7,49 +7,60 @@ together, in array operations; single ones are visited only when something happe
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
-from ..protocol.config import CacheConfig, SchedulerConfig
-from ..protocol.errors import ConfigError, EngineError
+from ..protocol.arrays import BoolArray, Int64Array, int32_bytes
+from ..protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from ..protocol.errors import ConfigError
+from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
-    EventKind,
-    FinishedRequest,
     FinishReason,
     ModelRunnerOutput,
     NewRequestData,
-    RowLogprobs,
     SchedulerOutput,
     SchedulerStats,
-    TokenLogprobs,
 )
+from .admission_delay import AdmissionDelay
 from .batch import Batch, StepInFlight, Tenure
 from .client_outputs import ClientOutputs
+from .conservation import find_violations
+from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
-from .kv_cache_manager import KVCacheManager
-from .request import Request, RequestKey, RequestStatus
-from .request_queue import FCFSQueue
+from .kv_cache_manager import Growth, KVCacheManager
+from .kv_event_log import KVEventLog
+from .partial_prefills import PartialPrefills
+from .request import Request, RequestKey
+from .request_lifecycle import RequestLifecycle
+from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
 from .slots import SlotArray, Slots
+from .step_results import StepResults
+
+CONSERVATION_INTERVAL: Final = 1000
+"""Steps between two counts of what must add up."""
 
 
-class _Rows(NamedTuple):
-    """Running rows of a step in the making: the tokens granted to each, and whether it samples."""
+class _RunningPlan(NamedTuple):
+    """What the running requests would compute: `granted` of the `wanted` tokens each, up to `computed`.
+
+    `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
+    """
 
     slots: SlotArray
+    wanted: Int64Array
     granted: Int64Array
-    samples: BoolArray
-    block_updates: bytes
+    computed: Int64Array
+    growth: Growth
     num_tokens: int
+    share: int
 
 
 class _Admissions(NamedTuple):
@@ -61,7 +72,7 @@ class _Admissions(NamedTuple):
 
 
 class Scheduler(SchedulerInterface):
-    """First come, first served, over one KV cache of `num_blocks` blocks.
+    """One replica's scheduler over a KV cache of `num_blocks` blocks.
 
     Raises ConfigError for limits that contradict each other.
     """
@@ -76,6 +87,7 @@ class Scheduler(SchedulerInterface):
         num_blocks: int,
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
+        log_kv_events: bool = False,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -85,36 +97,44 @@ class Scheduler(SchedulerInterface):
         if num_blocks < 2:
             raise ConfigError(f"the KV cache has {num_blocks} blocks and needs at least 2")
         self._config = config
-        self._grammars = Grammars(structured_output, vocab_size)
+        self._partial_prefills = PartialPrefills(config, cache_config, max_model_len)
+        self._delay = AdmissionDelay(config.scheduler_delay_factor)
+        self.slots = Slots(config.max_num_seqs, vocab_size)
+        self._kv_events = KVEventLog(cache_config.block_size) if log_kv_events else None
         self.kv_cache_manager = KVCacheManager(
             num_blocks=num_blocks,
             block_size=cache_config.block_size,
-            max_num_seqs=config.max_num_seqs,
+            slots=self.slots,
             enable_prefix_caching=cache_config.enable_prefix_caching,
+            events=self._kv_events,
         )
-        self._requirements = Requirements(
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            block_size=cache_config.block_size,
-            num_blocks=num_blocks - 1,
-            has_grammars=structured_output is not None,
-            max_num_queued_reqs=config.max_num_queued_reqs,
-            max_num_queued_tokens=config.max_num_queued_tokens,
-        )
-        # The last token of a request is never computed, so it needs no place in the cache.
-        self._max_total_tokens = min(max_model_len, self.kv_cache_manager.max_tokens + 1)
-        self.slots = Slots(config.max_num_seqs, vocab_size)
         self._running = RunningRequests(self.slots, config.max_num_seqs)
-        self.requests: dict[RequestKey, Request] = {}
-        self._queue = FCFSQueue()
-        self._num_arrivals = 0
-        self._num_queued_tokens = 0
-        self._blocked: tuple[Request, int] | None = None
-        self._step = 0
-        self._in_flight: deque[StepInFlight] = deque()
-        self._last_batch = Batch(self._running.order, self.slots)
+        self._queue = _make_queue(config, self._running)
+        self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
-        self._stats = SchedulerStats()
+        self._lifecycle = RequestLifecycle(
+            requirements=Requirements(
+                vocab_size=vocab_size,
+                max_model_len=max_model_len,
+                block_size=cache_config.block_size,
+                num_blocks=num_blocks - 1,
+                has_grammars=structured_output is not None,
+                max_num_queued_reqs=config.max_num_queued_reqs,
+                max_num_queued_tokens=config.max_num_queued_tokens,
+            ),
+            manager=self.kv_cache_manager,
+            running=self._running,
+            queue=self._queue,
+            clients=self._clients,
+            grammars=self._grammars,
+        )
+        self.requests = self._lifecycle.requests
+        self._results = StepResults(self._lifecycle)
+        self._blocked: tuple[Request, int] | None = None
+        self._last_batch = Batch(self._running.order, self.slots)
+        self._step = 0
+        self.violations: list[str] = []
+        """What did not add up, since the owner of the scheduler last emptied this."""
 
     # what comes from outside
 
@@ -127,39 +147,12 @@ class Scheduler(SchedulerInterface):
         self._clients.close(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
-        self._clients.open(client_index)
-        if (client_index, message.request_index) in self.requests:
-            return
-        refusal = self._requirements.refuse(
-            message,
-            num_queued_reqs=len(self.requests) - len(self._running),
-            num_queued_tokens=self._num_queued_tokens,
-        )
-        if refusal is not None:
-            finished = FinishedRequest(
-                message.request_index, refusal.reason, message=refusal.message
-            )
-            self._clients.finish(client_index, finished)
-            return
-        request = Request(client_index, message, self._num_arrivals)
-        self._num_arrivals += 1
-        self._num_queued_tokens += request.num_tokens
-        self.requests[request.key] = request
-        self._clients.event(request, EventKind.QUEUED, now)
-        if self._grammars.start(request):
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
-        else:
-            self._queue.add(request)
+        request = self._lifecycle.add(client_index, message, now)
+        if request is not None:
+            self._delay.arrived(request)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
-        request = self.requests.get(key)
-        if request is None or request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
-            return
-        if error is not None:
-            self._finish(request, FinishReason.ERROR, message=error)
-        else:
-            request.status = RequestStatus.WAITING
-            self._queue.restore(request)
+        self._lifecycle.grammar_ready(key, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
@@ -167,136 +160,184 @@ class Scheduler(SchedulerInterface):
         for key in keys:
             request = self.requests.get(key)
             if request is not None:
-                self._finish(request, reason, message=message)
+                self._lifecycle.finish(request, reason, message=message)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         if reset_running_requests:
             for slot in self._running.order.tolist():
-                self._preempt(slot, now)
+                self._lifecycle.preempt(slot, now)
         return self.kv_cache_manager.reset_prefix_cache()
 
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        self._lifecycle.expire(now)
         may_admit = not self._inject_preemption(now)
-        while (rows := self._schedule_running()) is None:
-            self._preempt(int(self._running.order[-1]), now)
+        plan = self._plan_running()
+        while plan.growth.total > self.kv_cache_manager.pool.num_free:
+            self._lifecycle.preempt(self._queue.victim(), now)
             may_admit = False
-        self._advance_prefills()
-        budget = self._config.max_num_batched_tokens - rows.num_tokens
-        admitted = self._admit(budget if may_admit else 0, now)
-        if not (rows.num_tokens or admitted.requests or self._running.has_removed):
+            plan = self._plan_running()
+        max_admitted = self.slots.num_free if may_admit else 0
+        if may_admit and self._queue:
+            displaced = self._displace(plan, now)
+            if displaced is not None:
+                plan, max_admitted = displaced, 1
+        samples, block_updates = self._carry_out(plan)
+        admitted = self._admit(plan, max_admitted, now)
+        if not (plan.num_tokens or admitted.requests or self._running.has_removed):
             return None
-        return self._make_step(rows, admitted)
+        return self._make_step(plan, samples, block_updates, admitted, now)
 
-    def _schedule_running(self) -> _Rows | None:
-        """Grant tokens and blocks to the running requests; None, and nothing done, if blocks are lacking."""
-        manager = self.kv_cache_manager
+    def _plan_running(self, without: Sequence[int] = ()) -> _RunningPlan:
+        """What the running requests may compute. The blocks for it may be lacking."""
         state = self.slots
         slots = self._running.order
+        if without:
+            slots = slots[np.isin(slots, without, invert=True)]
         computed = state.num_computed_tokens[slots]
-        expected = state.num_expected_tokens[slots]
-        wanted = np.minimum(expected, state.max_computed_tokens[slots])
+        wanted = np.minimum(state.num_expected_tokens[slots], state.max_computed_tokens[slots])
         wanted -= computed
-        granted = self._limit(wanted)
-        num_tokens = int(granted.sum())
-        samples = granted > 0
-        if granted is not wanted:
-            samples &= granted == wanted
+        granted, share = self._limit(slots, wanted)
         computed += granted
-        growth = manager.plan_growth(slots, computed)
-        if growth.total > manager.pool.num_free:
-            return None
-        updates = manager.grow(growth).tobytes() if growth.total else b""
-        expected += samples
-        state.num_computed_tokens[slots] = computed
-        state.num_expected_tokens[slots] = expected
-        return _Rows(slots, granted, samples, updates, num_tokens)
+        growth = self.kv_cache_manager.plan_growth(slots, computed)
+        return _RunningPlan(slots, wanted, granted, computed, growth, int(granted.sum()), share)
 
-    def _limit(self, wanted: Int64Array) -> Int64Array:
-        """Cut what the running requests want to the limits of a step, first come first served."""
-        threshold = self._config.long_prefill_token_threshold
-        if threshold and self._running.prefilling:
-            wanted = np.minimum(wanted, threshold)
+    def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
+        """Cut what the running requests want to the limits of a step, first come first served.
+
+        Returns the tokens granted, and the share of each prompt.
+        """
+        limits = self._partial_prefills
+        prefilling = self._running.prefilling
+        if prefilling:
+            is_prefill = np.isin(slots, list(prefilling))
+            num_decodes = int(np.count_nonzero(wanted[~is_prefill]))
+            share = limits.share(num_decodes, len(prefilling), len(self._queue))
+            wanted = limits.cap_rows(wanted, is_prefill, share)
+        else:
+            share = limits.share(len(slots), 0, len(self._queue))
         budget = self._config.max_num_batched_tokens
         if wanted.sum() > budget:
             before = np.cumsum(wanted) - wanted
             wanted = np.clip(budget - before, 0, wanted)
-        return wanted
+        return wanted, share
 
-    def _advance_prefills(self) -> None:
-        """Make findable what this step fills of prompts, and note whose prefill it completes."""
-        for slot, num_prefill_tokens in list(self._running.prefilling.items()):
-            num_computed = int(self.slots.num_computed_tokens[slot])
-            self.kv_cache_manager.cache_blocks(self._running[slot], num_computed)
-            if num_computed >= num_prefill_tokens:
-                self._running.complete_prefill(slot)
+    def _displace(self, plan: _RunningPlan, now: float) -> _RunningPlan | None:
+        """Preempt requests that the first waiting one may displace, if that makes room for it.
 
-    def _admit(self, budget: int, now: float) -> _Admissions:
-        """Admit waiting requests while tokens, slots and blocks last."""
+        Returns the plan for those that remain; None, and nothing done, when it has room anyway or never.
+        """
+        request = self._queue.peek()
+        if request is None or self._is_blocked(request):
+            return None
+        candidates = self._queue.displaceable(request)
+        if not candidates or self._has_room(request, plan):
+            return None
+        if not self._has_room(request, self._plan_running(candidates), candidates):
+            return None
+        for slot in candidates:
+            self._lifecycle.preempt(slot, now)
+            plan = self._plan_running()
+            if self._has_room(request, plan):
+                break
+        return plan
+
+    def _has_room(self, request: Request, plan: _RunningPlan, without: Sequence[int] = ()) -> bool:
+        """Whether a waiting request could be admitted beside the plan, were it not for some slots."""
         manager = self.kv_cache_manager
+        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        if budget <= 0 or not (self.slots.num_free or without):
+            return False
+        found = manager.find_computed_blocks(request)
+        num_cached = len(found) * manager.block_size
+        granted = self._first_chunk(request.num_tokens - num_cached, budget, plan.share)
+        if not granted:
+            return False
+        lacking = manager.count_needed(found, num_cached + granted, without) + plan.growth.total
+        return lacking <= manager.pool.num_free
+
+    def _first_chunk(self, wanted: int, budget: int, share: int) -> int:
+        """How many tokens a request may begin with; 0 if it must wait for a larger budget."""
+        if self._config.enable_chunked_prefill:
+            return min(self._partial_prefills.cap(wanted, share), budget)
+        return wanted if wanted <= budget else 0
+
+    def _is_blocked(self, request: Request) -> bool:
+        """Whether the request was found not to fit, and no block has become free since."""
+        if self._blocked is None:
+            return False
+        blocked, num_openings = self._blocked
+        return blocked is request and num_openings == self.kv_cache_manager.pool.num_openings
+
+    def _carry_out(self, plan: _RunningPlan) -> tuple[BoolArray, bytes]:
+        """Give the running requests what was planned. Returns which of them sample, and the block updates."""
+        slots, state = plan.slots, self.slots
+        samples: BoolArray = plan.granted > 0
+        if plan.granted is not plan.wanted:
+            samples &= plan.granted == plan.wanted
+        state.num_computed_tokens[slots] = plan.computed
+        state.num_expected_tokens[slots] += samples
+        updates = self.kv_cache_manager.grow(plan.growth).tobytes() if plan.growth.total else b""
+        for slot, num_prefill_tokens in list(self._running.prefilling.items()):
+            request = self._running[slot]
+            num_computed = int(state.num_computed_tokens[slot])
+            self.kv_cache_manager.cache_blocks(request, num_computed)
+            if num_computed >= num_prefill_tokens:
+                self._running.complete_prefill(request)
+        return samples, updates
+
+    def _admit(self, plan: _RunningPlan, max_admitted: int, now: float) -> _Admissions:
+        """Admit waiting requests while tokens, slots and blocks last."""
+        queue, manager, limits = self._queue, self.kv_cache_manager, self._partial_prefills
         admitted = _Admissions([], [], [])
-        while budget > 0 and self.slots.num_free:
-            request = self._queue.peek()
-            if request is None or self._blocked == (request, manager.pool.num_openings):
+        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        if not (queue and max_admitted and budget > 0):
+            return admitted
+        partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
+        num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
+        if not limits.are_long_at_limit(num_long):
+            queue.recall()
+        while budget > 0 and len(admitted.requests) < max_admitted:
+            request = queue.peek()
+            if request is None or (self._blocked and self._is_blocked(request)):
                 break
-            blocks = manager.find_computed_blocks(request)
-            num_computed = len(blocks) * manager.block_size
-            wanted = request.num_tokens - num_computed
-            granted = min(wanted, budget)
-            if self._config.enable_chunked_prefill:
-                granted = min(granted, self._config.long_prefill_token_threshold or granted)
-            elif granted < wanted:
+            if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
                 break
-            if not manager.can_admit(blocks, num_computed + granted):
+            found = manager.find_computed_blocks(request)
+            num_cached = len(found) * manager.block_size
+            wanted = request.num_tokens - num_cached
+            granted = self._first_chunk(wanted, budget, plan.share)
+            is_partial = granted < wanted
+            is_long = is_partial and limits.is_long(request.num_tokens)
+            if not granted or (is_partial and limits.are_at_limit(num_partial)):
+                break
+            if is_long and limits.are_long_at_limit(num_long):
+                queue.set_aside()
+                continue
+            blocks = manager.allocate(found, num_cached + granted)
+            if blocks is None:
                 self._blocked = request, manager.pool.num_openings
                 break
-            self._queue.pop()
-            admitted.requests.append(self._start(request, blocks, granted, now))
+            num_partial += is_partial
+            num_long += is_long
+            data = self._lifecycle.start(request, blocks, len(found), granted, now)
+            admitted.requests.append(data)
             admitted.granted.append(granted)
-            admitted.samples.append(granted == wanted)
+            admitted.samples.append(not is_partial)
             budget -= granted
         return admitted
 
-    def _start(
-        self, request: Request, computed_blocks: list[int], granted: int, now: float
-    ) -> NewRequestData:
-        """Give a waiting request a slot, its blocks and its first tokens to compute."""
-        manager = self.kv_cache_manager
-        num_tokens = request.num_tokens
-        num_cached = len(computed_blocks) * manager.block_size
-        num_computed = num_cached + granted
-        token_ids = request.token_ids
-        self._num_queued_tokens -= num_tokens
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_cached
-            if manager.reads_cache_for(request):
-                self._stats.prefix_cache_queries += num_tokens
-                self._stats.prefix_cache_hits += num_cached
-        max_output = self._max_total_tokens - request.num_prompt_tokens
-        if request.params.max_tokens is not None:
-            max_output = min(max_output, request.params.max_tokens)
-        slot = self._running.append(
-            request, num_computed_tokens=num_computed, max_output_tokens=max_output
-        )
-        block_ids = manager.admit(slot, computed_blocks, num_computed)
-        manager.cache_blocks(request, num_computed)
-        request.status = RequestStatus.RUNNING
-        self._clients.event(request, EventKind.SCHEDULED, now)
-        return NewRequestData(
-            slot=slot,
-            request_id=request.key,
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_cached,
-            block_ids=(int32_bytes(block_ids),),
-            sampling_params=request.params,
-            eos_token_ids=request.eos_token_ids,
-        )
-
-    def _make_step(self, rows: _Rows, admitted: _Admissions) -> SchedulerOutput:
+    def _make_step(
+        self,
+        plan: _RunningPlan,
+        samples: BoolArray,
+        block_updates: bytes,
+        admitted: _Admissions,
+        now: float,
+    ) -> SchedulerOutput:
         """Write down what was decided: for the workers, and for the output to come."""
-        slots, granted, samples = rows.slots, rows.granted, rows.samples
+        slots, granted = plan.slots, plan.granted
         if not granted.all():
             positions = granted.nonzero()[0]
             slots, granted, samples = slots[positions], granted[positions], samples[positions]
@@ -312,34 +353,57 @@ class Scheduler(SchedulerInterface):
         batch = self._last_batch
         sampling = batch if samples.all() else batch.select(samples)
         constrained = self._constrained_rows(sampling)
-        self._step += 1
         prefilled = self._running.take_completed_prefills()
-        self._in_flight.append(StepInFlight(self._step, batch, sampling, prefilled, constrained))
-        self._stats.num_steps += 1
-        self._stats.num_scheduled_tokens += rows.num_tokens + sum(admitted.granted)
+        has_prefill = bool(prefilled or self._running.prefilling)
+        self._step += 1
+        self._results.expect(
+            StepInFlight(self._step, batch, sampling, prefilled, constrained, now, has_prefill)
+        )
+        stats = self._lifecycle.stats
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
         chunked = (granted != 1).nonzero()[0]
         removed = self._running.take_removed()
         return SchedulerOutput(
             step=self._step,
             removed_slots=int32_bytes(removed) if removed else b"",
             new_requests=admitted.requests,
-            block_updates=rows.block_updates,
+            block_updates=block_updates,
             slots=None if is_same else batch.slot_bytes,
             chunks=int32_bytes(np.stack((chunked, granted[chunked]), 1)) if len(chunked) else b"",
-            grammar_slots=int32_bytes([row.slot for row in constrained]) if constrained else b"",
+            grammar_slots=int32_bytes([row.request.slot for row in constrained])
+            if constrained
+            else b"",
         )
 
     def _constrained_rows(self, sampling: Batch) -> list[Tenure]:
         if not self._running.num_constrained:
             return []
-        rows = map(self._running.tenure, sampling.slots.tolist())
-        return [row for row in rows if row.request.params.structured_output is not None]
+        requests = map(self._running.__getitem__, sampling.slots.tolist())
+        return [
+            Tenure(request, request.num_admissions)
+            for request in requests
+            if request.params.structured_output is not None
+        ]
+
+    def _inject_preemption(self, now: float) -> bool:
+        """Preempt a running request with the configured probability, by a hash of the step's number."""
+        probability = self._config.inject_preemption
+        if not probability or not len(self._running):
+            return False
+        digest = blake2b(self._step.to_bytes(8, "little"), digest_size=8).digest()
+        chance = int.from_bytes(digest[:4], "little") / 2**32
+        if chance >= probability:
+            return False
+        draw = int.from_bytes(digest[4:], "little")
+        slots = self._running.order
+        self._lifecycle.preempt(int(slots[draw % len(slots)]), now)
+        return True
+
+    # the outputs of steps
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
-        step = next(step for step in self._in_flight if step.step == scheduler_output.step)
-        return self._grammars.bitmask(step.constrained, self.slots)
-
-    # the output of a step
+        return self._grammars.bitmask(self._results.expected(scheduler_output.step).constrained)
 
     def update_from_output(
         self,
@@ -347,103 +411,20 @@ class Scheduler(SchedulerInterface):
         model_runner_output: ModelRunnerOutput,
         now: float,
     ) -> dict[int, EngineCoreOutputs]:
-        step = self._next_in_flight(scheduler_output, model_runner_output)
-        token_ids = int32_view(model_runner_output.sampled_token_ids)
-        if len(token_ids) != len(step.sampling):
-            raise EngineError(
-                f"step {step.step} returned {len(token_ids)} tokens for {len(step.sampling)} rows"
-            )
-        self._in_flight.popleft()
-        if model_runner_output.failed_slots:
-            self._fail_rows(step, model_runner_output.failed_slots)
-        if (
-            model_runner_output.logprobs
-            or model_runner_output.prompt_logprobs
-            or model_runner_output.nan_slots
-        ):
-            self._take_row_reports(step, model_runner_output)
-        sampling = step.sampling
-        if sampling.num_vacated != self.slots.num_vacated:
-            alive = sampling.alive(self.slots)
-            if not alive.all():
-                sampling, token_ids = sampling.select(alive), token_ids[alive]
-        if len(token_ids):
-            self._take_tokens(step, sampling, token_ids, now)
-        return self._clients.take(sampling, token_ids, now, self.make_stats)
-
-    def _next_in_flight(
-        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
-    ) -> StepInFlight:
-        step = self._in_flight[0] if self._in_flight else None
-        if step is None or not step.step == scheduler_output.step == output.step:
-            raise EngineError(
-                f"output of step {output.step} for step {scheduler_output.step}, "
-                f"expected step {step.step if step else 'none'}"
-            )
-        return step
-
-    def _take_tokens(
-        self, step: StepInFlight, sampling: Batch, token_ids: Int32Array, now: float
-    ) -> None:
-        may_end = self.slots.append_output(sampling.slots, token_ids)
-        for row in step.prefilled:
-            if row.is_alive(self.slots) and not row.request.has_sampled:
-                self._take_first_token(row.request, now)
-        for position in may_end.tolist():
-            slot = int(sampling.slots[position])
-            self._check_stop(self._running[slot], int(token_ids[position]))
-        for row in step.constrained:
-            if row.is_alive(self.slots):
-                self._advance_grammar(row.request)
-
-    def _take_first_token(self, request: Request, now: float) -> None:
-        request.has_sampled = True
-        self._clients.event(request, EventKind.FIRST_TOKEN, now)
-        self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
-        request.prompt_logprobs = []
-
-    def _check_stop(self, request: Request, token_id: int) -> None:
-        num_output = int(self.slots.num_output_tokens[request.slot])
-        if token_id in request.stop_token_ids and num_output >= request.params.min_tokens:
-            is_eos = token_id in request.eos_token_ids
-            self._finish(request, FinishReason.STOP, stop_reason=None if is_eos else token_id)
-        elif num_output >= self.slots.max_output_tokens[request.slot]:
-            self._finish(request, FinishReason.LENGTH)
-
-    def _advance_grammar(self, request: Request) -> None:
-        token_ids = self.slots.output_token_ids(request.slot)[-1:].tolist()
-        if not self._grammars.accept(request, token_ids):
-            self._finish(
-                request,
-                FinishReason.ERROR,
-                message=f"token {token_ids[0]} was generated against the grammar",
-            )
-
-    def _fail_rows(self, step: StepInFlight, failed_slots: list[tuple[int, str]]) -> None:
-        owners = step.batch.owners(self.slots)
-        for slot, message in failed_slots:
-            request = owners.get(slot)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                self.kv_cache_manager.distrust(request)
-                self._finish(request, FinishReason.ERROR, message=message)
-
-    def _take_row_reports(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
-        """Take in what a step says of single rows, but for those whose request has left."""
-        owners = step.batch.owners(self.slots)
-        for slot in int32_view(output.nan_slots).tolist():
-            if (request := owners.get(slot)) is not None and not request.is_corrupted:
-                request.is_corrupted = True
-                self._stats.num_corrupted_requests += 1
-        for row in output.logprobs:
-            if (request := owners.get(row.slot)) is not None:
-                outbox = self._clients[request.client_index]
-                outbox.logprobs.append(_token_logprobs(request, row))
-        for row in output.prompt_logprobs:
-            if (request := owners.get(row.slot)) is not None and not request.has_sampled:
-                request.prompt_logprobs.append(_token_logprobs(request, row))
+        if scheduler_output.step % CONSERVATION_INTERVAL == 0:
+            violations = self.find_violations()
+            self.violations += violations
+            self._lifecycle.stats.num_violations += len(violations)
+        step, outputs = self._results.take(scheduler_output, model_runner_output, now)
+        if step.has_prefill:
+            self._delay.prefilled(now - step.scheduled_at)
+        return outputs
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         return self._clients.take_urgent(now)
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        return self._kv_events.take() if self._kv_events else []
 
     # questions
 
@@ -454,69 +435,25 @@ class Scheduler(SchedulerInterface):
         return self._running.has_removed
 
     def get_request_counts(self) -> tuple[int, int]:
-        return len(self._running), len(self.requests) - len(self._running)
+        return len(self._running), self._lifecycle.num_waiting
+
+    def find_violations(self) -> list[str]:
+        """Every conserved quantity that is not, in words."""
+        return find_violations(self.requests, self._running, self._queue, self.kv_cache_manager)
 
     def make_stats(self) -> SchedulerStats:
-        stats, self._stats = self._stats, SchedulerStats()
-        stats.num_running, stats.num_waiting = self.get_request_counts()
-        stats.kv_cache_usage = self.kv_cache_manager.pool.usage
-        return stats
-
-    # leaving a slot
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_reason: int | None = None,
-        message: str = "",
-    ) -> None:
-        del self.requests[request.key]
-        if request.status is RequestStatus.RUNNING:
-            self._vacate(request)
-        else:
-            self._num_queued_tokens -= request.num_tokens
-        self._grammars.release(request)
-        request.status = RequestStatus.finished(reason)
-        finished = FinishedRequest(request.request_index, reason, stop_reason, message)
-        self._clients.finish(request.client_index, finished)
-
-    def _preempt(self, slot: int, now: float) -> None:
-        """Take everything from a running request but its tokens, and let it wait in its old place."""
-        request = self._running[slot]
-        request.output_token_ids = self.slots.output_token_ids(slot).tobytes()
-        self._vacate(request)
-        request.status = RequestStatus.PREEMPTED
-        request.prompt_logprobs = []
-        self._num_queued_tokens += request.num_tokens
-        self._queue.restore(request)
-        self._stats.num_preemptions += 1
-        self._clients.event(request, EventKind.PREEMPTED, now)
-
-    def _vacate(self, request: Request) -> None:
-        slot = request.slot
-        output = self.slots.output_token_ids(slot)
-        num_known = request.num_prompt_tokens + len(output)
-        num_certain = min(int(self.slots.num_computed_tokens[slot]), num_known)
-        self.kv_cache_manager.free(request, num_certain, output)
-        self._running.remove(request)
-
-    def _inject_preemption(self, now: float) -> bool:
-        """Preempt a running request with the configured probability, by a hash of the step's number."""
-        probability = self._config.inject_preemption
-        if not probability:
-            return False
-        slots = self._running.order
-        draw = blake2b(self._step.to_bytes(8, "little"), digest_size=8).digest()
-        chance = int.from_bytes(draw[:4], "little") / 2**32
-        if not len(slots) or chance >= probability:
-            return False
-        self._preempt(int(slots[int.from_bytes(draw[4:], "little") % len(slots)]), now)
-        return True
+        return self._lifecycle.make_stats()
 
 
-def _token_logprobs(request: Request, row: RowLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        request.request_index, row.num_positions, row.token_ids, row.logprobs, row.ranks
-    )
+def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:
+    match config.policy:
+        case SchedulingPolicy.FCFS:
+            return FCFSQueue(running)
+        case SchedulingPolicy.PRIORITY:
+            return PriorityQueue(running, preempts=config.priority_preemption)
+        case SchedulingPolicy.DEADLINE:
+            return DeadlineQueue(running)
+        case SchedulingPolicy.FAIR:
+            return FairQueue(
+                running, max_num_seqs=config.max_num_seqs, weights=config.tenant_weights
+            )

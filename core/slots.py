@@ -17,6 +17,7 @@ from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
 from .request import Request
 
 SlotArray: TypeAlias = npt.NDArray[np.intp]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 _INITIAL_OUTPUT_CAPACITY = 256
 
@@ -30,6 +31,8 @@ class Slots:
         self.generation: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.client_index: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.request_index: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.rank: Float64Array = np.zeros(max_num_seqs, np.float64)
+        self.arrival: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_expected_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -66,10 +69,13 @@ class Slots:
             self._output_token_ids[start : start + num_output] = output
             request.output_token_ids = b""
         request.slot = slot
+        request.num_admissions += 1
         self.requests[slot] = request
         self.is_running[slot] = True
         self.client_index[slot] = request.client_index
         self.request_index[slot] = request.request_index
+        self.rank[slot] = request.rank
+        self.arrival[slot] = request.arrival
         self.num_computed_tokens[slot] = num_computed_tokens
         self.num_expected_tokens[slot] = num_expected_tokens
         self.max_computed_tokens[slot] = request.num_prompt_tokens + max_output_tokens - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..protocol.errors import EngineError
 from ..protocol.grammar import grammar_text, shorten_error
 from ..protocol.messages import I32
 from ..protocol.sampling_params import StructuredOutput
+from .request import RequestKey
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -77,25 +78,25 @@ class StructuredOutputManager:
         # Compiled and untouched; a request works on a copy.
         self._cache: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._cache_lock = threading.Lock()
-        self._compiling: dict[Hashable, object] = {}
-        self._compiled: deque[tuple[Hashable, object, LLMatcher | str]] = deque()
-        self._states: dict[Hashable, _GrammarState] = {}
+        self._compiling: dict[RequestKey, object] = {}
+        self._compiled: deque[tuple[RequestKey, object, LLMatcher | str]] = deque()
+        self._states: dict[RequestKey, _GrammarState] = {}
 
     @property
     def is_compiling(self) -> bool:
         """Whether `poll` has something to report, now or later."""
         return bool(self._compiling)
 
-    def compile(self, key: Hashable, structured_output: StructuredOutput) -> None:
+    def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
         """Compile in the background; `poll` tells when it is done. The key must not be in use."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         ticket = self._compiling[key] = object()
         self._pool.submit(self._compile, key, ticket, structured_output)
 
-    def poll(self) -> list[tuple[Hashable, str | None]]:
+    def poll(self) -> list[tuple[RequestKey, str | None]]:
         """The keys that became ready since the last call, or their error. A key with an error is released."""
-        events: list[tuple[Hashable, str | None]] = []
+        events: list[tuple[RequestKey, str | None]] = []
         while self._compiled:
             key, ticket, result = self._compiled.popleft()
             if self._compiling.get(key) is not ticket:
@@ -108,19 +109,19 @@ class StructuredOutputManager:
                 events.append((key, None))
         return events
 
-    def accept_tokens(self, key: Hashable, token_ids: Sequence[int]) -> bool:
+    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
         """Advance by these tokens. False when the grammar does not allow them; the request cannot go on then."""
         return self._states[key].accept(token_ids)
 
-    def num_acceptable(self, key: Hashable, token_ids: Sequence[int]) -> int:
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         """How many of these tokens the grammar would accept in a row, without advancing."""
         return self._states[key].matcher.validate_tokens(list(token_ids))
 
-    def rollback(self, key: Hashable, num_tokens: int) -> bool:
+    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         """Take back the last accepted tokens. False when that is not possible."""
         return self._states[key].rollback(num_tokens)
 
-    def fill_bitmask(self, keys: Sequence[Hashable]) -> I32:
+    def fill_bitmask(self, keys: Sequence[RequestKey]) -> I32:
         """int32[len(keys), ceil(vocab_size / 32)]: the tokens that each request may produce next.
 
         A finished grammar allows only the end-of-sequence tokens.
@@ -136,11 +137,11 @@ class StructuredOutputManager:
             )
         return bitmask.tobytes()
 
-    def is_terminated(self, key: Hashable) -> bool:
+    def is_terminated(self, key: RequestKey) -> bool:
         """Whether the grammar takes nothing more but the end of the sequence."""
         return self._states[key].matcher.is_stopped()
 
-    def release(self, key: Hashable) -> None:
+    def release(self, key: RequestKey) -> None:
         """The request is over, whatever its grammar is doing. Harmless for an unknown key."""
         self._compiling.pop(key, None)
         self._states.pop(key, None)
@@ -150,7 +151,9 @@ class StructuredOutputManager:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, key: Hashable, ticket: object, structured_output: StructuredOutput) -> None:
+    def _compile(
+        self, key: RequestKey, ticket: object, structured_output: StructuredOutput
+    ) -> None:
         result: LLMatcher | str
         try:
             result = self._matcher(structured_output)

@@ -87,6 +87,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     tenant_weights: dict[str, float] = {}
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True):
+    """Where events of cached blocks are published (ZMQ PUB), and missed ones repeated (ROUTER).
+
+    `buffer_steps` batches are kept for that; `hwm` messages wait for a slow subscriber before it loses some.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+
 class ParallelConfig(msgspec.Struct, frozen=True):
     """How many processes of each kind. A replica is one core with P x T workers."""
 
@@ -101,7 +114,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """Where the model runs. `threads` 0 takes the cores this process may use."""
+    """Where the model runs. `threads` 0 leaves one core to the other processes."""
 
     device: Device = Device.AUTO
     threads: int = 0
@@ -150,6 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
+    kv_events: KVEventsConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

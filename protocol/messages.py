@@ -151,6 +151,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: int = 0
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
+    num_violations: int = 0
 
 
 class EngineCoreOutputs(

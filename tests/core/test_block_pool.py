@@ -45,7 +45,7 @@ def test_3_3_a_hit_takes_the_longest_prefix_and_revives_free_blocks(pool):
     pool.release(held)
     found = pool.find(digests("a", "b", "x", "c"))
     assert found == held[:2]
-    pool.hold(found)
+    pool.hold(found, pool.count_free(found))
     assert pool.num_free == 3
     assert held[0] not in pool.allocate(3)
 
@@ -71,7 +71,7 @@ def test_3_4_a_hit_on_a_free_block_consumes_a_free_block(pool):
 
 def test_shared_blocks_stay_until_the_last_reference_goes(pool):
     held = pool.allocate(2)
-    pool.hold(held)
+    pool.hold(held, pool.count_free(held))
     pool.release(held)
     assert pool.num_free == 3
     pool.release(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.slots import Slots
 from engine.protocol.messages import EventKind
 from support.scheduler_harness import Harness
 
@@ -72,7 +73,9 @@ def test_3_4_a_failed_admission_changes_nothing():
 
 
 def test_3_4_growth_is_all_or_nothing():
-    manager = KVCacheManager(num_blocks=4, block_size=4, max_num_seqs=2, enable_prefix_caching=True)
+    manager = KVCacheManager(
+        num_blocks=4, block_size=4, slots=Slots(2, 10), enable_prefix_caching=True
+    )
     assert manager.max_tokens == 12
     assert manager.allocate([], 13) is None
     assert manager.pool.num_free == 3
@@ -133,7 +136,7 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     key = harness.add(21, 20)
     for _ in range(8):
         harness.step()
-    harness.scheduler._preempt(harness.request(key).slot, harness.now)
+    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
     step = harness.schedule()
     # 21 prompt and 8 output tokens, the last of which was not computed yet.
     assert step.new_requests[0].num_computed_tokens == 28

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_view
@@ -193,6 +194,23 @@ def test_a_steady_batch_is_not_named_again():
     harness.drain()
     assert [step.slots is None for step in harness.steps] == [False] + [True] * 9 + [False]
     assert not any(step.chunks for step in harness.steps[1:])
+
+
+def test_steady_decode_costs_few_bytes_on_the_wire():
+    harness = Harness(max_num_seqs=100, num_blocks=2000, max_num_batched_tokens=4000)
+    for n in range(100):
+        # Spread, so that a quarter of the requests needs a block in any step.
+        harness.add([n + 1] * (5 + n % 4), 60)
+    for _ in range(10):
+        harness.step()
+    encode = msgspec.msgpack.encode
+    step = harness.schedule()
+    harness.update()
+    result = harness.worker.next_output()
+    outputs = harness.scheduler.update_from_output(step, result, harness.now)
+    assert step.block_updates and step.slots is None
+    assert len(encode(step)) <= 100 + 4 * 100
+    assert len(encode(outputs[0])) <= 100 + 8 * 100
 
 
 def test_an_idle_scheduler_has_no_step():

@@ -46,7 +46,7 @@ class FrontendProcess:
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
-        self.run_dir = Path(tempfile.mkdtemp(prefix="engine-"))
+        self.run_dir = Path(tempfile.mkdtemp(prefix="frontend-"))
         path = default_model()
         tokenizer = load_tokenizer(path)
         assert tokenizer.eos_token_id is not None

@@ -86,6 +86,7 @@ class Harness:
         vocab_size: int = 512,
         max_in_flight: int = 2,
         enable_prefix_caching: bool = True,
+        log_kv_events: bool = False,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -100,6 +101,7 @@ class Harness:
             vocab_size=vocab_size,
             num_blocks=num_blocks,
             structured_output=self.grammar,
+            log_kv_events=log_kv_events,
         )
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
         self.worker = ModelWorker(
@@ -251,6 +253,7 @@ class Harness:
     def check(self) -> None:
         """Invariants I1, I2 and I5 of the scheduler's state."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
+        assert scheduler.find_violations() == []
         running = {slot: r for slot, r in enumerate(scheduler.slots.requests) if r is not None}
         assert len(running) == scheduler.get_request_counts()[0]
         ref_counts = np.zeros(manager.pool.num_blocks, np.int32)

@@ -1,0 +1,66 @@
+"""How many prompts may be computed piecewise at once, and how they share a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..protocol.arrays import BoolArray, Int64Array
+from ..protocol.config import CacheConfig, SchedulerConfig
+from ..protocol.errors import ConfigError
+
+DEFAULT_LONG_SHARE = 0.04
+"""Of max_model_len: what counts as a long prompt when no threshold is given."""
+
+
+class PartialPrefills:
+    """`max_num_partial_prefills` prompts at once, `max_long_partial_prefills` of them long; 0 is no limit.
+
+    Raises ConfigError when more long prompts than prompts are allowed.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int
+    ) -> None:
+        self.max_num = config.max_num_partial_prefills
+        self.max_num_long = config.max_long_partial_prefills
+        if 0 < self.max_num < self.max_num_long:
+            raise ConfigError(
+                f"max_long_partial_prefills={self.max_num_long} exceeds "
+                f"max_num_partial_prefills={self.max_num}"
+            )
+        self._budget = config.max_num_batched_tokens
+        self._chunk = config.long_prefill_token_threshold
+        self._long = self._chunk or max(1, int(max_model_len * DEFAULT_LONG_SHARE))
+        self._whole_blocks = cache_config.block_size if cache_config.enable_prefix_caching else 1
+
+    def is_long(self, num_tokens: int) -> bool:
+        return num_tokens > self._long
+
+    def are_at_limit(self, num_partial: int) -> bool:
+        """Whether no other prompt may be computed piecewise beside so many."""
+        return 0 < self.max_num <= num_partial
+
+    def are_long_at_limit(self, num_long: int) -> bool:
+        """Whether no other long prompt may be computed piecewise beside so many."""
+        return 0 < self.max_num_long <= num_long
+
+    def share(self, num_decodes: int, num_prefilling: int, num_waiting: int) -> int:
+        """The most tokens that a prompt gets in a step, unless more of them would finish it."""
+        share = self._budget
+        if self.max_num:
+            num_sharing = max(num_prefilling, min(self.max_num, num_prefilling + num_waiting), 1)
+            share = max(1, (self._budget - num_decodes) // num_sharing)
+        return min(share, self._chunk) if self._chunk else share
+
+    def cap(self, wanted: int, share: int) -> int:
+        """What a prompt that wants so many tokens gets of a share."""
+        if wanted <= share:
+            return wanted
+        if not self.max_num:
+            return share
+        return share // self._whole_blocks * self._whole_blocks or share
+
+    def cap_rows(self, wanted: Int64Array, is_prefill: BoolArray, share: int) -> Int64Array:
+        """`cap` for the rows that prefill."""
+        most = self.cap(share + 1, share)
+        return np.where(is_prefill & (wanted > share), most, wanted)

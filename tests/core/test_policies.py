@@ -1,0 +1,324 @@
+"""Who is admitted next. Tests are named for the lines of the scheduler's specification."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from engine.protocol.config import SchedulingPolicy
+from engine.protocol.errors import ConfigError
+from engine.protocol.messages import EventKind, FinishReason
+from support.scheduler_harness import Harness, Key
+
+
+def admissions(harness: Harness) -> list[Key]:
+    """Every admission in order, resumptions included."""
+    return [data.request_id for step in harness.steps for data in step.new_requests]
+
+
+def preempted(harness: Harness, key: Key) -> int:
+    return harness.heard[key].num_events(EventKind.PREEMPTED)
+
+
+# fcfs, priority
+
+
+def test_2_1_priority_admits_smaller_values_first_then_arrivals():
+    harness = Harness(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    keys = [harness.add(3, 2, priority=priority) for priority in (5, 0, -1, 5, 0)]
+    harness.drain()
+    assert admissions(harness) == [keys[index] for index in (2, 1, 4, 0, 3)]
+
+
+def test_2_1_under_priority_the_worst_running_request_is_preempted():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, num_blocks=8, block_size=2, enable_prefix_caching=False
+    )
+    low = harness.add([1] * 4, 8, priority=9)
+    high = harness.add([2] * 4, 8, priority=1)
+    harness.drain()
+    assert preempted(harness, low) > 0
+    assert preempted(harness, high) == 0
+
+
+def test_2_1_a_waiting_request_displaces_one_of_strictly_lower_priority():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, priority_preemption=True, max_num_seqs=2, max_in_flight=1
+    )
+    low, lower = harness.add(4, 30, priority=3), harness.add(5, 30, priority=4)
+    harness.step()
+    urgent = harness.add(6, 3, priority=0)
+    harness.step()
+    assert admissions(harness)[-1] == urgent
+    harness.drain()
+    assert (preempted(harness, low), preempted(harness, lower)) == (0, 1)
+
+
+def test_2_1_equal_priority_never_displaces():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, priority_preemption=True, max_num_seqs=1, max_in_flight=1
+    )
+    first = harness.add(4, 10, priority=3)
+    harness.step()
+    harness.add(4, 3, priority=3)
+    harness.drain()
+    assert preempted(harness, first) == 0
+
+
+def test_2_1_without_priority_preemption_running_requests_stay():
+    harness = Harness(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    first = harness.add(4, 10, priority=3)
+    harness.step()
+    harness.add(4, 3, priority=0)
+    harness.drain()
+    assert preempted(harness, first) == 0
+
+
+def test_2_1_nobody_is_displaced_when_that_would_not_make_room():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=11,
+        block_size=4,
+        max_in_flight=1,
+    )
+    high = harness.add([1] * 16, 9, priority=0)
+    low = harness.add([2] * 4, 9, priority=5)
+    harness.step()
+    # Even with the blocks of the low one, only six of the nine blocks that it needs would be free.
+    harness.add([3] * 36, 2, priority=1)
+    for _ in range(5):
+        harness.step()
+    assert (preempted(harness, high), preempted(harness, low)) == (0, 0)
+    harness.drain()
+
+
+def test_2_1_blocks_are_taken_only_from_as_many_as_needed():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=13,
+        block_size=4,
+        max_in_flight=1,
+        max_num_batched_tokens=100,
+    )
+    keys = [harness.add([n] * 11, 1 + 4, priority=n) for n in (1, 2, 3)]
+    harness.step()
+    urgent = harness.add([7] * 22, 1, priority=0)
+    harness.step()
+    assert admissions(harness)[-1] == urgent
+    harness.drain()
+    assert [preempted(harness, key) for key in keys] == [0, 0, 1]
+
+
+# fair
+
+
+def tokens_by_tenant(harness: Harness, tenant_of: dict[Key, str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for key, heard in harness.heard.items():
+        counts[tenant_of[key]] += len(heard.token_ids)
+    return counts
+
+
+def flood(harness: Harness, tenants: str, num_each: int) -> dict[Key, str]:
+    return {
+        harness.add([1], 10, tenant=tenant): tenant for tenant in tenants for _ in range(num_each)
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [({}, 0.5), ({"a": 3.0}, 0.75), ({"a": 1.0, "b": 4.0}, 0.2)]
+)
+def test_2_2_tenants_get_tokens_by_their_weights(weights, share):
+    harness = Harness(
+        policy=SchedulingPolicy.FAIR,
+        tenant_weights=weights,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    )
+    # All requests of one tenant come before those of the other.
+    tenant_of = flood(harness, "ab", 60)
+    for _ in range(300):
+        harness.step()
+    counts = tokens_by_tenant(harness, tenant_of)
+    assert counts["a"] / (counts["a"] + counts["b"]) == pytest.approx(share, abs=0.05)
+    harness.drain()
+
+
+def test_2_2_within_a_tenant_requests_are_admitted_as_they_came():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1)
+    tenant_of = flood(harness, "ab", 8)
+    harness.drain()
+    for tenant in "ab":
+        mine = [key for key in admissions(harness) if tenant_of[key] == tenant]
+        assert mine == sorted(mine)
+
+
+@pytest.mark.parametrize("alone", ["waits", "runs"])
+def test_2_2_idleness_earns_no_credit(alone):
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, max_model_len=500)
+    tenant_of: dict[Key, str] = {}
+    if alone == "waits":
+        tenant_of |= flood(harness, "a", 40)
+    else:
+        tenant_of[harness.add([1], 150, tenant="a")] = "a"
+    for _ in range(140):
+        harness.step()
+    tenant_of |= flood(harness, "b", 40)
+    tenant_of |= flood(harness, "a", 40)
+    before = tokens_by_tenant(harness, tenant_of)
+    for _ in range(200):
+        harness.step()
+    after = tokens_by_tenant(harness, tenant_of)
+    gained = {tenant: after[tenant] - before[tenant] for tenant in "ab"}
+    assert gained["a"] / sum(gained.values()) == pytest.approx(0.5, abs=0.08)
+    harness.drain()
+
+
+def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
+    harness = Harness(policy=SchedulingPolicy.FAIR)
+    for index in range(200):
+        harness.add([1], 2, tenant=f"user {index}")
+        harness.step()
+    harness.add([1], 50, tenant="last")
+    harness.drain()
+    assert len(harness.scheduler._queue._tenants) < 20
+
+
+# deadline
+
+
+def test_2_3_the_earliest_deadline_goes_first_and_none_goes_last():
+    harness = Harness(policy=SchedulingPolicy.DEADLINE, max_num_seqs=1)
+    keys = [harness.add(3, 2, deadline=deadline) for deadline in (0.0, 900.0, 500.0, 700.0)]
+    harness.drain()
+    assert admissions(harness) == [keys[index] for index in (2, 3, 1, 0)]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_2_3_a_deadline_that_passes_in_the_queue_expires_the_request(policy):
+    harness = Harness(policy=policy, max_num_seqs=1, max_in_flight=1)
+    harness.add(3, 10)
+    harness.step()
+    late = harness.add(3, 2, deadline=harness.now + 8.0)
+    fine = harness.add(3, 2, deadline=harness.now + 500.0)
+    if policy is SchedulingPolicy.DEADLINE:
+        assert admissions(harness) == [(0, 0)]
+    harness.drain()
+    assert harness.heard[late].reason is FinishReason.EXPIRED
+    assert "deadline after 8.000 s" in harness.heard[late].finished.message
+    assert harness.heard[late].token_ids == []
+    assert harness.heard[fine].reason is FinishReason.LENGTH
+
+
+def test_2_3_a_running_request_does_not_expire():
+    harness = Harness(max_in_flight=1)
+    key = harness.add(3, 20, deadline=5.0)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.LENGTH
+
+
+# partial prefills
+
+
+def batches(harness: Harness, num_steps: int) -> list[list[int]]:
+    sizes = []
+    for _ in range(num_steps):
+        assert harness.schedule() is not None
+        sizes.append(list(harness.batch.values()))
+    return sizes
+
+
+def test_2_4_partial_prefills_share_the_budget_equally():
+    harness = Harness(
+        max_num_partial_prefills=2, max_num_batched_tokens=32, max_in_flight=4, block_size=4
+    )
+    for n in (1, 2, 3):
+        harness.add([n] * 40, 2)
+    # 16 each, then 8 are left of each and there is room for the third.
+    assert batches(harness, 3) == [[16, 16], [16, 16], [8, 8, 16]]
+    harness.drain()
+
+
+def test_2_4_a_share_is_whole_blocks_unless_it_finishes_the_prompt():
+    harness = Harness(
+        max_num_partial_prefills=3, max_num_batched_tokens=32, max_in_flight=4, block_size=4
+    )
+    for n, length in ((1, 40), (2, 9), (3, 30)):
+        harness.add([n] * length, 2)
+    assert batches(harness, 1) == [[8, 9, 8]]
+    harness.drain()
+
+
+def test_2_4_without_prefix_caching_a_share_is_not_rounded():
+    harness = Harness(
+        max_num_partial_prefills=3,
+        max_num_batched_tokens=32,
+        block_size=4,
+        enable_prefix_caching=False,
+    )
+    for n in (1, 2, 3):
+        harness.add([n] * 40, 2)
+    assert batches(harness, 1) == [[10, 10, 10]]
+    harness.drain()
+
+
+def test_2_4_short_prompts_pass_long_ones_that_are_over_their_limit():
+    harness = Harness(
+        max_num_partial_prefills=2,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=16,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+    )
+    long = [harness.add([n] * 60, 2) for n in (1, 2, 3)]
+    short = harness.add([4] * 10, 2)
+    harness.schedule()
+    assert admissions(harness) == [long[0], short]
+    harness.drain()
+    assert [key for key in admissions(harness) if key in long] == long
+
+
+def test_2_4_a_long_prompt_that_waits_aside_may_be_aborted():
+    harness = Harness(
+        max_long_partial_prefills=1, long_prefill_token_threshold=8, max_num_batched_tokens=32
+    )
+    keys = [harness.add([n] * 60, 2) for n in (1, 2, 3)]
+    harness.schedule()
+    harness.abort(keys[1])
+    harness.drain()
+    assert admissions(harness) == [keys[0], keys[2]]
+
+
+def test_2_4_more_long_prompts_than_prompts_is_a_contradiction():
+    with pytest.raises(ConfigError, match="max_long_partial_prefills=3 exceeds"):
+        Harness(max_num_partial_prefills=2, max_long_partial_prefills=3)
+
+
+# delay
+
+
+def test_2_5_admission_waits_until_the_oldest_has_waited_long_enough():
+    harness = Harness(scheduler_delay_factor=2.0, max_in_flight=1)
+    scheduler = harness.scheduler
+    harness.add(5, 20)
+    first = scheduler.schedule(100.0)
+    harness.worker.submit(first)
+    scheduler.update_from_output(first, harness.worker.next_output(), 103.0)
+    # The prefill took 3 s, so a request waits 6 s.
+    harness.now = 104.0
+    harness.add(6, 2)
+    for now, admitted in ((109.9, 0), (110.5, 1)):
+        step = scheduler.schedule(now)
+        assert len(step.new_requests) == admitted
+        harness.worker.submit(step)
+        scheduler.update_from_output(step, harness.worker.next_output(), now)
+
+
+def test_2_5_nothing_is_held_back_while_nothing_runs():
+    harness = Harness(scheduler_delay_factor=1000.0)
+    for _ in range(3):
+        harness.add(5, 2)
+        assert harness.schedule().new_requests
+        harness.drain()
