@@ -31,12 +31,21 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+class CPUBackend(enum.StrEnum):
+    """`AUTO` is native where it can run the model."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    TORCH = "torch"
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """What is served.
 
     `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is a directory with a
     tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts prompt plus output tokens.
     `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
+    `dtype` is that of weights that are not quantised; `quantization` ("int8" or "int4") quantises them at load.
     `hf_overrides` are merged over the checkpoint's own configuration.
     """
 
@@ -49,6 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: str = "auto"
+    quantization: str | None = None
     seed: int = 0
     hf_overrides: dict[str, object] = {}
 
@@ -114,11 +124,11 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """Where the model runs. `threads` 0 leaves one core to the other processes."""
+    """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch."""
 
     device: Device = Device.AUTO
     threads: int = 0
-    enforce_eager: bool = False
+    cpu_backend: CPUBackend = CPUBackend.AUTO
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
@@ -140,13 +150,11 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     response_role: str = "assistant"
     chat_template: str | None = None
     chat_template_content_format: str = "auto"
-    enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_prompt_tokens_details: bool = True
     stream_interval: int = 1
     log_requests: bool = False
-    log_stats: bool = True
     metrics_compat: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
     log_level: str = "info"

@@ -11,16 +11,13 @@ from ..protocol.errors import ConfigError
 
 
 def open_device(config: DeviceConfig) -> torch.device:
-    """Resolve `--device` and set the thread count. Raises ConfigError when the device is not there."""
+    """Resolve `--device`. Raises ConfigError when the device is not there."""
     if config.device is Device.CUDA and not torch.cuda.is_available():
         raise ConfigError(
             "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch"
         )
     if config.device is not Device.CPU and torch.cuda.is_available():
         return torch.device("cuda")
-    # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
-    # operation waits for a time slice. Leaving them a core of their own is faster than using it.
-    torch.set_num_threads(config.threads or max(1, usable_cores() - 1))
     return torch.device("cpu")
 
 

@@ -7,16 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from .attention import AttentionBatch, attention_backend
+from . import host_memory
+from .attention import AttentionBatch
 from .batch import PersistentBatch, StepPlan
-from .device import resolve_dtype
 from .loaders import Checkpoint
-from .models.decoder import Decoder
-from .models.families import model_spec
+from .model_loader import load_model
 from .prompt_logprobs import PromptLogprobs
 from .sampling import Sampler
 
@@ -35,32 +34,9 @@ class ModelRunner:
     ) -> None:
         self._device = device
         self._block_size = config.cache.block_size
-        dtype = resolve_dtype(config.model.dtype, device)
-        self._cache_dtype = (
-            dtype
-            if config.cache.kv_cache_dtype == "auto"
-            else resolve_dtype(config.cache.kv_cache_dtype, device)
-        )
-        self._spec = model_spec(
-            {**checkpoint.config, **config.model.hf_overrides}, config.model.path
-        )
-        self._attention = attention_backend(
-            num_heads=self._spec.num_heads,
-            num_kv_heads=self._spec.num_kv_heads,
-            head_dim=self._spec.head_dim,
-            block_size=self._block_size,
-            dtype=self._cache_dtype,
-            device=device,
-        )
-        self._model = Decoder(
-            self._spec,
-            checkpoint,
-            self._attention,
-            dtype=dtype,
-            device=device,
-            max_model_len=config.model.max_model_len,
-            on_progress=on_progress,
-        )
+        self._model = load_model(config, device, checkpoint, on_progress)
+        self._spec = self._model.spec
+        self._attention = self._model.attention
         self._windows_by_group = self._spec.windows_by_group
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
@@ -77,12 +53,12 @@ class ModelRunner:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         elements = int(np.prod(self._attention.kv_cache_shape(1)))
-        return elements * self._cache_dtype.itemsize * len(self._spec.layers)
+        return elements * self._attention.dtype.itemsize * len(self._spec.layers)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         shape = self._attention.kv_cache_shape(num_blocks)
         self._kv_caches = [
-            _zeros(shape, self._cache_dtype, self._device) for _ in self._spec.layers
+            _zeros(shape, self._attention.dtype, self._device) for _ in self._spec.layers
         ]
 
     @torch.inference_mode()
@@ -161,6 +137,8 @@ class ModelRunner:
         slots_R = plan.slots_S[plan.sampling_rows]
         last_token_R = plan.query_start_loc[plan.sampling_rows + 1] - 1
         hidden_RD = hidden_TD[torch.from_numpy(last_token_R).to(self._device)]
+        if not output.grammar_slots and self._sampler.is_greedy(slots_R):
+            return self._take_most_likely(output.step, slots_R, hidden_RD)
         logits_RV = self._model.compute_logits(hidden_RD)
         grammar = self._grammar(output, await_grammar)
         sampled = self._sampler.sample(logits_RV, slots_R, batch.num_tokens[slots_R], grammar)
@@ -172,6 +150,19 @@ class ModelRunner:
             prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
             nan_slots=sampled.nan_slots,
             failed_slots=sampled.failed_slots,
+        )
+
+    def _take_most_likely(
+        self, step: int, slots_R: Int32Array, hidden_RD: torch.Tensor
+    ) -> ModelRunnerOutput:
+        token_ids_R = self._model.greedy_tokens(hidden_RD)
+        self._batch.append(slots_R, token_ids_R.clamp_min(0))
+        on_host_R = token_ids_R.cpu().numpy()
+        return ModelRunnerOutput(
+            step,
+            sampled_token_ids=int32_bytes(np.maximum(on_host_R, 0)),
+            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
+            nan_slots=int32_bytes(slots_R[on_host_R < 0]),
         )
 
     @staticmethod
@@ -196,6 +187,5 @@ class ModelRunner:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # calloc leaves the pages untouched, so that memory is used as the cache fills; torch.zeros does not.
-    elements = int(np.prod(shape))
-    return torch.from_numpy(np.zeros(elements * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(host_memory.allocate(num_bytes)).view(dtype).view(shape)

@@ -47,8 +47,9 @@ def serve_greedy(server: Server, prompt: list[int], count: int) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("make", [gemma3_gguf, qwen3_directory])
-def test_tokens_are_those_of_transformers(tmp_path: Path, make) -> None:
+def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) -> None:
     path, model = make(tmp_path)
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]

@@ -104,6 +104,12 @@ class Decoder:
             logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
         return logits_SV
 
+    @torch.inference_mode()
+    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
+        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN."""
+        peak_S, token_S = self.compute_logits(hidden_SD).max(1)
+        return token_S.masked_fill_(peak_S.isnan(), -1).to(torch.int32)
+
 
 class DecoderLayer:
     """Attention and MLP, each between its norms, on the residual stream."""

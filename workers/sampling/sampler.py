@@ -112,6 +112,13 @@ class Sampler:
         """The slot is free again."""
         self._state.remove(slot)
 
+    def is_greedy(self, slots_S: Int32Array) -> bool:
+        """Whether every row takes its most likely token and nothing else is asked for: logits can be spared."""
+        metadata = self._describe(slots_S)
+        return (
+            metadata.seeds_S is None and metadata.logprobs is None and not metadata.changes_logits
+        )
+
     def sample(
         self,
         logits_SV: torch.Tensor,
@@ -125,9 +132,7 @@ class Sampler:
         each row has so far, which is the index of the one to be sampled. `grammar` holds slots int32[G] and their
         bitmasks int32[G, ceil(V / 32)].
         """
-        if not self._metadata.describes(self._state.version, slots_S):
-            self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
-        metadata = self._metadata
+        metadata = self._describe(slots_S)
         logits_SV = logits_SV.contiguous()
         changes_logits = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
@@ -152,6 +157,11 @@ class Sampler:
             chosen_R = token_ids if wanted.rows is None else token_ids[wanted.rows]
             logprobs = compute_logprobs(raw_logits_RV, chosen_R, max(wanted.counts))
         return SamplerOutput(token_ids, metadata.slots_S, is_nan_S, is_stuck_S, logprobs, wanted)
+
+    def _describe(self, slots_S: Int32Array) -> SamplingMetadata:
+        if not self._metadata.describes(self._state.version, slots_S):
+            self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
+        return self._metadata
 
     def _change_logits(
         self,

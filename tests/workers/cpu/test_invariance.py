@@ -1,0 +1,163 @@
+"""A token's hidden state depends on the tokens before it and on nothing else, bit for bit."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from engine.workers.cpu.library import native_library
+from engine.workers.models.spec import LayerSpec
+from support.batches import Scheduled, attention_batch, positions
+from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec
+from support.random_checkpoints import random_checkpoint
+
+torch.set_num_threads(1)
+
+SPEC = small_spec(
+    layers=(LayerSpec(ROPE), LayerSpec(ROPE, 70), LayerSpec(ROPE)), intermediate_size=160
+)
+FORMATS = {
+    "float32": {"dtype": torch.float32, "cache_dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16, "cache_dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16, "cache_dtype": torch.float16},
+    "int8": {"quantization": "int8", "cache_dtype": torch.bfloat16},
+    "int4": {"quantization": "int4", "cache_dtype": torch.bfloat16},
+}
+NUM_ISAS = 4
+
+
+class Engine:
+    """Runs requests over a cache whose blocks they own, or share."""
+
+    def __init__(self, decoder, num_blocks=400):
+        self.decoder = decoder
+        shape = decoder.attention.kv_cache_shape(num_blocks)
+        dtype = decoder.attention.dtype
+        self.kv_caches = [torch.zeros(shape, dtype=dtype) for _ in decoder.spec.layers]
+
+    def step(self, requests: Sequence[tuple[list[int], int, int, list[int]]]):
+        """Run tokens [start, stop) of each (tokens, start, stop, blocks); return their states."""
+        scheduled = [Scheduled(start, stop - start, b) for _, start, stop, b in requests]
+        batch = attention_batch(scheduled, BLOCK_SIZE)
+        hidden = self.decoder.forward(
+            torch.tensor([t for tokens, start, stop, _ in requests for t in tokens[start:stop]]),
+            positions(scheduled),
+            self.kv_caches,
+            [self.decoder.attention.build(batch, w) for w in SPEC.windows_by_group],
+        )
+        return hidden.split([stop - start for _, start, stop, _ in requests])
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(97), k=length)
+
+
+def whole(decoder, tokens):
+    blocks = list(range(1, 2 + len(tokens) // BLOCK_SIZE))
+    return Engine(decoder).step([(tokens, 0, len(tokens), blocks)])[0]
+
+
+def assert_same_bits(states, expected):
+    assert torch.equal(states.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoint"), SPEC)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def decoders(request, checkpoint):
+    """With one thread and with two."""
+    options = FORMATS[request.param]
+    return [native_decoder(SPEC, checkpoint, num_threads=n, **options) for n in (1, 2)]
+
+
+def test_random_mixes(decoders):
+    """Chunks of any size, in any company, with one thread or two."""
+    prompts = [prompt(length, length) for length in (1, 15, 16, 64, 65, 130, 200, 290, 330, 64)]
+    expected = [whole(decoders[0], tokens) for tokens in prompts]
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine = Engine(decoders[seed % 2])
+        free = rng.sample(range(1, 400), 399)
+        blocks = [[free.pop() for _ in range(1 + len(p) // BLOCK_SIZE)] for p in prompts]
+        done = [0] * len(prompts)
+        while unfinished := [i for i, p in enumerate(prompts) if done[i] < len(p)]:
+            requests, chosen = [], rng.sample(unfinished, rng.randint(1, len(unfinished)))
+            for i in chosen:
+                size = rng.choice([1, 1, 2, rng.randint(1, 30), rng.randint(1, 330)])
+                stop = min(done[i] + size, len(prompts[i]))
+                requests.append((prompts[i], done[i], stop, blocks[i]))
+            states = engine.step(requests)
+            for i, (_, start, stop, _), state in zip(chosen, requests, states, strict=True):
+                assert_same_bits(state, expected[i][start:stop])
+                done[i] = stop
+
+
+def test_shared_prefix(decoders):
+    prefix, tails = prompt(160), [prompt(40, 1), prompt(1, 2), prompt(77, 3)]
+    engine = Engine(decoders[1])
+    shared = list(range(1, 11))
+    engine.step([(prefix, 0, 160, shared)])
+    tokens = [prefix + tail for tail in tails]
+    blocks = [shared + list(range(20 + 10 * i, 30 + 10 * i)) for i in range(3)]
+    states = engine.step([(t, 160, len(t), b) for t, b in zip(tokens, blocks, strict=True)])
+    for t, state in zip(tokens, states, strict=True):
+        assert_same_bits(state, whole(decoders[0], t)[160:])
+
+
+def test_several_partitions_and_slices(decoders):
+    """Contexts that decoding shares out among threads, and steps that run in slices."""
+    tokens = prompt(2300)
+    expected = whole(decoders[0], tokens)
+    assert_same_bits(whole(decoders[1], tokens), expected)
+    engine, blocks = Engine(decoders[1]), list(range(1, 146))
+    other = (prompt(600, 1), list(range(200, 240)))
+    stops = [1000, 1023, 1024, 1025, 2040, *range(2041, 2060), 2298, 2299, 2300]
+    start = 0
+    for i, stop in enumerate(stops):
+        company = [(other[0], 0, 600, other[1])] if i % 3 == 0 else []
+        states = engine.step([*company, (tokens, start, stop, blocks)])
+        assert_same_bits(states[-1], expected[start:stop])
+        start = stop
+
+
+def test_what_blocks_held_before_has_no_effect(decoders):
+    tokens = prompt(100)
+    engine = Engine(decoders[1])
+    for cache in engine.kv_caches:
+        cache.fill_(1e3)
+    blocks = list(range(1, 8))
+    for start, stop in ((0, 50), (50, 51), (51, 100)):
+        (state,) = engine.step([(tokens, start, stop, blocks)])
+        assert_same_bits(state, whole(decoders[0], tokens)[start:stop])
+
+
+def test_logits_and_tokens_do_not_depend_on_the_batch(decoders):
+    hidden = whole(decoders[0], prompt(130))
+    logits = decoders[0].compute_logits(hidden)
+    for decoder in decoders:
+        for rows in (range(130), [5], [7, 3, 9], range(20, 90)):
+            assert_same_bits(decoder.compute_logits(hidden[list(rows)]), logits[list(rows)])
+            tokens = decoder.greedy_tokens(hidden[list(rows)]).tolist()
+            assert tokens == logits[list(rows)].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int4"])
+def test_every_instruction_set_of_this_machine(name, checkpoint):
+    library = native_library()
+    selected = library.engine_isa()
+    tokens, blocks = prompt(150), list(range(1, 11))
+    try:
+        for isa in filter(library.engine_select_isa, range(NUM_ISAS)):
+            decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS[name])
+            assert library.engine_isa() == isa
+            expected = whole(decoder, tokens)
+            engine, start = Engine(decoder), 0
+            for stop in (40, 41, 42, 107, 149, 150):
+                (state,) = engine.step([(tokens, start, stop, blocks)])
+                assert_same_bits(state, expected[start:stop])
+                start = stop
+    finally:
+        library.engine_select_isa(selected)

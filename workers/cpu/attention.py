@@ -1,0 +1,88 @@
+"""The native backend's KV cache and the metadata of its steps.
+
+The attention itself is an operation of the native program.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..attention.interface import AttentionBackend, AttentionBatch, AttentionLayer
+from .library import NotSupportedNatively
+
+KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttentionMetadata:
+    """One KV-cache group's arrays of a step, contiguous int32, as `AttentionBatch` describes them."""
+
+    query_start_loc: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+    slot_mapping: NDArray[np.int32]
+
+
+class NativeAttention(AttentionBackend):
+    """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not know."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
+        if device.type != "cpu":
+            raise NotSupportedNatively(f"the native backend runs on the CPU, not on {device}")
+        if dtype not in KV_FORMATS:
+            raise NotSupportedNatively(f"a KV cache of {dtype} is not supported natively")
+        if block_size % _LANES:
+            raise NotSupportedNatively(
+                f"blocks of {block_size} tokens are not supported natively, "
+                f"only multiples of {_LANES}"
+            )
+        if head_dim % 2:
+            raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Head dimensions are padded to whole vectors; see `csrc/kv_cache.h` for the order within."""
+        padded_head_dim = -(-self.head_dim // _LANES) * _LANES
+        return (num_blocks, 2, self.num_kv_heads, self.block_size, padded_head_dim)
+
+    def build(
+        self, batch: AttentionBatch, windows: Collection[int | None]
+    ) -> NativeAttentionMetadata:
+        return NativeAttentionMetadata(
+            np.ascontiguousarray(batch.query_start_loc, np.int32),
+            np.ascontiguousarray(batch.seq_lens, np.int32),
+            np.ascontiguousarray(batch.block_table, np.int32),
+            np.ascontiguousarray(batch.slot_mapping, np.int32),
+        )
+
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: NativeAttentionMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        raise NotImplementedError("native attention runs inside the native program only")

@@ -1,0 +1,4 @@
+// What Python calls by name.
+#pragma once
+
+#define ENGINE_API extern "C" __attribute__((visibility("default")))

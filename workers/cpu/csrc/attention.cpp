@@ -1,0 +1,42 @@
+#include "attention.h"
+
+#include <cstdlib>
+#include <initializer_list>
+
+#include "isa.h"
+
+namespace engine {
+
+AttentionScratch::AttentionScratch(int max_rows, int padded_head_dim) {
+  const size_t rows = (size_t(max_rows) + 15) / 16 * 16, values = rows * padded_head_dim;
+  memory_ = static_cast<float*>(std::aligned_alloc(64, (3 * values + 4 * rows) * sizeof(float)));
+  float* next = memory_;
+  queries = reinterpret_cast<uint32_t*>(next);
+  next += values;
+  for (AttentionState* state : {&part, &total}) {
+    state->values = next;
+    state->maximum = next + values;
+    state->sum = state->maximum + rows;
+    next = state->sum + rows;
+  }
+}
+
+AttentionScratch::~AttentionScratch() { std::free(memory_); }
+
+const AttentionKernels& attention_kernels() {
+  switch (isa()) {
+#if defined(__x86_64__)
+    case Isa::avx512:
+      return avx512::kAttentionKernels;
+    case Isa::avx2:
+      return avx2::kAttentionKernels;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return neon::kAttentionKernels;
+#endif
+    default:
+      return portable::kAttentionKernels;
+  }
+}
+
+}  // namespace engine

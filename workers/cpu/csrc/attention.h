@@ -1,0 +1,91 @@
+// Paged attention.
+//
+// A row is one query head of one token. Its keys are taken in chunks of kChunk and partitions of
+// kPartition, both at multiples of their size from the start of the sequence; a partition is one
+// running softmax, and partitions are combined in their order. So the result of a row depends on its query,
+// its keys and values and its window, and not on which rows are computed together or by whom.
+#pragma once
+
+#include "kv_cache.h"
+
+namespace engine {
+
+constexpr int kChunk = 64;
+constexpr int kPartition = 1024;
+// Rows that are computed together, unless one token's query heads are more.
+constexpr int kTaskRows = 64;
+
+struct AttentionLayer {
+  float scale;
+  float softcap;   // 0 for none
+  int32_t window;  // 0 for none
+};
+
+// The query heads of one key/value head, for consecutive tokens of one sequence.
+struct AttentionTask {
+  const float* queries;  // of the first token
+  ptrdiff_t query_stride;  // from token to token
+  int position;            // of the first token
+  int num_tokens;
+  int num_heads;  // that share the key/value head, one after the other in `queries`
+  int kv_head;
+  int first_partition, last_partition;  // which to take, inclusive
+  const int32_t* blocks;                // of the sequence
+  const uint8_t* kv_cache;
+  const AttentionTask* next;  // what this thread does next, to fetch it ahead; or null
+};
+
+// One softmax over some keys of each row: the maximum, the sum and the weighted values [rows][padded head_dim].
+struct AttentionState {
+  float* maximum;
+  float* sum;
+  float* values;
+};
+
+// What a thread needs to do a task.
+struct AttentionScratch {
+  AttentionScratch(int max_rows, int padded_head_dim);
+  AttentionScratch(const AttentionScratch&) = delete;
+  ~AttentionScratch();
+
+  uint32_t* queries;     // [max_rows][head_dim]
+  AttentionState part, total;
+
+ private:
+  float* memory_;
+};
+
+inline int first_key(int position, int window) {
+  return window && position + 1 > window ? position + 1 - window : 0;
+}
+
+struct AttentionKernels {
+  // Computes the task's partitions one after the other and leaves their combination in `total`.
+  void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
+                 const AttentionState& total);
+  // Adds the next partition to those in `total`.
+  void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_head_dim);
+  // Divides by the sums: out[row][head_dim].
+  void (*finish)(const AttentionState& total, int rows, int head_dim, float* out);
+  void (*clear)(const AttentionState& total, int rows, int padded_head_dim);
+  // Stores a token's key and value of one head, [head_dim] each.
+  void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
+                const float* key, const float* value);
+};
+
+namespace portable {
+extern const AttentionKernels kAttentionKernels;
+}
+namespace avx2 {
+extern const AttentionKernels kAttentionKernels;
+}
+namespace avx512 {
+extern const AttentionKernels kAttentionKernels;
+}
+namespace neon {
+extern const AttentionKernels kAttentionKernels;
+}
+
+const AttentionKernels& attention_kernels();
+
+}  // namespace engine

@@ -1,0 +1,15 @@
+// The attention kernels for AVX-512 with BF16.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "attention.h"
+#include "rounding.h"
+#include "target_avx512.h"
+
+namespace engine::avx512 {
+#define ENGINE_AVX512
+#include "vectors.inc"
+
+#include "attention_kernels.inc"
+}  // namespace engine::avx512
+#endif

@@ -1,0 +1,9 @@
+// The attention kernels in standard C++.
+#include "attention.h"
+#include "rounding.h"
+
+namespace engine::portable {
+#include "vectors.inc"
+
+#include "attention_kernels.inc"
+}  // namespace engine::portable

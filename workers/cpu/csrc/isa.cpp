@@ -1,0 +1,56 @@
+#include "isa.h"
+
+#include <initializer_list>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace engine {
+
+bool isa_supported(Isa isa) {
+  switch (isa) {
+    case Isa::portable:
+      return true;
+#if defined(__x86_64__)
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+    case Isa::avx512:
+      return isa_supported(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+             __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__) && defined(__linux__)
+    case Isa::neon:
+      return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
+#elif defined(__aarch64__) && defined(__APPLE__)
+    case Isa::neon:
+      return true;
+#endif
+    default:
+      return false;
+  }
+}
+
+namespace {
+
+Isa best_isa() {
+  for (Isa isa : {Isa::avx512, Isa::avx2, Isa::neon})
+    if (isa_supported(isa)) return isa;
+  return Isa::portable;
+}
+
+Isa selected = best_isa();
+
+}  // namespace
+
+Isa isa() { return selected; }
+
+bool select_isa(Isa isa) {
+  if (!isa_supported(isa)) return false;
+  selected = isa;
+  return true;
+}
+
+}  // namespace engine

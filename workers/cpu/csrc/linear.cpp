@@ -1,0 +1,102 @@
+#include "linear.h"
+
+#include "isa.h"
+#include "linear_kernels.h"
+#include "rounding.h"
+
+namespace engine {
+
+namespace {
+
+const LinearKernels& kernels() {
+  switch (isa()) {
+#if defined(__x86_64__)
+    case Isa::avx2:
+      return avx2::kLinearKernels;
+    case Isa::avx512:
+      return avx512::kLinearKernels;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return neon::kLinearKernels;
+#endif
+    default:
+      return portable::kLinearKernels;
+  }
+}
+
+}  // namespace
+
+ActivationKind activation_kind(WeightFormat format) {
+  if (is_integer(format)) return ActivationKind::int8;
+  return format == WeightFormat::bf16 ? ActivationKind::bf16 : ActivationKind::f32;
+}
+
+size_t activation_row_bytes(ActivationKind kind, int k) {
+  const size_t bytes = kind == ActivationKind::int8 ? size_t(k / kGroup) * sizeof(ActivationGroup)
+                                                    : size_t(k) * (kind == ActivationKind::bf16 ? 2 : 4);
+  return (bytes + 15) / 16 * 16;
+}
+
+void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int rows, int k, void* out) {
+  const size_t row_bytes = activation_row_bytes(kind, k);
+  auto* row = static_cast<uint8_t*>(out);
+  for (int r = 0; r < rows; r++, x += x_stride, row += row_bytes) {
+    if (kind == ActivationKind::int8)
+      kernels().quantize_int8(x, k, row);
+    else if (kind == ActivationKind::bf16)
+      kernels().quantize_bf16(x, k, row);
+    else
+      std::memcpy(row, x, size_t(k) * sizeof(float));
+  }
+}
+
+void linear_rows(const PackedWeight& w, const void* x, int rows, int n_begin, int n_end, float* out,
+                 ptrdiff_t out_stride) {
+  kernels().linear[int(w.format)](w, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out, out_stride);
+}
+
+void unpack_weight_row(const PackedWeight& w, int row, float* out) {
+  const int column = row % kColumnTile;
+  const uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
+  const auto half = [&](const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return w.format == WeightFormat::bf16 ? from_bf16(bits) : from_fp16(bits);
+  };
+  if (!is_integer(w.format)) {
+    const int stride = tile_stride(w.format), at = column * float_step_bytes(w.format);
+    for (int k = 0; k < w.k; k++) {
+      if (w.format == WeightFormat::f32)
+        std::memcpy(out + k, tile + size_t(k) * stride + at, 4);
+      else if (w.format == WeightFormat::f16)
+        out[k] = half(tile + size_t(k) * stride + at);
+      else
+        out[k] = half(tile + size_t(k / 2) * stride + at + 2 * (k % 2));
+    }
+    return;
+  }
+  const int zero_point = w.format == WeightFormat::u4   ? 8
+                         : w.format == WeightFormat::u6 ? 32
+                         : w.format == WeightFormat::u8 ? 128
+                                                        : 0;
+  for (int g = 0; g < w.k / kGroup; g++, tile += record_bytes(w.format)) {
+    const uint8_t* scales = tile + code_bytes(w.format) + 2 * column;
+    for (int k = 0; k < kGroup; k++) {
+      const int vector = k / 4, byte = 4 * column + k % 4;
+      int code;
+      if (w.format == WeightFormat::u8) {
+        code = tile[64 * vector + byte];
+      } else {
+        code = tile[64 * (vector / 2) + byte] >> (vector % 2 * 4) & 15;
+        if (w.format == WeightFormat::u5_offset) code |= (tile[256 + byte] >> vector & 1) << 4;
+        if (w.format == WeightFormat::u6)
+          code |= (tile[256 + 64 * (vector / 4) + byte] >> (vector % 4 * 2) & 3) << 4;
+      }
+      const bool second = w.format == WeightFormat::u6 && k >= 16;
+      const float x = float(code - zero_point) * half(scales + (second ? 2 * kColumnTile : 0));
+      out[g * kGroup + k] = has_offset(w.format) ? x + half(scales + 2 * kColumnTile) : x;
+    }
+  }
+}
+
+}  // namespace engine

@@ -1,0 +1,44 @@
+#include "api.h"
+#include "isa.h"
+#include "linear.h"
+#include "pack.h"
+
+using namespace engine;
+
+ENGINE_API int engine_isa() { return int(isa()); }
+
+ENGINE_API int engine_select_isa(int chosen) {
+  return chosen >= 0 && chosen < kNumIsas && select_isa(Isa(chosen));
+}
+
+ENGINE_API int engine_can_pack(int32_t type, int32_t format) {
+  return format >= 0 && format < kNumWeightFormats && can_pack(SourceType(type), WeightFormat(format));
+}
+
+ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k) {
+  return packed_bytes(WeightFormat(format), n, k);
+}
+
+ENGINE_API void engine_pack_rows(int32_t format, int32_t type, const uint8_t* source,
+                                 ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows,
+                                 int32_t k, uint8_t* data) {
+  pack_rows(WeightFormat(format), SourceType(type), source, source_row_bytes, first_row, rows, k, data);
+}
+
+ENGINE_API size_t engine_activation_row_bytes(int32_t format, int32_t k) {
+  return activation_row_bytes(activation_kind(WeightFormat(format)), k);
+}
+
+ENGINE_API void engine_quantize_rows(int32_t format, const float* x, ptrdiff_t x_stride, int32_t rows,
+                                     int32_t k, void* out) {
+  quantize_rows(activation_kind(WeightFormat(format)), x, x_stride, rows, k, out);
+}
+
+ENGINE_API void engine_linear_rows(const PackedWeight* w, const void* x, int32_t rows, int32_t n_begin,
+                                   int32_t n_end, float* out, ptrdiff_t out_stride) {
+  linear_rows(*w, x, rows, n_begin, n_end, out, out_stride);
+}
+
+ENGINE_API void engine_unpack_weight_row(const PackedWeight* w, int32_t row, float* out) {
+  unpack_weight_row(*w, row, out);
+}

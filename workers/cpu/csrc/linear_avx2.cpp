@@ -1,0 +1,181 @@
+// The linear kernels for AVX2 with FMA and F16C.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "linear_kernels.h"
+#include "rounding.h"
+#include "target_avx2.h"
+
+namespace engine::avx2 {
+namespace {
+
+struct Ints {
+  __m256i low, high;
+};
+struct Floats {
+  __m256 low, high;
+};
+struct Codes {
+  __m256i low, high;
+};
+
+constexpr int kIntegerRows = 4, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kPrefetchBytes = 2048;
+
+template <int kBytes>
+ENGINE_INLINE void prefetch(const uint8_t* p) {
+  ENGINE_UNROLL
+  for (int i = 0; i < kBytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
+ENGINE_INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+ENGINE_INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+ENGINE_INLINE Ints broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+ENGINE_INLINE Floats mul(Floats a, Floats b) {
+  return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+}
+ENGINE_INLINE Floats fma(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+ENGINE_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+ENGINE_INLINE Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+ENGINE_INLINE Floats load_fp16(const uint8_t* p) {
+  const __m256i halves = load(p);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+ENGINE_INLINE void store(float* p, Floats x, int count) {
+  if (count >= 16) {
+    _mm256_storeu_ps(p, x.low);
+    _mm256_storeu_ps(p + 8, x.high);
+  } else {
+    float values[kColumnTile];
+    store(values, x, kColumnTile);
+    std::memcpy(p, values, count * sizeof(float));
+  }
+}
+
+ENGINE_INLINE Codes load_codes(const uint8_t* p) { return {load(p), load(p + 32)}; }
+ENGINE_INLINE Codes low_nibbles(Codes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.low, mask), _mm256_and_si256(x.high, mask)};
+}
+ENGINE_INLINE Codes high_nibbles(Codes x) {
+  return low_nibbles({_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)});
+}
+template <int kShift, int kMask>
+ENGINE_INLINE __m256i or_bits(__m256i codes, __m256i plane) {
+  const __m256i shifted = kShift >= 0 ? _mm256_slli_epi16(plane, kShift < 0 ? 0 : kShift)
+                                      : _mm256_srli_epi16(plane, kShift < 0 ? -kShift : 0);
+  return _mm256_or_si256(codes, _mm256_and_si256(shifted, _mm256_set1_epi8(kMask)));
+}
+template <int kShift, int kMask>
+ENGINE_INLINE Codes or_bits(Codes codes, Codes plane) {
+  return {or_bits<kShift, kMask>(codes.low, plane.low), or_bits<kShift, kMask>(codes.high, plane.high)};
+}
+
+template <int kZeroPoint>
+ENGINE_INLINE Ints times(Ints minus_sum) {
+  if (kZeroPoint == 128) return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  return {_mm256_slli_epi32(minus_sum.low, __builtin_ctz(kZeroPoint)),
+          _mm256_slli_epi32(minus_sum.high, __builtin_ctz(kZeroPoint))};
+}
+// Sums of two products of eight-bit codes do not fit in 16 bits: the zero point of these is taken off
+// the codes beforehand, not off the sum.
+template <int kMaxCode>
+ENGINE_INLINE __m256i pairs(__m256i codes, __m256i q) {
+  if (kMaxCode < 255) return _mm256_maddubs_epi16(codes, q);
+  const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+  return _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(q, centred));
+}
+template <int kMaxCode>
+ENGINE_INLINE __m256i dot16(__m256i start, const __m256i (&codes)[4], const __m256i (&q)[4]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  // As many sums of pairs as 16 bits hold are added before they are widened.
+  constexpr int kAtOnce = kMaxCode == 255 ? 1 : kMaxCode == 63 ? 2 : 4;
+  static_assert(kMaxCode == 255 || 2 * 127 * kMaxCode * kAtOnce < 32768, "sums overflow");
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i += kAtOnce) {
+    __m256i sum = pairs<kMaxCode>(codes[i], q[i]);
+    ENGINE_UNROLL
+    for (int j = 1; j < kAtOnce; j++)
+      sum = _mm256_add_epi16(sum, pairs<kMaxCode>(codes[i + j], q[i + j]));
+    start = _mm256_add_epi32(start, _mm256_madd_epi16(sum, ones));
+  }
+  return start;
+}
+template <int kMaxCode>
+ENGINE_INLINE Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
+  __m256i low[4], high[4], fours[4];
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    int32_t four;
+    std::memcpy(&four, q + 4 * i, 4);
+    low[i] = codes[i].low;
+    high[i] = codes[i].high;
+    fours[i] = _mm256_set1_epi32(four);
+  }
+  return {dot16<kMaxCode>(start.low, low, fours), dot16<kMaxCode>(start.high, high, fours)};
+}
+ENGINE_INLINE Floats odd_halves(Codes x) {
+  const __m256i upper = _mm256_set1_epi32(-65536);
+  return {_mm256_castsi256_ps(_mm256_and_si256(x.low, upper)),
+          _mm256_castsi256_ps(_mm256_and_si256(x.high, upper))};
+}
+ENGINE_INLINE Floats even_halves(Codes x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x.low, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(x.high, 16))};
+}
+ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, 4);
+  const Codes pairs{_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+  return fma(even_halves(w), even_halves(pairs), fma(odd_halves(w), odd_halves(pairs), sum));
+}
+
+ENGINE_INLINE int32_t sum_of(__m256i x) {
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+
+void quantize_group(const float* x, ActivationGroup& group) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i amax = _mm256_setzero_si256();
+  for (int i = 0; i < 4; i++) amax = _mm256_max_epi32(amax, _mm256_and_si256(load(x + 8 * i), magnitude));
+  __m128i lanes = _mm_max_epi32(_mm256_castsi256_si128(amax), _mm256_extracti128_si256(amax, 1));
+  lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4e));
+  lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0xb1));
+  const GroupScale scale = group_scale(_mm_cvtsi128_si32(lanes));
+  __m256i q[4];
+  for (int i = 0; i < 4; i++)
+    q[i] = scale.inverse == 0 ? _mm256_setzero_si256()
+                              : _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i),
+                                                                 _mm256_set1_ps(scale.inverse)));
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(group.q),
+                      _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  set_sums(group, scale.scale, sum_of(_mm256_add_epi32(q[0], q[1])), sum_of(_mm256_add_epi32(q[2], q[3])));
+}
+
+void quantize_int8(const float* x, int k, void* out) {
+  auto* group = static_cast<ActivationGroup*>(out);
+  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+}
+
+void quantize_bf16(const float* x, int k, void* out) {
+  auto* bits = static_cast<uint16_t*>(out);
+  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
+  if (k % 2) bits[k] = 0;
+}
+
+}  // namespace
+
+#include "linear_kernels.inc"
+
+}  // namespace engine::avx2
+#endif

@@ -1,0 +1,164 @@
+// The linear kernels for AVX-512 with VNNI and BF16.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "linear_kernels.h"
+#include "rounding.h"
+#include "target_avx512.h"
+
+namespace engine::avx512 {
+namespace {
+
+using Ints = __m512i;
+using Floats = __m512;
+using Codes = __m512i;
+
+constexpr int kIntegerRows = 16, kFloatRows = 8, kFloatTiles = 2;
+constexpr int kPrefetchBytes = 2048;
+
+template <int kBytes>
+ENGINE_INLINE void prefetch(const uint8_t* p) {
+  ENGINE_UNROLL
+  for (int i = 0; i < kBytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
+ENGINE_INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
+ENGINE_INLINE Ints broadcast(int32_t x) { return _mm512_set1_epi32(x); }
+ENGINE_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+ENGINE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+ENGINE_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+ENGINE_INLINE Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+ENGINE_INLINE Floats load_fp16(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+ENGINE_INLINE void store(float* p, Floats x, int count) {
+  if (count >= 16)
+    _mm512_storeu_ps(p, x);
+  else
+    _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), x);
+}
+
+ENGINE_INLINE Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+ENGINE_INLINE Codes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+ENGINE_INLINE Codes high_nibbles(Codes x) {
+  return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+}
+// codes | (plane shifted left by kShift & kMask), by bytes.
+template <int kShift, int kMask>
+ENGINE_INLINE Codes or_bits(Codes codes, Codes plane) {
+  const __m512i shifted = kShift >= 0 ? _mm512_slli_epi16(plane, kShift < 0 ? 0 : kShift)
+                                      : _mm512_srli_epi16(plane, kShift < 0 ? -kShift : 0);
+  return _mm512_ternarylogic_epi32(codes, shifted, _mm512_set1_epi8(kMask), 0xf8);
+}
+
+// By a power of two: what turns a sum of codes * q into one of (code - kZeroPoint) * q.
+template <int kZeroPoint>
+ENGINE_INLINE Ints times(Ints minus_sum) {
+  return _mm512_slli_epi32(minus_sum, __builtin_ctz(kZeroPoint));
+}
+// start + the dot product of 16 codes of each column with 16 activations.
+template <int kMaxCode>
+ENGINE_INLINE Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    int32_t four;
+    std::memcpy(&four, q + 4 * i, 4);
+    start = _mm512_dpbusd_epi32(start, codes[i], _mm512_set1_epi32(four));
+  }
+  return start;
+}
+// sum + w[1] * x[1], rounded, + w[0] * x[0], rounded, for the pair of each column.
+ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, 4);
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
+}
+
+ENGINE_INLINE __m128i max_of_lanes(__m512i x) {
+  const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  return _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+// One value of a group a lane. If there are fewer than four groups the last takes the others' place too.
+void quantize_four_groups(const float* x, int num_groups, ActivationGroup* groups) {
+  const __m512i magnitude_bits = _mm512_set1_epi32(0x7fffffff);
+  int group_of[4];
+  __m512 values[4][2];
+  __m128i partial[4];
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    group_of[i] = i < num_groups ? i : num_groups - 1;
+    values[i][0] = _mm512_loadu_ps(x + group_of[i] * kGroup);
+    values[i][1] = _mm512_loadu_ps(x + group_of[i] * kGroup + 16);
+    partial[i] = max_of_lanes(
+        _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(values[i][0]), magnitude_bits),
+                         _mm512_and_si512(_mm512_castps_si512(values[i][1]), magnitude_bits)));
+  }
+  const __m128i pair0 = _mm_max_epi32(_mm_unpacklo_epi32(partial[0], partial[1]),
+                                      _mm_unpackhi_epi32(partial[0], partial[1]));
+  const __m128i pair1 = _mm_max_epi32(_mm_unpacklo_epi32(partial[2], partial[3]),
+                                      _mm_unpackhi_epi32(partial[2], partial[3]));
+  const __m128i amax_bits =
+      _mm_max_epi32(_mm_unpacklo_epi64(pair0, pair1), _mm_unpackhi_epi64(pair0, pair1));
+  const __m128 amax = _mm_castsi128_ps(amax_bits), steps = _mm_set1_ps(127.0f);
+  const __mmask8 is_tiny = _mm_cmplt_epi32_mask(amax_bits, _mm_set1_epi32(kTinyBits));
+  const __mmask8 is_infinite = _mm_cmpge_epi32_mask(amax_bits, _mm_set1_epi32(kInfinityBits));
+  __m128 scale = _mm_maskz_div_ps(__mmask8(~is_tiny), amax, steps);
+  scale = _mm_mask_mov_ps(scale, is_infinite, _mm_castsi128_ps(_mm_set1_epi32(kNaNBits)));
+  const __m512 inverse = _mm512_castps128_ps512(
+      _mm_maskz_div_ps(__mmask8(~(is_tiny | is_infinite)), steps, amax));
+
+  __m256i sums_of_4[4];
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const __m512 by = _mm512_permutexvar_ps(_mm512_set1_epi32(i), inverse);
+    // Infinity and NaN convert to a number whose low byte is 0.
+    const __m128i q0 = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i][0], by)));
+    const __m128i q1 = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i][1], by)));
+    const __m256i q = _mm256_inserti128_si256(_mm256_castsi128_si256(q0), q1, 1);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(groups[group_of[i]].q), q);
+    sums_of_4[i] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+  }
+  const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums_of_4[0], sums_of_4[1]),
+                                           _mm256_hadd_epi32(sums_of_4[2], sums_of_4[3]));
+  const __m128i zero = _mm_setzero_si128(), first = _mm256_castsi256_si128(halves);
+  const __m128i sum = _mm_add_epi32(first, _mm256_extracti128_si256(halves, 1));
+  const __m128i scales = _mm_castps_si128(scale);
+  const __m128i scaled_sum = _mm_castps_si128(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)));
+  const __m128i minus_sum = _mm_sub_epi32(zero, sum), minus_first = _mm_sub_epi32(zero, first);
+
+  const __m128i floats01 = _mm_unpacklo_epi32(scales, scaled_sum);
+  const __m128i floats23 = _mm_unpackhi_epi32(scales, scaled_sum);
+  const __m128i ints01 = _mm_unpacklo_epi32(minus_sum, minus_first);
+  const __m128i ints23 = _mm_unpackhi_epi32(minus_sum, minus_first);
+  const __m128i fields[4] = {
+      _mm_unpacklo_epi64(floats01, ints01), _mm_unpackhi_epi64(floats01, ints01),
+      _mm_unpacklo_epi64(floats23, ints23), _mm_unpackhi_epi64(floats23, ints23)};
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(&groups[group_of[i]].scale), fields[i]);
+}
+
+void quantize_int8(const float* x, int k, void* out) {
+  auto* groups = static_cast<ActivationGroup*>(out);
+  for (int g = 0; g < k / kGroup; g += 4)
+    quantize_four_groups(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g);
+}
+
+void quantize_bf16(const float* x, int k, void* out) {
+  auto* bits = static_cast<uint16_t*>(out);
+  int i = 0;
+  for (; i + 16 <= k; i += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(bits + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+  for (; i < k; i++) bits[i] = to_bf16(x[i]);
+  if (k % 2) bits[k] = 0;
+}
+
+}  // namespace
+
+#include "linear_kernels.inc"
+
+}  // namespace engine::avx512
+#endif

@@ -1,0 +1,33 @@
+// What an instruction set provides to linear.h.
+#pragma once
+
+#include "packed_layout.h"
+
+#define ENGINE_INLINE inline __attribute__((always_inline))
+#define ENGINE_UNROLL _Pragma("GCC unroll 16")
+
+namespace engine {
+
+struct LinearKernels {
+  // x is one row of k floats.
+  void (*quantize_int8)(const float* x, int k, void* out);
+  void (*quantize_bf16)(const float* x, int k, void* out);
+  // As linear_rows, by weight format.
+  void (*linear[kNumWeightFormats])(const PackedWeight& w, const uint8_t* x, int rows, int n_begin,
+                                    int n_end, float* out, ptrdiff_t out_stride);
+};
+
+namespace portable {
+extern const LinearKernels kLinearKernels;
+}
+namespace avx2 {
+extern const LinearKernels kLinearKernels;
+}
+namespace avx512 {
+extern const LinearKernels kLinearKernels;
+}
+namespace neon {
+extern const LinearKernels kLinearKernels;
+}
+
+}  // namespace engine

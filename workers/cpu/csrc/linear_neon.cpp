@@ -1,0 +1,165 @@
+// The linear kernels for NEON with the dot product.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "linear_kernels.h"
+#include "rounding.h"
+#include "target_neon.h"
+
+namespace engine::neon {
+namespace {
+
+struct Ints {
+  int32x4_t v[4];
+};
+struct Floats {
+  float32x4_t v[4];
+};
+struct Codes {
+  uint8x16_t v[4];
+};
+
+constexpr int kIntegerRows = 4, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kPrefetchBytes = 2048;
+
+template <int kBytes>
+ENGINE_INLINE void prefetch(const uint8_t* p) {
+  ENGINE_UNROLL
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(p + i);
+}
+
+template <class Vector, class Function>
+ENGINE_INLINE Vector each(Function function) {
+  return {{function(0), function(1), function(2), function(3)}};
+}
+
+ENGINE_INLINE Floats broadcast(float x) {
+  return each<Floats>([=](int) { return vdupq_n_f32(x); });
+}
+ENGINE_INLINE Ints broadcast(int32_t x) {
+  return each<Ints>([=](int) { return vdupq_n_s32(x); });
+}
+ENGINE_INLINE Floats mul(const Floats& a, const Floats& b) {
+  return each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+ENGINE_INLINE Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  return each<Floats>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+ENGINE_INLINE Floats to_floats(const Ints& x) {
+  return each<Floats>([&](int i) { return vcvtq_f32_s32(x.v[i]); });
+}
+ENGINE_INLINE Floats load_floats(const float* p) {
+  return each<Floats>([=](int i) { return vld1q_f32(p + 4 * i); });
+}
+ENGINE_INLINE Floats load_fp16(const uint8_t* p) {
+  return each<Floats>([=](int i) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
+  });
+}
+ENGINE_INLINE void store(float* p, const Floats& x, int count) {
+  if (count >= kColumnTile) {
+    for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.v[i]);
+  } else {
+    std::memcpy(p, x.v, count * sizeof(float));
+  }
+}
+
+ENGINE_INLINE Codes load_codes(const uint8_t* p) {
+  return each<Codes>([=](int i) { return vld1q_u8(p + 16 * i); });
+}
+ENGINE_INLINE Codes low_nibbles(const Codes& x) {
+  return each<Codes>([&](int i) { return vandq_u8(x.v[i], vdupq_n_u8(15)); });
+}
+ENGINE_INLINE Codes high_nibbles(const Codes& x) {
+  return each<Codes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
+}
+// codes | (plane shifted left by kShift & kMask), by bytes.
+template <int kShift, int kMask>
+ENGINE_INLINE Codes or_bits(const Codes& codes, const Codes& plane) {
+  return each<Codes>([&](int i) {
+    const uint8x16_t shifted = vshlq_u8(plane.v[i], vdupq_n_s8(kShift));
+    return vorrq_u8(codes.v[i], vandq_u8(shifted, vdupq_n_u8(kMask)));
+  });
+}
+
+// The dot product is of signed bytes: eight-bit codes have their zero point taken off beforehand.
+template <int kZeroPoint>
+ENGINE_INLINE Ints times(const Ints& minus_sum) {
+  if (kZeroPoint == 128) return broadcast(int32_t(0));
+  return each<Ints>([&](int i) { return vmulq_n_s32(minus_sum.v[i], kZeroPoint); });
+}
+template <int kMaxCode>
+ENGINE_INLINE int8x16_t centred(uint8x16_t codes) {
+  return vreinterpretq_s8_u8(kMaxCode == 255 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
+}
+// sum + the dot product of 16 codes of each column with 16 activations.
+template <int kMaxCode>
+ENGINE_INLINE Ints dot16(Ints sum, const Codes* codes, const int8_t* q) {
+  const int8x16_t sixteen = vld1q_s8(q);
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[0].v[i]), sixteen, 0);
+    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[1].v[i]), sixteen, 1);
+    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[2].v[i]), sixteen, 2);
+    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[3].v[i]), sixteen, 3);
+  }
+  return sum;
+}
+ENGINE_INLINE float32x4_t odd_half(uint8x16_t pairs) {
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(pairs), vdupq_n_u32(0xffff0000)));
+}
+ENGINE_INLINE float32x4_t even_half(uint8x16_t pairs) {
+  return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(pairs), 16));
+}
+ENGINE_INLINE Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
+  uint32_t pair;
+  std::memcpy(&pair, x, 4);
+  const uint8x16_t pairs = vreinterpretq_u8_u32(vdupq_n_u32(pair));
+  return each<Floats>([&](int i) {
+    const float32x4_t odd = vfmaq_f32(sum.v[i], odd_half(w.v[i]), odd_half(pairs));
+    return vfmaq_f32(odd, even_half(w.v[i]), even_half(pairs));
+  });
+}
+
+void quantize_group(const float* x, ActivationGroup& group) {
+  const uint32x4_t magnitude = vdupq_n_u32(0x7fffffff);
+  uint32x4_t amax = vdupq_n_u32(0);
+  for (int i = 0; i < kGroup; i += 4)
+    amax = vmaxq_u32(amax, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), magnitude));
+  const GroupScale scale = group_scale(int32_t(vmaxvq_u32(amax)));
+  int32_t sums[2];
+  for (int half = 0; half < 2; half++) {
+    int32x4_t q[4];
+    for (int i = 0; i < 4; i++)
+      q[i] = scale.inverse == 0
+                 ? vdupq_n_s32(0)
+                 : vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 16 * half + 4 * i), scale.inverse));
+    const int16x8_t low = vcombine_s16(vmovn_s32(q[0]), vmovn_s32(q[1]));
+    const int16x8_t high = vcombine_s16(vmovn_s32(q[2]), vmovn_s32(q[3]));
+    const int8x16_t bytes = vcombine_s8(vmovn_s16(low), vmovn_s16(high));
+    vst1q_s8(group.q + 16 * half, bytes);
+    sums[half] = vaddlvq_s8(bytes);
+  }
+  set_sums(group, scale.scale, sums[0], sums[1]);
+}
+
+void quantize_int8(const float* x, int k, void* out) {
+  auto* group = static_cast<ActivationGroup*>(out);
+  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+}
+
+void quantize_bf16(const float* x, int k, void* out) {
+  auto* bits = static_cast<uint16_t*>(out);
+  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
+  if (k % 2) bits[k] = 0;
+}
+
+}  // namespace
+
+#include "linear_kernels.inc"
+
+}  // namespace engine::neon
+#endif

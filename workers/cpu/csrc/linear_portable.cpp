@@ -1,0 +1,128 @@
+// The linear kernels in standard C++: correct everywhere, and what every other set is tested against.
+#include <cmath>
+#include <cstring>
+
+#include "linear_kernels.h"
+#include "rounding.h"
+
+namespace engine::portable {
+namespace {
+
+struct Ints {
+  int32_t v[kColumnTile];
+};
+struct Floats {
+  float v[kColumnTile];
+};
+struct Codes {
+  uint8_t v[4 * kColumnTile];
+};
+
+constexpr int kIntegerRows = 2, kFloatRows = 2, kFloatTiles = 1;
+constexpr int kPrefetchBytes = 0;
+
+template <int kBytes>
+inline void prefetch(const uint8_t*) {}
+
+template <class Vector, class Function>
+inline Vector each(Function function) {
+  Vector result;
+  for (int i = 0; i < int(sizeof(result.v) / sizeof(result.v[0])); i++) result.v[i] = function(i);
+  return result;
+}
+
+inline Floats broadcast(float x) {
+  return each<Floats>([=](int) { return x; });
+}
+inline Ints broadcast(int32_t x) {
+  return each<Ints>([=](int) { return x; });
+}
+inline Floats mul(const Floats& a, const Floats& b) {
+  return each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  return each<Floats>([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+inline Floats to_floats(const Ints& x) {
+  return each<Floats>([&](int i) { return float(x.v[i]); });
+}
+inline Floats load_floats(const float* p) {
+  return each<Floats>([=](int i) { return p[i]; });
+}
+inline Floats load_fp16(const uint8_t* p) {
+  uint16_t halves[kColumnTile];
+  std::memcpy(halves, p, sizeof(halves));
+  return each<Floats>([&](int i) { return from_fp16(halves[i]); });
+}
+inline void store(float* p, const Floats& x, int count) {
+  for (int i = 0; i < kColumnTile && i < count; i++) p[i] = x.v[i];
+}
+
+inline Codes load_codes(const uint8_t* p) {
+  return each<Codes>([=](int i) { return p[i]; });
+}
+inline Codes low_nibbles(const Codes& x) {
+  return each<Codes>([&](int i) { return uint8_t(x.v[i] & 15); });
+}
+inline Codes high_nibbles(const Codes& x) {
+  return each<Codes>([&](int i) { return uint8_t(x.v[i] >> 4); });
+}
+template <int kShift, int kMask>
+inline Codes or_bits(const Codes& codes, const Codes& plane) {
+  return each<Codes>([&](int i) {
+    const int shifted = kShift >= 0 ? plane.v[i] << (kShift & 7) : plane.v[i] >> (-kShift & 7);
+    return uint8_t(codes.v[i] | (shifted & kMask));
+  });
+}
+
+template <int kZeroPoint>
+inline Ints times(const Ints& minus_sum) {
+  return each<Ints>([&](int i) { return minus_sum.v[i] * kZeroPoint; });
+}
+template <int kMaxCode>
+inline Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
+  for (int v = 0; v < 4; v++)
+    for (int i = 0; i < kColumnTile; i++)
+      for (int j = 0; j < 4; j++) start.v[i] += codes[v].v[4 * i + j] * q[4 * v + j];
+  return start;
+}
+inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
+  uint16_t pairs[2 * kColumnTile], pair[2];
+  std::memcpy(pairs, w.v, sizeof(pairs));
+  std::memcpy(pair, x, sizeof(pair));
+  return each<Floats>([&](int i) {
+    const float odd = std::fma(from_bf16(pairs[2 * i + 1]), from_bf16(pair[1]), sum.v[i]);
+    return std::fma(from_bf16(pairs[2 * i]), from_bf16(pair[0]), odd);
+  });
+}
+
+void quantize_group(const float* x, ActivationGroup& group) {
+  int32_t amax_bits = 0, sums[2] = {0, 0};
+  for (int i = 0; i < kGroup; i++) {
+    const int32_t magnitude = int32_t(float_bits(x[i]) & 0x7fffffff);
+    if (magnitude > amax_bits) amax_bits = magnitude;
+  }
+  const GroupScale scale = group_scale(amax_bits);
+  for (int i = 0; i < kGroup; i++) {
+    group.q[i] = scale.inverse == 0 ? int8_t(0) : int8_t(std::lrint(x[i] * scale.inverse));
+    sums[i / 16] += group.q[i];
+  }
+  set_sums(group, scale.scale, sums[0], sums[1]);
+}
+
+void quantize_int8(const float* x, int k, void* out) {
+  auto* group = static_cast<ActivationGroup*>(out);
+  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+}
+
+void quantize_bf16(const float* x, int k, void* out) {
+  auto* bits = static_cast<uint16_t*>(out);
+  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
+  if (k % 2) bits[k] = 0;
+}
+
+}  // namespace
+
+#include "linear_kernels.inc"
+
+}  // namespace engine::portable

@@ -1,0 +1,39 @@
+// Packing of weights into the layout of the linear kernels, a range of rows at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "linear.h"
+
+namespace engine {
+
+// Element types that weights are packed from, by their numbers in GGUF.
+enum class SourceType : int32_t {
+  f32 = 0,
+  f16 = 1,
+  q4_0 = 2,
+  q4_1 = 3,
+  q5_0 = 6,
+  q5_1 = 7,
+  q8_0 = 8,
+  q4_k = 12,
+  q5_k = 13,
+  q6_k = 14,
+  bf16 = 30,
+};
+
+// Whether weights of a type can be packed in a format. Quantised types have one format, which holds
+// their values (those of the K types with the product of their two scales rounded to fp16); float
+// types also pack into u4_offset and u8, quantised to the nearest.
+bool can_pack(SourceType type, WeightFormat format);
+
+// Size of a packed matrix [n, k]. Padding rows are to be zero: allocate zeroed memory.
+size_t packed_bytes(WeightFormat format, int n, int k);
+
+// Pack `rows` rows, source_row_bytes apart, as rows first_row and following of a matrix of k columns.
+// Integer formats need k % 32 == 0, K types k % 256 == 0. Threads may pack disjoint rows together.
+void pack_rows(WeightFormat format, SourceType type, const uint8_t* source,
+               ptrdiff_t source_row_bytes, int first_row, int rows, int k, uint8_t* data);
+
+}  // namespace engine

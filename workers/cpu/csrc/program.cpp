@@ -1,0 +1,360 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace engine {
+
+namespace {
+
+constexpr int kSliceTokens = 512;
+constexpr int kRowBlock = 64;
+constexpr int kTileFloats = 8192;
+constexpr int kTileWeights = 1 << 18;
+// Rows of so few elements altogether are not worth waking anyone for.
+constexpr int kNotWorthSharing = 6144;
+
+// Columns are shared out in units that are whole groups of activations, larger ones if there are many.
+int unit_columns(int columns, int tiles) {
+  return columns >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
+}
+int column_bound(int columns, int tile, int tiles) {
+  const int unit = unit_columns(columns, tiles);
+  const int units = (columns + unit - 1) / unit;
+  return std::min(int(int64_t(units) * tile / tiles) * unit, columns);
+}
+int widest_tile(int columns, int tiles) {
+  const int unit = unit_columns(columns, tiles);
+  const int units = (columns + unit - 1) / unit;
+  return (units + tiles - 1) / tiles * unit;
+}
+
+}  // namespace
+
+Program::Buffer::~Buffer() { std::free(data_); }
+
+void Program::Buffer::reserve(size_t bytes) {
+  if (bytes <= bytes_) return;
+  std::free(data_);
+  bytes_ = (bytes + 63) / 64 * 64;
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
+}
+
+Program::Scratch::Scratch(int max_rows, const KVLayout& kv)
+    : attention(max_rows, kv.padded_head_dim()),
+      tile(new float[std::max(2 * kTileFloats, max_rows * kv.head_dim)]) {}
+
+Program::Program(const ModelShape& shape)
+    : shape_(shape),
+      kv_{shape.kv_format, shape.num_kv_heads, shape.head_dim, shape.block_size},
+      attention_(attention_kernels()),
+      rows_(row_kernels()),
+      qkv_size_((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim),
+      pool_(shape.num_threads) {
+  const int max_rows = std::max(kTaskRows, shape.num_heads / shape.num_kv_heads);
+  for (int i = 0; i < pool_.num_threads(); i++)
+    scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_));
+}
+
+void Program::add(const Op& op) { ops_.push_back(op); }
+
+void Program::add_rope(const float* inverse_frequencies, int half, float factor) {
+  ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, factor, {}});
+}
+
+bool Program::run(const Step& step) {
+  for (int i = 0; i < step.num_tokens; i++)
+    if (step.input_ids[i] < 0 || step.input_ids[i] >= shape_.vocab_size) return false;
+  step_ = step;
+  num_slices_ = (step.num_tokens + kSliceTokens - 1) / kSliceTokens;
+  const int rows = std::min(step.num_tokens, kSliceTokens);
+  const size_t widest = std::max(
+      {shape_.hidden_size, shape_.intermediate_size, shape_.num_heads * shape_.head_dim});
+  residual_.reserve(sizeof(float) * rows * shape_.hidden_size);
+  block_.reserve(sizeof(float) * rows * shape_.hidden_size);
+  qkv_.reserve(sizeof(float) * rows * qkv_size_);
+  for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest + 64));
+  head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
+  for (Rope& rope : ropes_)
+    rope.tables.resize(std::max(rope.tables.size(), 2 * rows * rope.inverse_frequencies.size()));
+  first_sequence_ = 0;
+  timed_op_ = -1;
+  pool_.run(*this);
+  return true;
+}
+
+// The phases of each slice are the operations but for the head, whose products and choice follow last.
+int Program::begin(int phase) {
+  const auto now = std::chrono::steady_clock::now();
+  if (timed_op_ >= 0)
+    profile_[timed_op_] += std::chrono::duration<double>(now - op_start_).count();
+  op_start_ = now;
+  const int ops_of_slice = int(ops_.size()) - 1;
+  const int head_phase = num_slices_ * ops_of_slice;
+  if (phase < head_phase) {
+    const int op = phase % ops_of_slice;
+    if (op == 0) begin_slice(phase / ops_of_slice);
+    timed_op_ = int(ops_[op].kind);
+    return begin_op(ops_[op]);
+  }
+  timed_op_ = int(OpKind::head);
+  if (phase == head_phase && step_.num_logit_rows) return begin_head(ops_.back());
+  if (phase == head_phase + 1 && step_.num_logit_rows && step_.argmax) merge_argmax();
+  return -1;
+}
+
+void Program::tile(int phase, int tile, int thread) {
+  const int ops_of_slice = int(ops_.size()) - 1;
+  if (phase >= num_slices_ * ops_of_slice) return run_head(ops_.back(), tile, thread);
+  const Op& op = ops_[phase % ops_of_slice];
+  switch (op.kind) {
+    case OpKind::linear:
+      return run_linear(op, tile, thread);
+    case OpKind::gated_linear:
+      return run_gated(op, tile, thread);
+    case OpKind::attention:
+      return run_attention(op, tile, thread);
+    default: {
+      const int end = int(int64_t(num_tokens_) * (tile + 1) / row_tiles_);
+      for (int row = int(int64_t(num_tokens_) * tile / row_tiles_); row < end; row++)
+        run_row(op, row);
+    }
+  }
+}
+
+void Program::begin_slice(int slice) {
+  slice_ = slice;
+  first_token_ = slice * kSliceTokens;
+  num_tokens_ = std::min(step_.num_tokens - first_token_, kSliceTokens);
+  while (step_.query_start_loc[first_sequence_ + 1] <= first_token_) first_sequence_++;
+  for (TaskList& list : task_lists_) list.is_made = false;
+}
+
+int Program::begin_op(const Op& op) {
+  switch (op.kind) {
+    case OpKind::linear:
+      return share_columns(op, num_tokens_, op.num_parts);
+    case OpKind::gated_linear:
+      return share_columns(op, num_tokens_, 1);
+    case OpKind::attention:
+      return begin_attention(op);
+    case OpKind::rotate_store:
+      return share_rows(op, qkv_size_);
+    default:
+      return share_rows(op, shape_.hidden_size);
+  }
+}
+
+int Program::share_rows(const Op& op, int width) {
+  if (pool_.num_threads() > 1 && int64_t(num_tokens_) * width > kNotWorthSharing) {
+    row_tiles_ = std::min(num_tokens_, kTilesPerThread * pool_.num_threads());
+    return row_tiles_;
+  }
+  for (int row = 0; row < num_tokens_; row++) run_row(op, row);
+  return 0;
+}
+
+int Program::share_columns(const Op& op, int rows, int num_parts) {
+  row_blocks_ = (rows + kRowBlock - 1) / kRowBlock;
+  const int wanted = (kTilesPerThread * pool_.num_threads() + row_blocks_ - 1) / row_blocks_;
+  const int widest = kTileFloats / std::min(rows, kRowBlock);
+  int64_t columns = 0;
+  for (int i = 0; i < num_parts; i++) columns += op.parts[i]->n;
+  int tiles = 0;
+  for (int i = 0; i < num_parts; i++) {
+    const int n = op.parts[i]->n;
+    const int share = int((int64_t(n) * wanted + columns - 1) / columns);
+    const int by_size = int(int64_t(n) * op.parts[i]->k / kTileWeights);
+    column_tiles_[i] = std::max({share, by_size, 1});
+    while (widest_tile(n, column_tiles_[i]) > widest) column_tiles_[i]++;
+    tiles += column_tiles_[i];
+  }
+  return tiles * row_blocks_;
+}
+
+void Program::run_row(const Op& op, int row) {
+  switch (op.kind) {
+    case OpKind::embed:
+      return embed(op, row);
+    case OpKind::quantize: {
+      const float* x = residual(row);
+      if (op.vectors[0]) {
+        // The norm's result is needed by nobody else: it passes through the block's buffer.
+        rows_.rms_norm(x, op.vectors[0], op.eps, shape_.hidden_size, block(row));
+        x = block(row);
+      }
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, shape_.hidden_size);
+      return quantize_rows(op.activation_kind, x, shape_.hidden_size, 1, shape_.hidden_size,
+                           activations_[0].bytes() + row * row_bytes);
+    }
+    case OpKind::rotate_store:
+      return rotate_store(op, row);
+    case OpKind::norm_add:
+      rows_.rms_norm(block(row), op.vectors[0], op.eps, shape_.hidden_size, block(row));
+      return rows_.add_scaled(residual(row), block(row), op.scale, shape_.hidden_size);
+    default:
+      return rows_.rms_norm(residual(row), op.vectors[0], op.eps, shape_.hidden_size,
+                            step_.hidden + size_t(first_token_ + row) * shape_.hidden_size);
+  }
+}
+
+void Program::embed(const Op& op, int row) {
+  const int token = first_token_ + row;
+  unpack_weight_row(*op.parts[0], step_.input_ids[token], residual(row));
+  if (op.scale != 1.0f) rows_.scale(residual(row), op.scale, shape_.hidden_size);
+  const float position = float(step_.positions[token]);
+  for (Rope& rope : ropes_) {
+    const int half = int(rope.inverse_frequencies.size());
+    float* cosines = rope.tables.data() + size_t(row) * 2 * half;
+    for (int i = 0; i < half; i++) {
+      const float angle = position * rope.inverse_frequencies[i];
+      cosines[i] = std::cos(angle) * rope.factor;
+      cosines[half + i] = std::sin(angle) * rope.factor;
+    }
+  }
+}
+
+void Program::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) {
+  if (op.qk_norm == QKNorm::full)
+    return rows_.rms_norm(heads, weight, op.eps, num_heads * shape_.head_dim, heads);
+  for (int h = 0; h < num_heads; h++, heads += shape_.head_dim)
+    rows_.rms_norm(heads, weight, op.eps, shape_.head_dim, heads);
+}
+
+void Program::rotate_store(const Op& op, int row) {
+  const int num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
+  const int head_dim = shape_.head_dim;
+  float* queries = qkv(row);
+  float* keys = queries + num_heads * head_dim;
+  const float* values = keys + num_kv_heads * head_dim;
+  if (op.qk_norm != QKNorm::none) {
+    norm_heads(op, queries, num_heads, op.vectors[0]);
+    norm_heads(op, keys, num_kv_heads, op.vectors[1]);
+  }
+  if (op.rope >= 0) {
+    const Rope& rope = ropes_[op.rope];
+    const int half = int(rope.inverse_frequencies.size());
+    const float* cosines = rope.tables.data() + size_t(row) * 2 * half;
+    for (int h = 0; h < num_heads + num_kv_heads; h++)
+      rows_.rotate(queries + h * head_dim, cosines, cosines + half, half);
+  }
+  const int slot = step_.groups[op.group].slot_mapping[first_token_ + row];
+  for (int g = 0; g < num_kv_heads; g++)
+    attention_.store(kv_, step_.kv_caches[op.layer], slot / kv_.block_size, slot % kv_.block_size, g,
+                     keys + g * head_dim, values + g * head_dim);
+}
+
+void Program::run_linear(const Op& op, int tile, int thread) {
+  const int row = tile % row_blocks_ * kRowBlock;
+  const int rows = std::min(num_tokens_ - row, kRowBlock);
+  int part = 0, first_column = 0;
+  tile /= row_blocks_;
+  while (tile >= column_tiles_[part]) {
+    tile -= column_tiles_[part];
+    first_column += op.parts[part++]->n;
+  }
+  const PackedWeight& weight = *op.parts[part];
+  const int begin = column_bound(weight.n, tile, column_tiles_[part]);
+  const int end = column_bound(weight.n, tile + 1, column_tiles_[part]);
+  if (begin == end) return;
+  const int columns = end - begin;
+  const float* bias = op.vectors[part];
+  const size_t row_bytes = activation_row_bytes(activation_kind(weight.format), weight.k);
+  const uint8_t* x = activations_[op.source].bytes() + row * row_bytes;
+  if (op.target != LinearTarget::residual) {
+    const int stride = op.target == LinearTarget::qkv ? qkv_size_ : shape_.hidden_size;
+    float* out = (op.target == LinearTarget::qkv ? qkv(row) : block(row)) + first_column + begin;
+    linear_rows(weight, x, rows, begin, end, out, stride);
+    for (int r = 0; bias && r < rows; r++)
+      rows_.add_scaled(out + size_t(r) * stride, bias + begin, 1.0f, columns);
+    return;
+  }
+  float* out = scratch_[thread]->tile.get();
+  linear_rows(weight, x, rows, begin, end, out, columns);
+  for (int r = 0; r < rows; r++, out += columns) {
+    if (bias) rows_.add_scaled(out, bias + begin, 1.0f, columns);
+    rows_.add_scaled(residual(row + r) + first_column + begin, out, op.scale, columns);
+  }
+}
+
+void Program::run_gated(const Op& op, int tile, int thread) {
+  const int row = tile % row_blocks_ * kRowBlock;
+  const int rows = std::min(num_tokens_ - row, kRowBlock);
+  const PackedWeight& gate_weight = *op.parts[0];
+  tile /= row_blocks_;
+  const int begin = column_bound(gate_weight.n, tile, column_tiles_[0]);
+  const int end = column_bound(gate_weight.n, tile + 1, column_tiles_[0]);
+  if (begin == end) return;
+  const int columns = end - begin;
+  const size_t row_bytes =
+      activation_row_bytes(activation_kind(gate_weight.format), gate_weight.k);
+  const uint8_t* x = activations_[0].bytes() + row * row_bytes;
+  float* gate = scratch_[thread]->tile.get();
+  float* up = gate + kTileFloats;
+  linear_rows(gate_weight, x, rows, begin, end, gate, columns);
+  linear_rows(*op.parts[1], x, rows, begin, end, up, columns);
+  const size_t out_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
+  uint8_t* out = activations_[1].bytes() + row * out_bytes +
+                 activation_offset(op.activation_kind, begin);
+  for (int r = 0; r < rows; r++, gate += columns, up += columns, out += out_bytes) {
+    if (op.vectors[0]) rows_.add_scaled(gate, op.vectors[0] + begin, 1.0f, columns);
+    if (op.vectors[1]) rows_.add_scaled(up, op.vectors[1] + begin, 1.0f, columns);
+    rows_.gate(shape_.activation, gate, up, columns, gate);
+    quantize_rows(op.activation_kind, gate, columns, 1, columns, out);
+  }
+}
+
+int Program::begin_head(const Op& op) {
+  const PackedWeight& weight = *op.parts[0];
+  const int rows = step_.num_logit_rows, hidden_size = shape_.hidden_size;
+  const ActivationKind kind = activation_kind(weight.format);
+  const size_t row_bytes = activation_row_bytes(kind, hidden_size);
+  for (int r = 0; r < rows; r++)
+    quantize_rows(kind, step_.hidden + size_t(step_.logit_rows[r]) * hidden_size, hidden_size, 1,
+                  hidden_size, head_activations_.bytes() + r * row_bytes);
+  const int tiles = share_columns(op, rows, 1);
+  if (step_.argmax) best_.reserve(size_t(rows) * column_tiles_[0] * sizeof(Best));
+  return tiles;
+}
+
+void Program::run_head(const Op& op, int tile, int thread) {
+  const PackedWeight& weight = *op.parts[0];
+  const int row = tile % row_blocks_ * kRowBlock;
+  const int rows = std::min(step_.num_logit_rows - row, kRowBlock);
+  tile /= row_blocks_;
+  const int begin = column_bound(weight.n, tile, column_tiles_[0]);
+  const int end = column_bound(weight.n, tile + 1, column_tiles_[0]);
+  const int columns = end - begin;
+  const size_t row_bytes = activation_row_bytes(activation_kind(weight.format), weight.k);
+  float* out = scratch_[thread]->tile.get();
+  int stride = columns;
+  if (step_.logits) {
+    out = step_.logits + size_t(row) * weight.n + begin;
+    stride = weight.n;
+  }
+  if (columns)
+    linear_rows(weight, head_activations_.bytes() + row * row_bytes, rows, begin, end, out, stride);
+  for (int r = 0; r < rows; r++, out += stride) {
+    if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);
+    if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);
+    if (!step_.argmax) continue;
+    Best& best = bests()[size_t(row + r) * column_tiles_[0] + tile];
+    best = {-INFINITY, begin};
+    if (columns == 0) continue;
+    const int index = rows_.argmax(out, columns, &best.logit);
+    best.index = index < 0 ? -1 : begin + index;
+  }
+}
+
+void Program::merge_argmax() {
+  for (int r = 0; r < step_.num_logit_rows; r++) {
+    const Best* best = bests() + size_t(r) * column_tiles_[0];
+    Best winner = best[0];
+    for (int i = 1; i < column_tiles_[0] && winner.index >= 0; i++)
+      if (best[i].index < 0 || best[i].logit > winner.logit) winner = best[i];
+    step_.argmax[r] = winner.index;
+  }
+}
+
+}  // namespace engine

@@ -1,0 +1,204 @@
+// A model's operations, recorded once and replayed with every step's metadata.
+//
+// Long steps run in slices of tokens, each through all layers before the next, so that what is between
+// two operations stays small; attention makes no difference between a slice and a step.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "row_kernels.h"
+#include "threads.h"
+
+namespace engine {
+
+struct ModelShape {
+  int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
+  int32_t block_size;
+  KVFormat kv_format;
+  Activation activation;
+  int32_t num_threads;
+};
+
+enum class OpKind : int32_t {
+  embed = 0,         // residual = row of parts[0] * scale; and the rotary tables
+  quantize = 1,      // activations[0] = residual, normed by vectors[0] if there is one
+  linear = 2,        // target = activations[source] * parts + vectors
+  gated_linear = 3,  // activations[1] = activation(gate) * up, of parts and vectors
+  rotate_store = 4,  // norms and rotates queries and keys, stores keys and values
+  attention = 5,     // activations[1] = attention
+  norm_add = 6,      // residual += scale * block normed by vectors[0]
+  final_norm = 7,    // hidden = residual normed by vectors[0]
+  head = 8,          // logits of the rows asked for; the last operation
+};
+constexpr int kNumOpKinds = 9;
+
+enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2 };  // adds scale * y to residual
+enum class QKNorm : int32_t { none = 0, head = 1, full = 2 };
+
+constexpr int kMaxParts = 3;
+
+constexpr int kTilesPerThread = 4;
+
+// Where column `column` of a row of activations is, if whole groups are before it.
+inline size_t activation_offset(ActivationKind kind, int column) {
+  if (kind == ActivationKind::int8) return activation_row_bytes(kind, column);
+  return size_t(column) * (kind == ActivationKind::bf16 ? 2 : 4);
+}
+
+struct Op {
+  OpKind kind;
+  ActivationKind activation_kind;  // of what the operation writes
+  int32_t source;
+  LinearTarget target;
+  int32_t layer, group;  // of the KV cache
+  int32_t rope;          // index, or -1
+  QKNorm qk_norm;
+  int32_t num_parts;
+  float scale, eps;
+  AttentionLayer attention;
+  const PackedWeight* parts[kMaxParts];  // side by side
+  const float* vectors[kMaxParts];       // of each part, or null
+};
+
+// The block table [num_sequences, stride] and the slot of each token in one KV-cache group.
+struct StepGroup {
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int32_t* slot_mapping;
+};
+
+struct Step {
+  int32_t num_tokens, num_sequences, num_logit_rows;
+  const int32_t* input_ids;        // [num_tokens]
+  const int32_t* positions;        // [num_tokens]
+  const int32_t* query_start_loc;  // [num_sequences + 1]
+  const StepGroup* groups;
+  uint8_t* const* kv_caches;  // of each layer
+  float* hidden;              // [num_tokens, hidden_size]
+  const int32_t* logit_rows;  // [num_logit_rows], of hidden
+  float* logits;              // [num_logit_rows, vocab_size], or null
+  int32_t* argmax;            // [num_logit_rows], or null; -1 where a logit is NaN
+};
+
+class Program final : private Phases {
+ public:
+  explicit Program(const ModelShape& shape);
+  // The arrays that an operation points to must outlive the program.
+  void add(const Op& op);
+  // Angles are position * inverse_frequencies[half]; `factor` multiplies their sines and cosines.
+  void add_rope(const float* inverse_frequencies, int half, float factor);
+  // With num_tokens = 0 only the head runs, on the `hidden` given. Returns false, having done nothing,
+  // if a token is not in the vocabulary.
+  bool run(const Step& step);
+  // Seconds spent in operations of each kind so far.
+  const double* profile() const { return profile_; }
+
+ private:
+  struct Rope {
+    std::vector<float> inverse_frequencies;
+    float factor;
+    std::vector<float> tables;  // [slice tokens][cosines, sines]
+  };
+  struct Task {
+    int sequence, token, num_tokens;  // the token of the slice
+    int kv_head, first_partition, last_partition;
+    int first_slot, slot, num_slots;  // of partial states, if there is more than one to combine
+  };
+  // The tasks of a slice, shared by the layers with the same window.
+  struct TaskList {
+    int window;
+    bool is_made;
+    std::vector<Task> tasks;
+    int tasks_of_tile;
+    int num_slots;
+  };
+  // The largest logit of a tile.
+  struct Best {
+    float logit;
+    int32_t index;
+  };
+  struct Scratch {
+    Scratch(int max_rows, const KVLayout& kv);
+    AttentionScratch attention;
+    std::unique_ptr<float[]> tile;
+  };
+  // A buffer that is aligned to 64 bytes and only grows.
+  class Buffer {
+   public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    ~Buffer();
+    void reserve(size_t bytes);
+    uint8_t* bytes() const { return data_; }
+    float* floats() const { return reinterpret_cast<float*>(data_); }
+
+   private:
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
+  };
+
+  int begin(int phase) override;
+  void tile(int phase, int tile, int thread) override;
+
+  void begin_slice(int slice);
+  int begin_op(const Op& op);
+  int begin_head(const Op& op);
+  int begin_attention(const Op& op);
+  int share_rows(const Op& op, int width);
+  int share_columns(const Op& op, int rows, int num_parts);
+  void run_row(const Op& op, int row);
+  void run_linear(const Op& op, int tile, int thread);
+  void run_gated(const Op& op, int tile, int thread);
+  void run_head(const Op& op, int tile, int thread);
+  void run_attention(const Op& op, int tile, int thread);
+  AttentionTask attention_task(const Op& op, const Task& task) const;
+  void attend(const Op& op, const Task& task, const AttentionTask& attention, Scratch& scratch);
+  void embed(const Op& op, int row);
+  void rotate_store(const Op& op, int row);
+  void norm_heads(const Op& op, float* heads, int num_heads, const float* weight);
+  const TaskList& tasks_of(const Op& op);
+  void make_tasks(TaskList& list);
+  void merge_argmax();
+
+  float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }
+  float* block(int row) const { return block_.floats() + size_t(row) * shape_.hidden_size; }
+  float* qkv(int row) const { return qkv_.floats() + size_t(row) * qkv_size_; }
+  Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
+  size_t partial_floats() const;
+  AttentionState partial_state(int slot) const;
+
+  const ModelShape shape_;
+  const KVLayout kv_;
+  const AttentionKernels& attention_;
+  const RowKernels& rows_;
+  const int qkv_size_;
+  std::vector<Op> ops_;
+  std::vector<Rope> ropes_;
+  std::vector<TaskList> task_lists_;
+  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
+  std::vector<std::unique_ptr<Scratch>> scratch_;
+  std::unique_ptr<std::atomic<int>[]> finished_slots_;
+  size_t num_finished_slots_ = 0;
+
+  // Of the step, the slice and the operation at hand.
+  Step step_{};
+  int num_slices_ = 0, slice_ = 0;
+  int first_token_ = 0, num_tokens_ = 0;  // of the slice
+  int first_sequence_ = 0;                // with tokens in the slice
+  int row_tiles_ = 0;
+  int row_blocks_ = 0, column_tiles_[kMaxParts] = {};
+  const TaskList* tasks_ = nullptr;
+  int timed_op_ = -1;
+  std::chrono::steady_clock::time_point op_start_;
+  double profile_[kNumOpKinds] = {};
+
+  ThreadPool pool_;
+};
+
+}  // namespace engine

@@ -1,0 +1,21 @@
+#include "api.h"
+#include "program.h"
+
+using namespace engine;
+
+ENGINE_API Program* engine_program_new(const ModelShape* shape) { return new Program(*shape); }
+
+ENGINE_API void engine_program_free(Program* program) { delete program; }
+
+ENGINE_API void engine_program_add(Program* program, const Op* op) { program->add(*op); }
+
+ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_frequencies,
+                                        int32_t half, float factor) {
+  program->add_rope(inverse_frequencies, half, factor);
+}
+
+ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
+
+ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
+  for (int i = 0; i < kNumOpKinds; i++) seconds[i] = program->profile()[i];
+}

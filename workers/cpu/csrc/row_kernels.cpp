@@ -1,0 +1,23 @@
+#include "row_kernels.h"
+
+#include "isa.h"
+
+namespace engine {
+
+const RowKernels& row_kernels() {
+  switch (isa()) {
+#if defined(__x86_64__)
+    case Isa::avx512:
+      return avx512::kRowKernels;
+    case Isa::avx2:
+      return avx2::kRowKernels;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return neon::kRowKernels;
+#endif
+    default:
+      return portable::kRowKernels;
+  }
+}
+
+}  // namespace engine

@@ -1,0 +1,43 @@
+// The small operations between matrix products, on one row each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace engine {
+
+enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
+
+struct RowKernels {
+  // out = x / sqrt(mean of squares + eps) * weight; `out` may be `x`.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // x += y * factor
+  void (*add_scaled)(float* x, const float* y, float factor, int n);
+  // x *= factor
+  void (*scale)(float* x, float factor, int n);
+  // out = activation(gate) * up
+  void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
+  // Rotates x[i] and x[i + half] by the angle of cos[i], sin[i].
+  void (*rotate)(float* x, const float* cos, const float* sin, int half);
+  // x = softcap * tanh(x / softcap)
+  void (*soft_cap)(float* x, float softcap, int n);
+  // The first of the largest elements; -1 if one is NaN.
+  int (*argmax)(const float* x, int n, float* largest);
+};
+
+namespace portable {
+extern const RowKernels kRowKernels;
+}
+namespace avx2 {
+extern const RowKernels kRowKernels;
+}
+namespace avx512 {
+extern const RowKernels kRowKernels;
+}
+namespace neon {
+extern const RowKernels kRowKernels;
+}
+
+const RowKernels& row_kernels();
+
+}  // namespace engine

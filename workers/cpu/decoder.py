@@ -1,0 +1,169 @@
+"""A decoder whose every step is one call of a native program.
+
+T tokens of a step, S of them sampled, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..loaders.checkpoint import Checkpoint
+from ..models.spec import ModelSpec
+from ..models.weights import ProgressCallback
+from .attention import NativeAttention, NativeAttentionMetadata
+from .library import Step, StepGroup
+from .program import NativeProgram
+from .recorder import Recorder
+from .weights import NativeWeightReader
+
+
+class NativeDecoder:
+    """The model of `spec` as a recorded program; `Decoder`'s interface.
+
+    Weights that are stored quantized stay so; `quantization`, "int8" or "int4", quantizes others.
+    Hidden states are float32. Uses `num_threads` threads, by default as many as the process may run
+    on. Raises `NotSupportedNatively` if the torch decoder must do it, and `CheckpointError` as
+    `Decoder` does.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        attention: NativeAttention,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        on_progress: ProgressCallback | None = None,
+        quantization: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.attention = attention
+        num_threads = num_threads or _usable_cpus()
+        weights = NativeWeightReader(
+            checkpoint,
+            dtype,
+            has_head=not spec.tie_word_embeddings,
+            quantization=quantization,
+            num_threads=num_threads,
+            on_progress=on_progress,
+        )
+        self._program = NativeProgram(spec, attention, num_threads)
+        Recorder(self._program, spec, weights, max_model_len).record()
+        self._kv_caches: Sequence[Tensor] = ()
+        self._kv_pointers = (ctypes.c_void_p * len(spec.layers))()
+        self._groups = (StepGroup * len(spec.windows_by_group))()
+        # Filling it again takes a fraction of the time that making it does.
+        self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+    ) -> Tensor:
+        """Return the final hidden states [T, D] in float32; fills the KV caches.
+
+        `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
+        """
+        hidden_TD, _ = self._run(input_ids_T, positions_T, kv_caches, attn_metadata, None)
+        return hidden_TD
+
+    def forward_greedy(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+        sampled_S: NDArray[np.int32],
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward` and then `greedy_tokens` of rows `sampled_S`, in one native call."""
+        return self._run(input_ids_T, positions_T, kv_caches, attn_metadata, sampled_S)
+
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return the logits [S, V] in float32."""
+        logits_SV = torch.empty((len(hidden_SD), self.spec.vocab_size), dtype=torch.float32)
+        self._run_head(hidden_SD, logits=logits_SV.data_ptr())
+        return logits_SV
+
+    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
+        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN.
+
+        Spares the logits' way through memory.
+        """
+        tokens_S = torch.empty(len(hidden_SD), dtype=torch.int32)
+        self._run_head(hidden_SD, argmax=tokens_S.data_ptr())
+        return tokens_S
+
+    def profile(self) -> dict[str, float]:
+        """Seconds spent in the operations of each kind so far."""
+        return self._program.profile()
+
+    def _run(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+        sampled_S: NDArray[np.int32] | None,
+    ) -> tuple[Tensor, Tensor]:
+        ids_T, positions_T = _int32(input_ids_T), _int32(positions_T)
+        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+        num_sampled = 0 if sampled_S is None else len(sampled_S)
+        tokens_S = torch.empty(num_sampled, dtype=torch.int32)
+        step = self._step
+        step.num_tokens = len(ids_T)
+        step.num_sequences = len(attn_metadata[0].seq_lens)
+        step.num_logit_rows = num_sampled
+        step.input_ids = ids_T.data_ptr()
+        step.positions = positions_T.data_ptr()
+        step.query_start_loc = attn_metadata[0].query_start_loc.ctypes.data
+        for group, metadata in zip(self._groups, attn_metadata, strict=True):
+            group.block_table = metadata.block_table.ctypes.data
+            group.block_table_stride = metadata.block_table.shape[1]
+            group.slot_mapping = metadata.slot_mapping.ctypes.data
+        if kv_caches is not self._kv_caches:
+            self._kv_caches = kv_caches
+            self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
+        step.hidden = hidden_TD.data_ptr()
+        if sampled_S is not None:
+            sampled_S = np.ascontiguousarray(sampled_S, np.int32)
+            step.logit_rows = sampled_S.ctypes.data
+            step.argmax = tokens_S.data_ptr()
+        if not self._program.run(step):
+            raise ValueError(
+                f"token ids must be in [0, {self.spec.vocab_size}), "
+                f"got {ids_T.min()} to {ids_T.max()}"
+            )
+        return hidden_TD, tokens_S
+
+    def _run_head(self, hidden_SD: Tensor, **outputs: int) -> None:
+        hidden_SD = hidden_SD.float().contiguous()
+        rows = np.arange(len(hidden_SD), dtype=np.int32)
+        step = Step(
+            num_logit_rows=len(rows),
+            logit_rows=rows.ctypes.data,
+            hidden=hidden_SD.data_ptr(),
+            **outputs,
+        )
+        self._program.run(step)
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _int32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int32).contiguous()

@@ -1,0 +1,135 @@
+"""The native library: its C structures and functions."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from ctypes import POINTER, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
+from functools import cache
+from typing import Any
+
+from ...protocol.errors import EngineError
+
+MAX_PARTS = 3
+OP_KINDS = (
+    "embed",
+    "quantize",
+    "linear",
+    "gated_linear",
+    "rotate_store",
+    "attention",
+    "norm_add",
+    "final_norm",
+    "head",
+)
+
+
+class NotSupportedNatively(EngineError):
+    """The native backend cannot run this model on this machine; the torch path can."""
+
+
+class ModelShape(ctypes.Structure):
+    _fields_ = (
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("vocab_size", c_int32),
+        ("block_size", c_int32),
+        ("kv_format", c_int32),
+        ("activation", c_int32),
+        ("num_threads", c_int32),
+    )
+
+
+class Op(ctypes.Structure):
+    """One operation of a program; see `program.h`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("activation_kind", c_int32),
+        ("source", c_int32),
+        ("target", c_int32),
+        ("layer", c_int32),
+        ("group", c_int32),
+        ("rope", c_int32),
+        ("qk_norm", c_int32),
+        ("num_parts", c_int32),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+        ("parts", c_void_p * MAX_PARTS),
+        ("vectors", c_void_p * MAX_PARTS),
+    )
+
+
+class StepGroup(ctypes.Structure):
+    """One KV-cache group's block table and slots in a step."""
+
+    _fields_ = (
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        ("slot_mapping", c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """The arrays of one step; see `program.h`."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("num_logit_rows", c_int32),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("groups", POINTER(StepGroup)),
+        ("kv_caches", POINTER(c_void_p)),
+        ("hidden", c_void_p),
+        ("logit_rows", c_void_p),
+        ("logits", c_void_p),
+        ("argmax", c_void_p),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "engine_isa": (c_int32, []),
+    "engine_select_isa": (c_int32, [c_int32]),
+    "engine_can_pack": (c_int32, [c_int32, c_int32]),
+    "engine_packed_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
+    "engine_pack_rows": (
+        None,
+        [c_int32, c_int32, c_void_p, c_ssize_t, c_int32, c_int32, c_int32, c_void_p],
+    ),
+    "engine_activation_row_bytes": (c_size_t, [c_int32, c_int32]),
+    "engine_quantize_rows": (None, [c_int32, c_void_p, c_ssize_t, c_int32, c_int32, c_void_p]),
+    "engine_linear_rows": (
+        None,
+        [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_ssize_t],
+    ),
+    "engine_unpack_weight_row": (None, [c_void_p, c_int32, c_void_p]),
+    "engine_program_new": (c_void_p, [POINTER(ModelShape)]),
+    "engine_program_free": (None, [c_void_p]),
+    "engine_program_add": (None, [c_void_p, POINTER(Op)]),
+    "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float]),
+    "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
+    "engine_program_profile": (None, [c_void_p, c_void_p]),
+}
+
+
+@cache
+def native_library() -> ctypes.CDLL:
+    """Load the library. Raises `NotSupportedNatively` if it was not built."""
+    spec = importlib.util.find_spec("._native", __package__)
+    if spec is None or spec.origin is None:
+        raise NotSupportedNatively(
+            "the native CPU backend was not built; install a C++ compiler and reinstall engine"
+        )
+    loaded = ctypes.CDLL(spec.origin)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded

@@ -1,0 +1,86 @@
+"""A native program: operations that are recorded once and replayed in every step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..models.rope import RopeSpec
+from ..models.spec import ModelSpec
+from .attention import KV_FORMATS, NativeAttention
+from .library import MAX_PARTS, OP_KINDS, ModelShape, Op, Step, native_library
+from .weights import PackedWeight
+
+_KIND = {name: number for number, name in enumerate(OP_KINDS)}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+Floats = NDArray[np.float32]
+
+
+class NativeProgram:
+    """`Program` of `program.h`, with the threads that run it."""
+
+    def __init__(self, spec: ModelSpec, attention: NativeAttention, num_threads: int) -> None:
+        self._library = native_library()
+        self._kept: list[Any] = []
+        self._eps = spec.norm_eps
+        self._handle = self._library.engine_program_new(
+            ctypes.byref(
+                ModelShape(
+                    spec.hidden_size,
+                    spec.intermediate_size,
+                    spec.num_heads,
+                    spec.num_kv_heads,
+                    spec.head_dim,
+                    spec.vocab_size,
+                    attention.block_size,
+                    KV_FORMATS[attention.dtype],
+                    _ACTIVATIONS[spec.activation],
+                    num_threads,
+                )
+            )
+        )
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.engine_program_free(handle)
+
+    def add_rope(self, rope: RopeSpec, max_model_len: int) -> None:
+        """Make tables of this embedding in every step; operations name it by its number."""
+        inv_freq, factor = rope.inverse_frequencies(max_model_len)
+        frequencies = np.ascontiguousarray(inv_freq.numpy(), np.float32)
+        self._library.engine_program_add_rope(
+            self._handle, frequencies.ctypes.data, len(frequencies), factor
+        )
+
+    def add(
+        self,
+        kind: str,
+        *,
+        parts: Sequence[PackedWeight] = (),
+        vectors: Sequence[Floats | None] = (),
+        **fields: float,
+    ) -> None:
+        """Append an operation; what it points to lives as long as the program."""
+        self._kept += [*parts, *vectors]
+        fields = {"scale": 1.0, "eps": self._eps} | fields
+        op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
+        op.parts = (ctypes.c_void_p * MAX_PARTS)(*(ctypes.addressof(part) for part in parts))
+        op.vectors = (ctypes.c_void_p * MAX_PARTS)(
+            *(None if vector is None else vector.ctypes.data for vector in vectors)
+        )
+        self._library.engine_program_add(self._handle, ctypes.byref(op))
+
+    def run(self, step: Step) -> bool:
+        """Return False, having done nothing, if a token is not in the vocabulary."""
+        return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
+
+    def profile(self) -> dict[str, float]:
+        """Seconds spent in the operations of each kind so far."""
+        seconds = np.empty(len(OP_KINDS))
+        self._library.engine_program_profile(self._handle, seconds.ctypes.data)
+        return dict(zip(OP_KINDS, seconds.tolist(), strict=True))

@@ -1,0 +1,185 @@
+"""Records a model's operations, weight by weight."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..models.rope import RopeSpec
+from ..models.spec import LayerSpec, ModelSpec
+from .library import NotSupportedNatively
+from .program import Floats, NativeProgram
+from .weights import GROUP_SIZE, ActivationKind, NativeWeightReader, PackedWeight
+
+_QKV, _RESIDUAL, _BLOCK = range(3)
+_QK_NORMS = {None: 0, "head": 1, "full": 2}
+
+
+class Recorder:
+    """Turns a `ModelSpec` and its weights into a program."""
+
+    def __init__(
+        self,
+        program: NativeProgram,
+        spec: ModelSpec,
+        weights: NativeWeightReader,
+        max_model_len: int,
+    ) -> None:
+        self._program = program
+        self._spec = spec
+        self._weights = weights
+        self._ropes: dict[RopeSpec, int] = {}
+        for layer in spec.layers:
+            if layer.rope is not None and layer.rope not in self._ropes:
+                program.add_rope(layer.rope, max_model_len)
+                self._ropes[layer.rope] = len(self._ropes)
+
+    def record(self) -> None:
+        """Record the whole model, as its weights are read."""
+        spec, weights = self._spec, self._weights
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        embedding = weights.packed("embed_tokens.weight", *vocabulary)
+        self._program.add("embed", parts=[embedding], scale=spec.embedding_scale)
+        for index, layer in enumerate(spec.layers):
+            self._record_attention(index, layer)
+            self._record_mlp(f"layers.{index}.")
+        self._program.add("final_norm", vectors=[self._norm("norm", spec.hidden_size)])
+        head = embedding if spec.tie_word_embeddings else weights.packed_head(*vocabulary)
+        self._program.add(
+            "head",
+            parts=[head],
+            scale=1 / spec.logits_divisor,
+            softcap=spec.final_softcap or 0.0,
+        )
+        weights.finish()
+
+    def _record_attention(self, index: int, layer: LayerSpec) -> None:
+        spec, prefix = self._spec, f"layers.{index}."
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv, biases = self._projections(
+            f"{prefix}self_attn.",
+            ["qkv_proj"] if spec.fused_projections else ["q_proj", "k_proj", "v_proj"],
+            [query_size, kv_size, kv_size],
+            spec.hidden_size,
+            spec.qkv_bias,
+        )
+        output, output_bias = self._projections(
+            f"{prefix}self_attn.",
+            ["o_proj"],
+            [spec.hidden_size],
+            query_size,
+            spec.attention_output_bias,
+        )
+        columns = spec.num_heads // spec.num_kv_heads * spec.head_dim
+        if output[0].activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
+            raise NotSupportedNatively(
+                f"{columns} elements of the queries of a key/value head are not whole groups of "
+                f"{GROUP_SIZE}"
+            )
+        self._quantize(prefix, spec.norms.attention_input, qkv)
+        self._program.add("linear", source=0, target=_QKV, parts=qkv, vectors=biases)
+        norms: list[Floats | None] = []
+        if spec.qk_norm is not None:
+            sizes = (
+                (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (query_size, kv_size)
+            )
+            norms = [
+                self._norm(f"{prefix}self_attn.{name}", size)
+                for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+            ]
+        self._program.add(
+            "rotate_store",
+            layer=index,
+            group=layer.kv_cache_group,
+            rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            qk_norm=_QK_NORMS[spec.qk_norm],
+            vectors=norms,
+        )
+        self._program.add(
+            "attention",
+            layer=index,
+            group=layer.kv_cache_group,
+            activation_kind=output[0].activation_kind,
+            attention_scale=spec.attention_scale,
+            softcap=spec.attention_softcap or 0.0,
+            window=layer.window or 0,
+        )
+        self._add_block(prefix, output, output_bias, spec.norms.attention_output)
+
+    def _record_mlp(self, prefix: str) -> None:
+        spec = self._spec
+        gate_up, biases = self._projections(
+            f"{prefix}mlp.",
+            ["gate_up_proj"] if spec.fused_projections else ["gate_proj", "up_proj"],
+            [spec.intermediate_size] * 2,
+            spec.hidden_size,
+            spec.mlp_bias,
+        )
+        down, down_bias = self._projections(
+            f"{prefix}mlp.",
+            ["down_proj"],
+            [spec.hidden_size],
+            spec.intermediate_size,
+            spec.mlp_bias,
+        )
+        self._quantize(prefix, spec.norms.mlp_input, gate_up)
+        self._program.add(
+            "gated_linear", activation_kind=down[0].activation_kind, parts=gate_up, vectors=biases
+        )
+        self._add_block(prefix, down, down_bias, spec.norms.mlp_output)
+
+    def _quantize(self, prefix: str, norm: str | None, inputs: list[PackedWeight]) -> None:
+        weight_D = None if norm is None else self._norm(f"{prefix}{norm}", self._spec.hidden_size)
+        self._program.add("quantize", activation_kind=inputs[0].activation_kind, vectors=[weight_D])
+
+    def _add_block(
+        self,
+        prefix: str,
+        output: list[PackedWeight],
+        bias: list[Floats | None],
+        norm: str | None,
+    ) -> None:
+        """Add a block's output projection, perhaps normed, to the residual stream."""
+        target = _RESIDUAL if norm is None else _BLOCK
+        scale = self._spec.residual_multiplier
+        self._program.add(
+            "linear", source=1, target=target, parts=output, vectors=bias, scale=scale
+        )
+        if norm is not None:
+            weight_D = self._norm(f"{prefix}{norm}", self._spec.hidden_size)
+            self._program.add("norm_add", vectors=[weight_D], scale=scale)
+
+    def _norm(self, name: str, size: int) -> Floats:
+        return self._weights.vector(f"{name}.weight", size) + np.float32(
+            self._spec.norm_weight_offset
+        )
+
+    def _projections(
+        self, prefix: str, names: list[str], sizes: list[int], inputs: int, has_bias: bool
+    ) -> tuple[list[PackedWeight], list[Floats | None]]:
+        """Return matrices of the same inputs and their biases, which may be rows of one tensor."""
+        reader = self._weights
+        biases: list[Floats | None] = [None] * len(sizes)
+        if len(names) == len(sizes):
+            weights = [
+                reader.packed(f"{prefix}{name}.weight", size, inputs)
+                for name, size in zip(names, sizes, strict=True)
+            ]
+            if has_bias:
+                biases = [
+                    reader.vector(f"{prefix}{name}.bias", size)
+                    for name, size in zip(names, sizes, strict=True)
+                ]
+        else:
+            stops = np.cumsum(sizes).tolist()
+            name = f"{prefix}{names[0]}"
+            weights = [
+                reader.packed(f"{name}.weight", stops[-1], inputs, start=stop - size, stop=stop)
+                for size, stop in zip(sizes, stops, strict=True)
+            ]
+            if has_bias:
+                biases = list(np.split(reader.vector(f"{name}.bias", stops[-1]), stops[:-1]))
+        if len({weight.activation_kind for weight in weights}) > 1:
+            raise NotSupportedNatively(
+                f"the projections of {prefix.rstrip('.')} are stored both quantized and not"
+            )
+        return weights, biases

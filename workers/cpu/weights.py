@@ -1,0 +1,256 @@
+"""Weights in the layout of the native kernels, packed as they are read from a checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...protocol.gguf import GGMLQuantizationType as SourceType
+from ..host_memory import HUGE_PAGE_BYTES, allocate
+from ..loaders.checkpoint import Checkpoint
+from ..loaders.gguf import GGUFCheckpoint
+from ..models.weights import ProgressCallback, WeightReader
+from .library import native_library
+
+
+class ActivationKind(IntEnum):
+    """How the rows that a matrix is multiplied with are stored; see `csrc/linear.h`."""
+
+    INT8 = 0
+    BF16 = 1
+    F32 = 2
+
+
+class WeightFormat(IntEnum):
+    """How the elements of a packed matrix are stored; see `csrc/linear.h`."""
+
+    U4 = 0
+    U4_OFFSET = 1
+    U5_OFFSET = 2
+    U6 = 3
+    U8 = 4
+    BF16 = 5
+    F16 = 6
+    F32 = 7
+
+    @property
+    def activation_kind(self) -> ActivationKind:
+        if self <= WeightFormat.U8:
+            return ActivationKind.INT8
+        return ActivationKind.BF16 if self is WeightFormat.BF16 else ActivationKind.F32
+
+
+_QUANTIZED_FORMATS = {
+    SourceType.Q4_0: WeightFormat.U4,
+    SourceType.Q4_1: WeightFormat.U4_OFFSET,
+    SourceType.Q4_K: WeightFormat.U4_OFFSET,
+    SourceType.Q5_0: WeightFormat.U5_OFFSET,
+    SourceType.Q5_1: WeightFormat.U5_OFFSET,
+    SourceType.Q5_K: WeightFormat.U5_OFFSET,
+    SourceType.Q6_K: WeightFormat.U6,
+    SourceType.Q8_0: WeightFormat.U8,
+}
+_FLOAT_FORMATS = {
+    torch.bfloat16: WeightFormat.BF16,
+    torch.float16: WeightFormat.F16,
+    torch.float32: WeightFormat.F32,
+}
+_FLOAT_TYPES = {
+    torch.bfloat16: SourceType.BF16,
+    torch.float16: SourceType.F16,
+    torch.float32: SourceType.F32,
+}
+QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
+"""What float matrices can be quantized to as they are read."""
+
+GROUP_SIZE = 32
+"""Elements of a row that integer formats quantize together; rows are whole groups."""
+
+_ALIGNMENT = 64
+_CHUNK_BYTES = 64 << 20
+_ELEMENTS_AT_ONCE = 2 << 20
+
+
+class PackedWeight(ctypes.Structure):
+    """A matrix ``[n, k]``, as `csrc/linear.h` has it; native code takes its address.
+
+    Keeps `data`, uint8 and aligned to 64 bytes, alive.
+    """
+
+    _fields_ = (
+        ("format", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("_data", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self, weight_format: WeightFormat, n: int, k: int, data: NDArray[np.uint8]
+    ) -> None:
+        super().__init__(weight_format, n, k, data.ctypes.data)
+        self.data = data
+
+    @property
+    def activation_kind(self) -> ActivationKind:
+        return WeightFormat(self.format).activation_kind
+
+    def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
+        """Rows of the matrix, ``[len(indices), k]``."""
+        unpack = native_library().engine_unpack_weight_row
+        out = np.empty((len(indices), self.k), np.float32)
+        for index, row in zip(indices, out, strict=True):
+            unpack(ctypes.byref(self), index, row.ctypes.data)
+        return out
+
+
+class WeightMemory:
+    """Zeroed memory for weights, in huge pages.
+
+    A step reads all weights, and a quarter of that time would go into looking up small pages.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return ``[num_bytes]``, aligned to 64."""
+        start = _round_up(self._used, _ALIGNMENT)
+        if start + num_bytes > len(self._chunk):
+            size = _round_up(max(num_bytes, _CHUNK_BYTES), HUGE_PAGE_BYTES)
+            self._chunk = allocate(size)
+            start = 0
+        self._used = start + num_bytes
+        return self._chunk[start : self._used]
+
+
+class NativeWeightReader(WeightReader):
+    """Reads the matrices of a decoder packed, and its vectors as float32.
+
+    Quantized matrices keep their values; those of a type without a packed format become int8 in
+    groups of 32. Matrices of a float type are packed in `dtype`, or quantized if `quantization`
+    says so and their rows are whole groups; the embedding and the head to no less than int8.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        *,
+        has_head: bool,
+        quantization: str | None = None,
+        num_threads: int = 1,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        super().__init__(
+            checkpoint, dtype, torch.device("cpu"), has_head=has_head, on_progress=on_progress
+        )
+        self._quantization = None if quantization is None else QUANTIZATIONS[quantization]
+        self._num_threads = num_threads
+        self._memory = WeightMemory()
+
+    def vector(self, name: str, size: int) -> NDArray[np.float32]:
+        """Return the decoder's tensor `name`, float32 ``[size]``."""
+        vector: NDArray[np.float32] = self.read(name, size).float().numpy()
+        return vector
+
+    def packed(
+        self, name: str, rows: int, columns: int, *, start: int = 0, stop: int | None = None
+    ) -> PackedWeight:
+        """Return the decoder's matrix `name`, of that shape, or its rows ``start:stop``."""
+        return self._packed(self._prefix + name, rows, columns, start, stop)
+
+    def packed_head(self, vocab_size: int, hidden_size: int) -> PackedWeight:
+        """Return the output projection of a model that does not tie it to the embedding."""
+        return self._packed(self._head, vocab_size, hidden_size)
+
+    def _packed(
+        self, name: str, rows: int, columns: int, start: int = 0, stop: int | None = None
+    ) -> PackedWeight:
+        found = tuple(self.checkpoint.shape(name))
+        if found != (rows, columns):
+            raise self._error(
+                f"the tensor {name!r} has shape {list(found)}, the config needs {[rows, columns]}"
+            )
+        stop = rows if stop is None else stop
+        weight_format = self._format(name)
+        weight = allocate_packed(weight_format, stop - start, columns, self._memory)
+        step = max(1, _ELEMENTS_AT_ONCE // columns)
+
+        def pack(first: int) -> None:
+            source_type, source = self._source(name, first, min(first + step, stop), weight_format)
+            pack_rows(weight, source_type, source, first - start)
+
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            list(threads.map(pack, range(start, stop, step)))
+        self._unread.discard(name)
+        self._loaded += self._size(name) * (stop - start) // rows
+        if self._on_progress is not None:
+            self._on_progress(self._loaded, self._total)
+        return weight
+
+    def _format(self, name: str) -> WeightFormat:
+        if isinstance(self.checkpoint, GGUFCheckpoint):
+            source_type = self.checkpoint.ggml_type(name)
+            if source_type not in _FLOAT_TYPES.values():
+                return _QUANTIZED_FORMATS.get(source_type, WeightFormat.U8)
+        if self._quantization is None or self.checkpoint.shape(name)[1] % GROUP_SIZE:
+            return _FLOAT_FORMATS[self.dtype]
+        if name == self._head or name.endswith("embed_tokens.weight"):
+            return WeightFormat.U8
+        return self._quantization
+
+    def _source(
+        self, name: str, start: int, stop: int, weight_format: WeightFormat
+    ) -> tuple[SourceType, NDArray[np.uint8]]:
+        """Rows of a tensor in a type that can be packed so, uint8 ``[rows, row bytes]``."""
+        if isinstance(self.checkpoint, GGUFCheckpoint):
+            source_type = self.checkpoint.ggml_type(name)
+            if can_pack(source_type, weight_format):
+                return source_type, self.checkpoint.raw(name, start, stop)
+        tensor = self.checkpoint.tensor(name, start=start, stop=stop)
+        if tensor.dtype not in _FLOAT_TYPES:
+            tensor = tensor.float()
+        return _FLOAT_TYPES[tensor.dtype], tensor.view(torch.uint8).numpy()
+
+
+def allocate_packed(
+    weight_format: WeightFormat, n: int, k: int, memory: WeightMemory
+) -> PackedWeight:
+    """Return a matrix of zeros for `pack_rows` to fill. Integer formats need whole groups in `k`."""
+    num_bytes = native_library().engine_packed_bytes(weight_format, n, k)
+    return PackedWeight(weight_format, n, k, memory.allocate(num_bytes))
+
+
+def can_pack(source_type: SourceType, weight_format: WeightFormat) -> bool:
+    """Whether rows of a type can be packed in a format; float types also in U4_OFFSET and U8."""
+    return bool(native_library().engine_can_pack(source_type, weight_format))
+
+
+def pack_rows(
+    weight: PackedWeight, source_type: SourceType, source: NDArray[np.uint8], first_row: int = 0
+) -> None:
+    """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
+
+    Threads may pack different rows of a matrix at once.
+    """
+    native_library().engine_pack_rows(
+        weight.format,
+        source_type,
+        source.ctypes.data,
+        source.strides[0],
+        first_row,
+        len(source),
+        weight.k,
+        weight.data.ctypes.data,
+    )
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

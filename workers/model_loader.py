@@ -1,0 +1,101 @@
+"""Chooses what executes the model: the native program on a CPU that has one, torch otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..protocol.config import CPUBackend, EngineConfig
+from ..protocol.errors import ConfigError
+from .attention import AttentionBackend, attention_backend
+from .cpu.attention import NativeAttention
+from .cpu.decoder import NativeDecoder
+from .cpu.library import NotSupportedNatively
+from .device import resolve_dtype, usable_cores
+from .loaders import Checkpoint
+from .models.decoder import Decoder
+from .models.families import model_spec
+from .models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What the model runner needs. T tokens of a step, S of them sampled, D hidden size, V vocabulary."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def attention(self) -> AttentionBackend: ...
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
+        """Fill the KV caches and return the final hidden states [T, D]."""
+
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return float32 logits [S, V]."""
+
+    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
+        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN."""
+
+
+def load_model(
+    config: EngineConfig,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[int, int], None],
+) -> Model:
+    """Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot be had."""
+    spec = model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path)
+    dtype = resolve_dtype(config.model.dtype, device)
+    kv_dtype = config.cache.kv_cache_dtype
+    shape: dict[str, Any] = {
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": config.cache.block_size,
+        "dtype": dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, device),
+        "device": device,
+    }
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": config.model.max_model_len,
+        "on_progress": on_progress,
+    }
+    backend = config.device.cpu_backend
+    if device.type == "cpu" and backend is not CPUBackend.TORCH:
+        # The native program has its own threads; torch's would only spin beside them.
+        torch.set_num_threads(1)
+        try:
+            return NativeDecoder(
+                spec,
+                checkpoint,
+                NativeAttention(**shape),
+                **common,
+                quantization=config.model.quantization,
+                num_threads=config.device.threads or usable_cores(),
+            )
+        except NotSupportedNatively as reason:
+            if backend is CPUBackend.NATIVE:
+                raise ConfigError(f"--cpu-backend native: {reason}") from reason
+            logger.warning("%s; running on plain torch, which is several times slower", reason)
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"--quantization {config.model.quantization} needs the native CPU backend, "
+            "which does not run here"
+        )
+    # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
+    # operation waits for a time slice. Leaving them a core of their own is faster than using it.
+    torch.set_num_threads(config.device.threads or max(1, usable_cores() - 1))
+    return Decoder(spec, checkpoint, attention_backend(**shape), **common)
