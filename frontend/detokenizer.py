@@ -2,7 +2,8 @@
 
 Text is the UTF-8 decoding of the tokens' bytes, so a character appears when its last byte does, a
 token costs the same however long the text is, and the pieces always add up to what
-`Tokenizer.decode` makes of all tokens at once.
+`Tokenizer.decode` makes of all tokens at once. A character that the last token leaves incomplete
+never appears.
 """
 
 from codecs import utf_8_decode
@@ -18,11 +19,9 @@ class IncrementalDetokenizer:
 
     A stop string counts from the token after the first `min_tokens` on, that is, when its last
     character does. Where several match, the one that ends first counts, then the longest.
-    `spaces_between_special_tokens` is taken for compatibility: decoding by bytes puts no spaces.
 
     `stop_reason`: the stop string that ended the text, if one has.
     `num_tokens`: how many tokens have been consumed; with a stop string, up to the one ending it.
-    `token_offsets`: with `track_offsets`, for each of them how many characters came before it.
     """
 
     __slots__ = (
@@ -30,15 +29,12 @@ class IncrementalDetokenizer:
         "_held",
         "_include_stop",
         "_min_tokens",
-        "_num_chars",
-        "_parts",
         "_stops",
         "_strips",
         "_tail",
         "_unstoppable",
         "num_tokens",
         "stop_reason",
-        "token_offsets",
     )
 
     def __init__(
@@ -49,9 +45,7 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
-        track_offsets: bool = False,
     ) -> None:
         self._bytes_of = tokenizer.bytes_of(skip_special_tokens).__getitem__
         self._stops = tuple(stop)
@@ -63,58 +57,29 @@ class IncrementalDetokenizer:
             map(self._bytes_of, prompt_token_ids)
         )
         self._tail = self._cut_character(prompt_token_ids)
-        self._parts: list[str] = []
         self._held = ""
         self._unstoppable = 0  # leading characters of _held in which no stop string may end
-        self._num_chars = 0
         self.num_tokens = 0
         self.stop_reason: str | None = None
-        self.token_offsets: list[int] | None = [] if track_offsets else None
-
-    @property
-    def text(self) -> str:
-        """All that `append` has returned so far."""
-        self._parts = ["".join(self._parts)]
-        return self._parts[0]
 
     def append(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """The text that `token_ids` add, less what may yet turn out to be part of a character or
-        of a stop string; with `finished`, less nothing. "" once a stop string has matched."""
+        of a stop string; with `finished`, nothing is held for a stop string. "" once one has matched."""
         if self.stop_reason is not None:
             return ""
         if self._stops:
-            text = self._append_until_stop(token_ids, finished)
-        else:
-            text = self._decode(token_ids, finished)
-            self.num_tokens += len(token_ids)
-        if text:
-            self._parts.append(text)
-        return text
+            return self._append_until_stop(token_ids, finished)
+        self.num_tokens += len(token_ids)
+        return self._decode(token_ids)
 
-    def _decode(self, token_ids: Sequence[int], final: bool) -> str:
-        if self.token_offsets is not None:
-            return self._decode_with_offsets(token_ids, final)
-        return self._decode_bytes(b"".join(map(self._bytes_of, token_ids)), final)
-
-    def _decode_bytes(self, data: bytes, final: bool) -> str:
-        data = self._tail + data
-        text, consumed = utf_8_decode(data, "replace", final)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        data = self._tail + b"".join(map(self._bytes_of, token_ids))
+        text, consumed = utf_8_decode(data, "replace", False)
         self._tail = data[consumed:]
         if self._strips and text:
             self._strips = False
             text = text.removeprefix(" ")
         return text
-
-    def _decode_with_offsets(self, token_ids: Sequence[int], final: bool) -> str:
-        assert self.token_offsets is not None
-        parts = []
-        for token_id in token_ids:
-            self.token_offsets.append(self._num_chars)
-            parts.append(self._decode_bytes(self._bytes_of(token_id), False))
-            self._num_chars += len(parts[-1])
-        if final:
-            parts.append(self._decode_bytes(b"", True))
-        return "".join(parts)
 
     def _append_until_stop(self, token_ids: Sequence[int], finished: bool) -> str:
         protected = self._min_tokens - self.num_tokens
@@ -123,7 +88,7 @@ class IncrementalDetokenizer:
             return text + self._append_until_stop(token_ids[protected:], finished)
 
         tail, strips = self._tail, self._strips
-        text = self._held + self._decode(token_ids, finished)
+        text = self._held + self._decode(token_ids)
         if protected > 0:
             self._unstoppable = len(text)
         match = self._find_stop(text)
@@ -165,11 +130,9 @@ class IncrementalDetokenizer:
         """Count the first of `token_ids` that together have `num_chars` characters."""
         for token_id in token_ids:
             self.num_tokens += 1
-            num_chars -= len(self._decode_bytes(self._bytes_of(token_id), False))
+            num_chars -= len(self._decode((token_id,)))
             if num_chars <= 0:
                 break
-        if self.token_offsets is not None:
-            del self.token_offsets[self.num_tokens :]
 
     def _cut_character(self, prompt_token_ids: Sequence[int]) -> bytes:
         """The bytes of a character that the prompt ends in the middle of."""

@@ -19,7 +19,6 @@ from ..protocol.messages import (
     CoreReady,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
 )
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
@@ -67,7 +66,7 @@ class EngineClient:
     def __init__(self, config: EngineConfig, client_index: int, tokenizer: Tokenizer) -> None:
         self.draining = False
         self.dead_reason: str | None = None
-        self.metrics = Metrics(config)
+        self.metrics = Metrics(config, client_index)
         self._config = config
         self._client_index = client_index
         self._tokenizer = tokenizer
@@ -92,11 +91,6 @@ class EngineClient:
         """Sequences that have not ended."""
         return len(self._output.sequences)
 
-    @property
-    def stats(self) -> list[SchedulerStats]:
-        """The last statistics of each core."""
-        return [core.stats for core in self.metrics.cores]
-
     async def start(self) -> None:
         """Connect, and wait until every core can execute. Raises EngineDead if one never can."""
         self._started = asyncio.get_running_loop().create_future()
@@ -111,7 +105,7 @@ class EngineClient:
                 self._context, self._config, self._client_index, core_index, events
             )
             self._cores.append(core)
-            self.metrics.cores[core_index].num_frames_dropped_here = core.num_dropped_frames
+            self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
         await self._started
 
     def close(self) -> None:
@@ -239,7 +233,6 @@ class EngineClient:
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
                 min_tokens=params.min_tokens,
             )
         request.request_index = self._next_request_index()
@@ -273,7 +266,7 @@ class EngineClient:
         self._cores[sequence.core_index].abort(sequence.request_index)
 
     def _core_is_ready(self, ready: CoreReady) -> None:
-        self.metrics.cores[ready.core_index].ready = ready
+        self.metrics.record_ready(ready)
         if self.ready and self._started is not None and not self._started.done():
             self._started.set_result(None)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..protocol.config import (
     CacheConfig,
+    CPUBackend,
     Device,
     DeviceConfig,
     EngineConfig,
@@ -38,6 +39,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
 def make_device_config(settings: Settings) -> DeviceConfig:
     given = dict(settings["device"])
     given["device"] = Device(given.get("device", Device.AUTO))
+    given["cpu_backend"] = CPUBackend(given.get("cpu_backend", CPUBackend.AUTO))
     return DeviceConfig(**given)
 
 

@@ -69,11 +69,22 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--dtype",
             "model.dtype",
-            "auto, float32, float16 (half) or bfloat16",
+            "of weights that are not quantised: auto, float32, float16 (half) or bfloat16",
             dtype,
             metavar="DTYPE",
         ),
-        Flag("--seed", "model.seed", "of requests that give none", integer(0, MAX_SEED)),
+        Flag(
+            "--quantization -q",
+            "model.quantization",
+            "quantise weights at load that are not quantised yet (CPU)",
+            choices=("int8", "int4"),
+        ),
+        Flag(
+            "--seed",
+            "model.seed",
+            "makes outputs of requests without a seed repeatable; 0 does not",
+            integer(0, MAX_SEED),
+        ),
         Flag(
             "--max-model-len --context-length --ctx-size --max-seq-len -c",
             "model.max_model_len",
@@ -122,8 +133,20 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="FILE",
         ),
         Flag("--root-path", "frontend.root_path", "prefix that a proxy in front strips"),
-        Flag("--ssl-keyfile", "frontend.ssl_keyfile", "", existing_file, metavar="FILE"),
-        Flag("--ssl-certfile", "frontend.ssl_certfile", "", existing_file, metavar="FILE"),
+        Flag(
+            "--ssl-keyfile",
+            "frontend.ssl_keyfile",
+            "serve HTTPS: the private key",
+            existing_file,
+            metavar="FILE",
+        ),
+        Flag(
+            "--ssl-certfile",
+            "frontend.ssl_certfile",
+            "and the certificate chain",
+            existing_file,
+            metavar="FILE",
+        ),
         Flag(
             "--allowed-origins",
             "frontend.allowed_origins",
@@ -235,7 +258,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "most tokens of one prompt in a step; 0 is no limit",
             size(0),
         ),
-        Flag("--enable-chunked-prefill", "scheduler.enable_chunked_prefill", "", bool),
+        Flag(
+            "--enable-chunked-prefill",
+            "scheduler.enable_chunked_prefill",
+            "compute a long prompt in several steps, beside the tokens of others",
+            bool,
+        ),
         Flag(
             "--async-scheduling",
             "scheduler.async_scheduling",
@@ -268,7 +296,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--kv-cache-dtype",
             "cache.kv_cache_dtype",
-            "",
+            "element type of the cache; auto is the model's",
             choices=("auto", "float32", "float16", "bfloat16"),
         ),
         Flag(
@@ -283,19 +311,30 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--disable-radix-cache", "cache.enable_prefix_caching", const=False),
     ),
     "device": (
-        Flag("--device", "device.device", "", choices=("auto", "cpu", "cuda")),
+        Flag(
+            "--device",
+            "device.device",
+            "where the model runs; auto is the GPU if there is one",
+            choices=("auto", "cpu", "cuda"),
+        ),
         Flag(
             "--threads -t",
             "device.threads",
-            "CPU threads of a worker; 0 is one less than the cores it may use",
+            "CPU threads of a worker; 0 is every core it may use (one less on plain torch)",
             integer(0, 4096),
+        ),
+        Flag(
+            "--cpu-backend",
+            "device.cpu_backend",
+            "auto is native where it can run the model, else plain torch",
+            choices=("auto", "native", "torch"),
         ),
     ),
     "logging": (
         Flag(
             "--log-level --uvicorn-log-level",
             "frontend.log_level",
-            "",
+            "least severe messages to log",
             choices=("debug", "info", "warning", "error", "critical"),
         ),
         Flag("--enable-log-requests", "frontend.log_requests", "log each request", bool),
@@ -314,12 +353,11 @@ HARMLESS = (
     "--trust-remote-code",
     "--no-trust-remote-code",
     "--enforce-eager",
-    "--enable-auto-tool-choice",
     "--disable-log-stats",
     "--disable-uvicorn-access-log",
 )
 """Accepted and ignored, because it is always so: code from a model repository never runs, there are no graphs to
-capture and no periodic statistics or access log, and a tool parser makes tool choice automatic."""
+capture, and no periodic statistics or access log."""
 
 ONLY_VALUE = {
     "--tensor-parallel-size --tp --tp-size -tp": "1",
@@ -362,14 +400,13 @@ UNSUPPORTED = frozenset({
     "--model-loader-extra-config", "--multi-step-stream-outputs", "--n-gpu-layers",
     "--num-lookahead-slots", "--num-scheduler-steps", "--num-speculative-tokens",
     "--optimization-level", "--otlp-traces-endpoint", "--override-attention-dtype",
-    "--override-pooler-config", "--pooler-config", "--quantization", "--ray-workers-use-nsight",
+    "--override-pooler-config", "--pooler-config", "--ray-workers-use-nsight",
     "--reasoning-parser-plugin", "--return-tokens-as-token-ids", "--runner", "--scheduler-cls",
     "--scheduler-delay-factor", "--skip-mm-profiling", "--skip-tokenizer-init",
     "--speculative-config", "--speculative-model", "--ssl-ca-certs", "--ssl-cert-reqs",
     "--ssl-ciphers", "--structured-outputs-config", "--task", "--tokenizer-revision",
     "--tool-parser-plugin", "--tool-server", "--use-tqdm-on-load", "--use-v2-block-manager",
     "--video-pruning-rate", "--watermark", "--worker-cls", "--worker-extension-cls", "-O", "-ngl",
-    "-q",
 })
 # fmt: on
 """Flags of the peers that have no meaning here yet: refused by name, so that nobody believes them to work."""

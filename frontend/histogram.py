@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..protocol.arrays import Int64Array
 
-class Histogram:
+
+class Histogram(msgspec.Struct):
     """Counts observations by upper bound, inclusive; the last count is of those above every bound."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = np.zeros(len(bounds) + 1, np.int64)
-        self.sum = 0.0
-        self._bounds_array = np.array(bounds)
+    bounds: npt.NDArray[np.float64]
+    counts: Int64Array
+    sum: float = 0.0
+
+    @classmethod
+    def with_bounds(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(np.array(bounds), np.zeros(len(bounds) + 1, np.int64))
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+        self.counts[self.bounds.searchsorted(value)] += times
         self.sum += value * times
 
     def observe_all(self, values: npt.ArrayLike) -> None:
         array = np.asarray(values, np.float64)
-        buckets = self._bounds_array.searchsorted(array)
+        buckets = self.bounds.searchsorted(array)
         self.counts += np.bincount(buckets, minlength=len(self.counts))
         self.sum += float(array.sum())
 
+    def add(self, other: Histogram) -> None:
+        """Count what `other`, of the same bounds, has counted."""
+        self.counts = self.counts + other.counts
+        self.sum += other.sum
+
     def cumulative_buckets(self) -> list[tuple[str, float]]:
         """(upper bound, observations at or below it), as the exposition format wants them."""
-        bounds = [*map(str, map(float, self.bounds)), "+Inf"]
+        bounds = [*map(str, self.bounds.tolist()), "+Inf"]
         return list(zip(bounds, self.counts.cumsum().tolist(), strict=True))
 
 

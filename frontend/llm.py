@@ -14,7 +14,7 @@ import msgspec
 from ..protocol.errors import ParameterError
 from ..protocol.sampling_params import SamplingParams
 from .api.sampling import params_for_output
-from .chat import ChatTemplate
+from .chat import ChatTemplate, ModelTemplates
 from .engine_client import Delta, RequestGroup, SequenceRequest
 from .local_engine import LocalEngine
 from .logprobs import PositionLogprobs
@@ -66,7 +66,7 @@ class LLM:
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
         self._engine = LocalEngine(model, keywords)
         self._numbers = itertools.count()
-        self._templates: dict[str, ChatTemplate] = {}
+        self._templates: dict[str | None, ModelTemplates] = {}
         atexit.register(self.close)
 
     def generate(
@@ -98,7 +98,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; otherwise as `generate`.
 
-        Raises ChatTemplateError if the model has no chat template or it refuses the messages.
+        `chat_template` is a template or the path of one. Raises ParameterError if neither it nor one of the
+        model's own is there, ChatTemplateError if it refuses the messages.
         """
         conversations: Any = (
             [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -150,20 +151,13 @@ class LLM:
             return given, self._engine.tokenizer.encode(given)
         return None, list(given)
 
-    def _template(self, source: str | None, with_tools: bool) -> ChatTemplate:
-        tokenizer = self._engine.tokenizer
-        source = source or tokenizer.chat_template(with_tools)
-        if source is None:
+    def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
+        if instead not in self._templates:
+            self._templates[instead] = ModelTemplates(self._engine.tokenizer, instead)
+        template = self._templates[instead].choose(with_tools)
+        if template is None:
             raise ParameterError("chat_template", "is required: this model has none of its own")
-        if source not in self._templates:
-            tokens = {
-                "bos_token": tokenizer.bos_token,
-                "eos_token": tokenizer.eos_token,
-                "pad_token": tokenizer.pad_token,
-            }
-            named = {name: token for name, token in tokens.items() if token is not None}
-            self._templates[source] = ChatTemplate(source, special_tokens=named)
-        return self._templates[source]
+        return template
 
     def _generate(
         self,

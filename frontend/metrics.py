@@ -1,7 +1,7 @@
-"""The Prometheus series of one frontend.
+"""The Prometheus series of one engine.
 
-Everything is counted once, in `CoreMetrics`; a scrape renders it under `engine:` and, on request,
-under vLLM's names too, whose meanings and buckets they share.
+Everything is counted once, in `CoreMetrics`; a scrape adds up those of all frontends and renders them under
+`engine:` and, on request, under vLLM's names too, whose meanings and buckets they share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
+from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ COUNTERS: Final = {
 OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps that the scheduler made.",
     "scheduled_tokens": "Tokens computed in all steps.",
+    "conservation_violations": "Blocks or requests that the core's own checks found miscounted.",
 }
 
 FIRST_TOKEN_BOUNDS: Final = (
@@ -81,53 +83,42 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
 """Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
 
 
-class CoreMetrics:
-    """What one frontend knows of one core and of its own sequences there."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self.stats = SchedulerStats()
-        self.ready: CoreReady | None = None
-        self.counters = dict.fromkeys((*COUNTERS, *OWN_COUNTERS), 0)
-        self.num_finished = dict.fromkeys(FinishReason, 0)
-        self.num_rejected = {"queue_full": 0, "draining": 0}
-        self.num_frames_dropped_there = 0
-        self.num_frames_dropped_here: Callable[[], int] = int
-        lengths = decimal_bounds(max_model_len)
-        self.histograms = {
-            name: Histogram(lengths if bounds is None else bounds)
-            for name, (_, bounds) in HISTOGRAMS.items()
-        }
-
-
 class Metrics(Collector):
     """Records what happens and renders it for a scrape."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.cores = [
-            CoreMetrics(config.model.max_model_len)
-            for _ in range(config.parallel.data_parallel_size)
-        ]
+    def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
+        num_cores = config.parallel.data_parallel_size
+        self._cores = [_new_core_metrics(config.model.max_model_len) for _ in range(num_cores)]
+        self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
+        self._shared = SharedMetrics(config, client_index)
         self._config = config
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
+    def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
+        """`count` tells how many messages of a core this frontend has dropped."""
+        self._count_dropped_frames[core_index] = count
+
+    def record_ready(self, ready: CoreReady) -> None:
+        self._cores[ready.core_index].ready = ready
+
     def record_tokens(self, core_index: int, num_tokens: int, intervals: list[float]) -> None:
         """Tokens of one message; `intervals` are the seconds since each sequence's previous token."""
-        core = self.cores[core_index]
+        core = self._cores[core_index]
         core.counters["generation_tokens"] += num_tokens
         if intervals:
             core.histograms["inter_token_latency_seconds"].observe_all(intervals)
 
     def record_first_token(self, sequence: Sequence) -> None:
-        core = self.cores[sequence.core_index]
+        core = self._cores[sequence.core_index]
         core.counters["prompt_tokens"] += sequence.num_prompt_tokens
         waited = time.monotonic() - sequence.arrival_time
         core.histograms["time_to_first_token_seconds"].observe(waited)
 
     def record_finished(self, sequence: Sequence) -> None:
-        core = self.cores[sequence.core_index]
+        core = self._cores[sequence.core_index]
         observed = core.histograms
         num_tokens = sequence.num_generated_tokens
         if sequence.finish_reason is not None:
@@ -155,14 +146,14 @@ class Metrics(Collector):
             )
 
     def record_request(self, core_index: int, n: int) -> None:
-        self.cores[core_index].histograms["request_params_n"].observe(n)
+        self._cores[core_index].histograms["request_params_n"].observe(n)
 
     def record_rejection(self, core_index: int, reason: str) -> None:
-        self.cores[core_index].num_rejected[reason] += 1
+        self._cores[core_index].num_rejected[reason] += 1
 
     def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
-        core = self.cores[core_index]
-        core.stats = stats
+        core = self._cores[core_index]
+        core.stats, core.stats_time = stats, time.monotonic()
         counters = core.counters
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
@@ -171,10 +162,15 @@ class Metrics(Collector):
         core.num_frames_dropped_there += stats.num_dropped_frames
         counters["scheduler_steps"] += stats.num_steps
         counters["scheduled_tokens"] += stats.num_scheduled_tokens
+        counters["conservation_violations"] += stats.num_violations
         if stats.num_steps:
             core.histograms["iteration_tokens_total"].observe(
                 stats.num_scheduled_tokens / stats.num_steps, stats.num_steps
             )
+
+    def publish(self) -> None:
+        """Show the other frontends, if there are any, what has been recorded here."""
+        self._shared.publish(self._recorded())
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The body and content type of a scrape, in the format that the Accept header prefers."""
@@ -182,17 +178,25 @@ class Metrics(Collector):
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Family]:
-        yield from self._families("engine", {**COUNTERS, **OWN_COUNTERS})
-        yield self._dropped_frames()
+        cores = self._shared.total(self._recorded())
+        yield from self._families("engine", cores, {**COUNTERS, **OWN_COUNTERS})
+        yield self._dropped_frames(cores)
         if "vllm" in self._config.frontend.metrics_compat:
-            yield from self._families("vllm", COUNTERS)
+            yield from self._families("vllm", cores, COUNTERS)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
 
-    def _families(self, prefix: str, counters: dict[str, str]) -> Iterator[Family]:
+    def _recorded(self) -> list[CoreMetrics]:
+        for core, count in zip(self._cores, self._count_dropped_frames, strict=True):
+            core.num_frames_dropped_here = count()
+        return self._cores
+
+    def _families(
+        self, prefix: str, all_cores: list[CoreMetrics], counters: dict[str, str]
+    ) -> Iterator[Family]:
         labels = ["model_name", "engine"]
-        cores = [([self._model_name, str(index)], core) for index, core in enumerate(self.cores)]
+        cores = [([self._model_name, str(index)], core) for index, core in enumerate(all_cores)]
         family: Family
         for name, (documentation, value_of) in GAUGES.items():
             family = GaugeMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
@@ -228,21 +232,21 @@ class Metrics(Collector):
                 histogram = core.histograms[name]
                 family.add_metric(values, histogram.cumulative_buckets(), histogram.sum)
             yield family
-        yield self._cache_config(prefix)
+        yield self._cache_config(prefix, all_cores)
 
-    def _dropped_frames(self) -> Family:
+    def _dropped_frames(self, cores: list[CoreMetrics]) -> Family:
         family = CounterMetricFamily(
             "engine:dropped_frames",
             "Messages that did not decode, made no sense or came twice, by who dropped them.",
             labels=["model_name", "engine", "process"],
         )
-        for index, core in enumerate(self.cores):
+        for index, core in enumerate(cores):
             labels = [self._model_name, str(index)]
             family.add_metric([*labels, "core"], core.num_frames_dropped_there)
-            family.add_metric([*labels, "frontend"], core.num_frames_dropped_here())
+            family.add_metric([*labels, "frontend"], core.num_frames_dropped_here)
         return family
 
-    def _cache_config(self, prefix: str) -> Family:
+    def _cache_config(self, prefix: str, cores: list[CoreMetrics]) -> Family:
         cache = self._config.cache
         family = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
@@ -252,7 +256,7 @@ class Metrics(Collector):
                 *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
             ],
         )
-        for index, core in enumerate(self.cores):
+        for index, core in enumerate(cores):
             if core.ready is not None:
                 family.add_metric(
                     [
@@ -267,3 +271,17 @@ class Metrics(Collector):
                     1.0,
                 )
         return family
+
+
+def _new_core_metrics(max_model_len: int) -> CoreMetrics:
+    lengths = decimal_bounds(max_model_len)
+    return CoreMetrics(
+        counters=dict.fromkeys((*COUNTERS, *OWN_COUNTERS), 0),
+        histograms={
+            name: Histogram.with_bounds(lengths if bounds is None else bounds)
+            for name, (_, bounds) in HISTOGRAMS.items()
+        },
+        num_finished=dict.fromkeys(FinishReason, 0),
+        num_rejected={"queue_full": 0, "draining": 0},
+        stats=SchedulerStats(),
+    )

@@ -70,6 +70,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             max_model_len=_max_model_len(text, options.max_model_len, source),
             eos_token_ids=tuple(dict.fromkeys((*eos, *_token_ids(generation), *_token_ids(text)))),
             dtype=options.dtype,
+            quantization=options.quantization,
             seed=options.seed,
             hf_overrides=options.hf_overrides,
         ),

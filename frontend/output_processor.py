@@ -149,9 +149,11 @@ class OutputProcessor:
                     self._abort(sequence)
 
     def _finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
-        error = None
-        if done.reason in FAILURES:
-            error = done.message or f"the engine ended this request: {done.reason}"
+        error = done.message or None
+        if error is None and done.reason in FAILURES:
+            error = f"the engine ended this request: {done.reason}"
+        if error is not None and done.reason is FinishReason.ABORT:
+            self._metrics.record_rejection(sequence.core_index, "queue_full")
         self.finish(sequence, done.reason, stop_reason=done.stop_reason, error=error)
 
     def _apply_event(self, event: RequestEvent) -> None:

@@ -36,7 +36,6 @@ class SequenceRequest:
 
     prompt_token_ids: npt.ArrayLike
     params: SamplingParams
-    prompt_text: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
@@ -46,8 +45,9 @@ class SequenceRequest:
 class Delta(msgspec.Struct, gc=False):
     """What is new of one sequence since the last read.
 
-    `error` is set when `finish_reason` is "error", "ignored" or "expired". `stop_reason` is the stop
-    string or stop token id, None for the end-of-sequence token.
+    `error` is set when `finish_reason` is "error", "ignored" or "expired", and when it is "abort" by the
+    engine's own decision. `stop_reason` is the stop string or stop token id, None for the
+    end-of-sequence token.
     """
 
     text: str

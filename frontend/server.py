@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from typing import cast
@@ -24,14 +25,14 @@ from ..protocol.sampling_params import SamplingParams
 from ..protocol.transport import StatusReporter
 from .api.app import create_app
 from .api.serving import Serving
-from .chat import ChatTemplate, ChatTemplateError, load_chat_template
-from .chat.template import ContentFormat
+from .chat import ChatTemplateError, ContentFormat, ModelTemplates
 from .engine_client import EngineClient, SequenceRequest
 from .tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+PUBLISH_METRICS_S = 1.0
 LAST_WRITES_S = 2.0
 """What a client may take to read the end of its answer once the drain is over."""
 
@@ -46,25 +47,11 @@ class _HTTPServer(uvicorn.Server):
         yield
 
 
-def _chat_templates(config: EngineConfig, tokenizer: Tokenizer) -> dict[str, ChatTemplate]:
-    """The templates by name. Raises ConfigError for one that cannot be used."""
-    frontend = config.frontend
-    tokens = {
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
-        "pad_token": tokenizer.pad_token,
-    }
-    special_tokens = {name: token for name, token in tokens.items() if token is not None}
-    content_format = cast(ContentFormat, frontend.chat_template_content_format)
+def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
+    """Raises ConfigError for a chat template that cannot be used."""
+    content_format = cast(ContentFormat, config.frontend.chat_template_content_format)
     try:
-        sources = tokenizer.chat_templates
-        if frontend.chat_template is not None:
-            sources = {"default": load_chat_template(frontend.chat_template)}
-        return {
-            name: ChatTemplate(source, special_tokens=special_tokens, content_format=content_format)
-            for name, source in sources.items()
-            if name in ("default", "tool_use")
-        }
+        return ModelTemplates(tokenizer, config.frontend.chat_template, content_format)
     except ChatTemplateError as error:
         raise ConfigError(f"{error}; choose another with --chat-template") from error
 
@@ -84,7 +71,9 @@ class Frontend:
         self._reporter = reporter
         tokenizer = load_tokenizer(config.model.tokenizer_path)
         self._engine = EngineClient(config, client_index, tokenizer)
-        self._serving = Serving(config, tokenizer, _chat_templates(config, tokenizer), self._engine)
+        self._serving = Serving(
+            config, tokenizer, _model_templates(config, tokenizer), self._engine
+        )
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -94,14 +83,18 @@ class Frontend:
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         stop_task = asyncio.create_task(self._stop.wait())
         start_task = asyncio.create_task(self._start())
+        publish_task = asyncio.create_task(self._publish_metrics())
         try:
-            await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {start_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED
+            )
             if start_task.done():
                 start_task.result()
                 await asyncio.wait({http_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
             start_task.cancel()
             await self._drain()
         finally:
+            publish_task.cancel()
             self._engine.close()
             http.should_exit = True
             await http_task
@@ -118,7 +111,7 @@ class Frontend:
     async def _generate_one_token(self) -> None:
         """The proof of readiness: every process and socket on the way of a token works."""
         request = SequenceRequest(
-            prompt_token_ids=np.array(self._config.model.eos_token_ids[:1], np.int32),
+            prompt_token_ids=np.zeros(1, np.int32),
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         )
         group = await self._engine.submit([request], request_id="warm-up")
@@ -135,6 +128,11 @@ class Frontend:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
+
+    async def _publish_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(PUBLISH_METRICS_S)
+            self._engine.metrics.publish()
 
     def _enter(self, stage: Stage, detail: str) -> None:
         self._serving.stage, self._serving.detail = stage, detail
@@ -154,7 +152,7 @@ class Frontend:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         frontend = self._config.frontend
-        return uvicorn.Config(
+        config = uvicorn.Config(
             create_app(self._serving),
             http="httptools",
             ws="none",
@@ -168,6 +166,14 @@ class Frontend:
             ssl_keyfile=frontend.ssl_keyfile,
             ssl_certfile=frontend.ssl_certfile,
         )
+        try:
+            config.load()
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--ssl-keyfile {frontend.ssl_keyfile} does not go with --ssl-certfile "
+                f"{frontend.ssl_certfile}: {error}; give PEM files of one key and its certificate"
+            ) from error
+        return config
 
 
 def serve(

@@ -44,9 +44,9 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Sampling parameters, with OpenAI's and vLLM's names and meanings.
 
-    `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize`, `skip_special_tokens` and
-    `spaces_between_special_tokens` are the frontend's business; the core reads the limits and stop tokens; the
-    worker reads the rest. `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token.
+    `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens` are the
+    frontend's business; the core reads the limits and stop tokens; the worker reads the rest.
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token.
     `logprobs`/`prompt_logprobs` count the alternatives to report; -1 means the whole vocabulary.
     `seed` None lets the frontend draw one.
     """
@@ -75,7 +75,6 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     bad_words: tuple[str, ...] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of its range."""

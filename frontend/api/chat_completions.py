@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,8 +14,9 @@ from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
 from ..engine_client import Delta, RequestGroup
 from .body import BodyDecoder, read_body
 from .chat_prompt import render_chat
-from .errors import bad_request, echo, json_response
-from .event_stream import EventStream, event
+from .chunks import Chunks
+from .errors import bad_request, echo, json_response, renamed
+from .event_stream import EventStream
 from .forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from .generation import (
     PreparedPrompt,
@@ -30,11 +30,9 @@ from .prompts import fit_context
 from .sampling import sampling_params
 from .schema import ChatCompletionRequest
 from .serving import Serving
-from .structured import structured_output
+from .structured import Constraint, constraint_of
 from .tool_choice import ToolChoice, ToolMode, parse_tool_choice
-from .usage import usage
-
-_encode = msgspec.json.Encoder().encode
+from .usage import count_usage
 
 
 class ChatCompletions:
@@ -52,7 +50,7 @@ class ChatCompletions:
         serving.verify_serving()
         verify_stream_options(request)
         tools = parse_tool_choice(request)
-        prompt = await self._prepare(request, tools)
+        prompt = await self._prepare(request, len(body), tools)
         request_id = scope["state"]["request_id"]
         group = await submit(serving, request, [prompt], request_id)
         try:
@@ -67,16 +65,21 @@ class ChatCompletions:
         finally:
             group.abort()
 
-    async def _prepare(self, request: ChatCompletionRequest, tools: ToolChoice) -> PreparedPrompt:
+    async def _prepare(
+        self, request: ChatCompletionRequest, body_size: int, tools: ToolChoice
+    ) -> PreparedPrompt:
         """Verified parameters and the encoded prompt. Raises APIError 400, ParameterError."""
         serving = self._serving
-        params = self._params(request, tools)
+        asked_for = constraint_of(request)
+        constraint = tools.constraint or asked_for
+        params = self._params(request, tools, constraint)
         self._verify(params, request)
-        await serving.verify_grammar(params.structured_output)
+        await serving.verify_constraint(constraint)
         effort = request.reasoning_effort
         chat = await render_chat(
             serving,
             request,
+            body_size,
             add_special_tokens=bool(request.add_special_tokens),
             with_tools=tools.mode is not ToolMode.NONE,
             template_kwargs={} if effort is None else {"reasoning_effort": effort},
@@ -89,12 +92,15 @@ class ChatCompletions:
             default_max_tokens=None if default is None else int(default),
             truncate=request.truncate_prompt_tokens,
             max_model_len=serving.config.model.max_model_len,
+            max_tokens_param=_max_tokens_param(request),
         )
-        fitted = msgspec.structs.replace(params, max_tokens=max_tokens)
-        self._verify(fitted, request)
-        return PreparedPrompt(token_ids, fitted, chat.text)
+        return PreparedPrompt(
+            token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), chat.text
+        )
 
-    def _params(self, request: ChatCompletionRequest, tools: ToolChoice) -> SamplingParams:
+    def _params(
+        self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
+    ) -> SamplingParams:
         if request.prompt_logprobs is not None and request.stream:
             raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
         if request.top_logprobs is not None and not request.logprobs:
@@ -102,7 +108,6 @@ class ChatCompletions:
         for modality in request.modalities or ():
             if modality != "text":
                 raise bad_request("modalities", f"modalities must be text, got {echo(modality)}")
-        constraint = structured_output(request)
         max_tokens = request.max_completion_tokens
         params = sampling_params(
             request,
@@ -110,24 +115,23 @@ class ChatCompletions:
             vocab_size=self._serving.config.model.vocab_size,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            structured_output=tools.constraint or constraint,
+            constraint=constraint,
         )
         if tools.mode is ToolMode.AUTO and self._serving.new_tool_parser().reads_special_tokens:
             params.skip_special_tokens = False
         return params
 
     def _verify(self, params: SamplingParams, request: ChatCompletionRequest) -> None:
-        """Raises ParameterError, in the names that this endpoint uses."""
+        """Raises APIError 400, in the names that this endpoint uses."""
         try:
             self._serving.verify_sampling(params)
         except ParameterError as error:
-            if error.param == "max_tokens" and request.max_completion_tokens is not None:
-                name = "max_completion_tokens"
-            elif error.param == "logprobs":
-                name = "top_logprobs"
-            else:
-                raise
-            raise bad_request(name, str(error).replace(error.param, name, 1)) from None
+            names = {"max_tokens": _max_tokens_param(request), "logprobs": "top_logprobs"}
+            raise renamed(error, names.get(error.param, error.param)) from None
+
+
+def _max_tokens_param(request: ChatCompletionRequest) -> str:
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
 class _Choice:
@@ -229,7 +233,7 @@ class _Answer:
         return self.usage_so_far(sum(known) if known else None)
 
     def usage_so_far(self, reasoning_tokens: int | None = None) -> Json:
-        return usage(
+        return count_usage(
             self._group.sequences,
             len(self._group.sequences),
             with_cached=self.serving.config.frontend.enable_prompt_tokens_details,
@@ -290,31 +294,21 @@ def _call_pieces(deltas: list[ToolCallDelta]) -> list[Json]:
     return list(pieces.values())
 
 
-class _Chunks:
-    """The chunks of a stream. Plain text goes through templates made once a request."""
-
+class _Chunks(Chunks):
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
-        options = request.stream_options
-        self._answer = answer
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
+        super().__init__(
+            answer,
+            request.stream_options,
+            len(answer.choices),
+            before=b'"delta":{"content":',
+            after=b"}",
         )
-        self._plain = not (
-            request.logprobs
-            or request.return_token_ids
-            or self._continuous_usage
-            or not answer.choices[0].is_plain
+        self._answer = answer
+        self._is_plain = answer.choices[0].is_plain and not (
+            request.logprobs or request.return_token_ids or self.counts_as_it_goes
         )
         self._has_role = [False] * len(answer.choices)
-        envelope = b"data: " + _encode(answer.envelope)[:-1]
-        self._heads = [
-            b'%b,"choices":[{"index":%d,"delta":{"content":' % (envelope, choice.index)
-            for choice in answer.choices
-        ]
-        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-        self._tail = b'},"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
 
     def encode(self, news: list[tuple[int, Delta]]) -> bytes:
         parts: list[bytes] = []
@@ -323,42 +317,31 @@ class _Chunks:
                 raise_if_failed(delta)
             if not self._has_role[index]:
                 self._has_role[index] = True
-                parts.append(self._role_event(index))
-            if self._plain and delta.finish_reason is None:
+                parts.append(self._role_chunk(index))
+            if self._is_plain and delta.finish_reason is None:
                 if delta.text:
-                    parts += (self._heads[index], _encode(delta.text), self._tail)
+                    parts += self.plain(index, delta.text)
             else:
-                self._append_event(parts, index, delta)
+                parts.append(self._parsed(index, delta))
         return b"".join(parts)
 
-    def closing(self) -> bytes:
-        if not self._include_usage:
-            return b""
-        return event(self._answer.envelope | {"choices": [], "usage": self._answer.usage()})
-
-    def _append_event(self, parts: list[bytes], index: int, delta: Delta) -> None:
+    def _parsed(self, index: int, delta: Delta) -> bytes:
+        """The chunk of what parsers make of `delta`, b"" while they hold it back."""
         choice = self._answer.choices[index]
         message = choice.read(delta)
         ending = choice.ending(delta)
         is_heard = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
         if not is_heard:
-            return
+            return b""
         content: Json = {"content": message.content} if message.content else {}
         content |= _reasoning(message)
         if message.tool_calls:
             content["tool_calls"] = _call_pieces(message.tool_calls)
-        parts.append(self._event({"index": index, "delta": content} | ending))
+        return self.chunk({"index": index, "delta": content} | ending)
 
-    def _role_event(self, index: int) -> bytes:
+    def _role_chunk(self, index: int) -> bytes:
         delta = {"role": self._answer.role, "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        extra: Json = {}
         if self._answer.request.return_token_ids:
-            extra["prompt_token_ids"] = self._answer.prompt.token_ids.tolist()
-        return self._event(choice, extra)
-
-    def _event(self, choice: Json, extra: dict[str, Any] | None = None) -> bytes:
-        chunk = self._answer.envelope | {"choices": [choice]} | (extra or {})
-        if self._include_usage:
-            chunk["usage"] = self._answer.usage_so_far() if self._continuous_usage else None
-        return event(chunk)
+            return self.chunk(choice, prompt_token_ids=self._answer.prompt.token_ids.tolist())
+        return self.chunk(choice)

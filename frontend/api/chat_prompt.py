@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import ChatTemplateError
 from .errors import APIError, bad_request, public
 from .prompts import verify_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
@@ -25,6 +24,7 @@ class RenderedChat:
 async def render_chat(
     serving: Serving,
     request: ChatCompletionRequest | TokenizeRequest,
+    body_size: int,
     *,
     add_special_tokens: bool = False,
     with_tools: bool = True,
@@ -60,21 +60,10 @@ async def render_chat(
         verify_characters(text, "messages", serving.config.model.max_model_len)
         return RenderedChat(text, serving.tokenizer.encode(text, add_special_tokens))
 
-    size = sum(_size(message.get("content")) for message in messages)
     try:
-        return await serving.off_loop(size, render)
-    except ChatTemplateError as error:
+        return await serving.off_loop(body_size, render)
+    except ValueError as error:  # ChatTemplateError and ParameterError as well
         raise _refused(str(error)) from None
-    except ValueError as error:
-        raise _refused(str(error)) from None
-
-
-def _size(content: object) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(_size(p.get("text")) if isinstance(p, dict) else 0 for p in content)
-    return 0
 
 
 def _refused(message: str) -> APIError:

@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from ...protocol.sampling_params import SamplingParams
 from ..engine_client import Delta, RequestGroup, Sequence
 from .body import BodyDecoder, read_body
+from .chunks import Chunks
 from .errors import bad_request, json_response
-from .event_stream import EventStream, event
+from .event_stream import EventStream
 from .generation import (
     PreparedPrompt,
     collect,
@@ -26,12 +27,10 @@ from .prompts import Prompt, fit_context, parse_prompts, verify_characters
 from .sampling import sampling_params
 from .schema import CompletionRequest
 from .serving import Serving
-from .structured import structured_output
-from .usage import usage
+from .structured import Constraint, constraint_of
+from .usage import count_usage
 
 DEFAULT_MAX_TOKENS = 16
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Completions:
@@ -65,9 +64,10 @@ class Completions:
         """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
         serving, model = self._serving, self._serving.config.model
         prompts = parse_prompts(request.prompt, model.vocab_size)
-        params = self._params(request)
+        constraint = constraint_of(request)
+        params = self._params(request, constraint)
         serving.verify_sampling(params)
-        await serving.verify_grammar(params.structured_output)
+        await serving.verify_constraint(constraint)
         texts = [p for p in prompts if p.text is not None]
         for prompt in texts:
             if request.truncate_prompt_tokens is None:
@@ -92,11 +92,11 @@ class Completions:
             max_model_len=self._serving.config.model.max_model_len,
         )
         text = prompt.text if len(token_ids) == len(prompt.token_ids) else None
-        fitted = msgspec.structs.replace(params, max_tokens=max_tokens)
-        self._serving.verify_sampling(fitted)
-        return PreparedPrompt(token_ids, fitted, text)
+        return PreparedPrompt(
+            token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), text
+        )
 
-    def _params(self, request: CompletionRequest) -> SamplingParams:
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
         if request.prompt_logprobs is not None and request.stream:
             raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
         params = sampling_params(
@@ -105,7 +105,7 @@ class Completions:
             vocab_size=self._serving.config.model.vocab_size,
             max_tokens=1 if _only_scores_prompt(request) else request.max_tokens,
             logprobs=request.logprobs,
-            structured_output=structured_output(request),
+            constraint=constraint,
         )
         if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = request.logprobs
@@ -207,61 +207,41 @@ class _Answer:
         ]
 
     def usage(self) -> Json:
-        return usage(
+        return count_usage(
             self._group.sequences,
             self._n,
             with_cached=self._with_cached,
             num_completion_tokens=0 if _only_scores_prompt(self.request) else None,
         )
 
+    usage_so_far = usage
+
     def whole(self, outputs: list[Delta]) -> Json:
         choices = [c.render(output) for c, output in zip(self.choices, outputs, strict=True)]
         return self.envelope | {"choices": choices, "usage": self.usage()}
 
 
-class _Chunks:
-    """The chunks of a stream. Plain text goes through templates made once a request."""
-
+class _Chunks(Chunks):
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
-        options = request.stream_options
-        self._answer = answer
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
+        super().__init__(
+            answer, request.stream_options, len(answer.choices), before=b'"text":', after=b""
         )
-        self._plain = not (
+        self._answer = answer
+        self._is_plain = not (
             request.echo
             or request.logprobs is not None
             or request.return_token_ids
-            or self._continuous_usage
+            or self.counts_as_it_goes
         )
-        envelope = b"data: " + _encode(answer.envelope)[:-1]
-        self._heads = [
-            b'%b,"choices":[{"index":%d,"text":' % (envelope, choice.index)
-            for choice in answer.choices
-        ]
-        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-        self._tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
 
     def encode(self, news: list[tuple[int, Delta]]) -> bytes:
         parts: list[bytes] = []
         for index, delta in news:
-            if self._plain and delta.finish_reason is None:
+            if self._is_plain and delta.finish_reason is None:
                 if delta.text:
-                    parts += (self._heads[index], _encode(delta.text), self._tail)
+                    parts += self.plain(index, delta.text)
             else:
                 raise_if_failed(delta)
-                parts.append(self._event([self._answer.choices[index].render(delta)]))
+                parts.append(self.chunk(self._answer.choices[index].render(delta)))
         return b"".join(parts)
-
-    def closing(self) -> bytes:
-        if not self._include_usage:
-            return b""
-        return event(self._answer.envelope | {"choices": [], "usage": self._answer.usage()})
-
-    def _event(self, choices: list[Json]) -> bytes:
-        chunk = self._answer.envelope | {"choices": choices}
-        if self._include_usage:
-            chunk["usage"] = self._answer.usage() if self._continuous_usage else None
-        return event(chunk)

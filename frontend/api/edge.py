@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import uuid
+from typing import Final
 
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
@@ -19,6 +22,9 @@ from .errors import APIError, bad_request, echo, internal_error
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics", "/version"})
+
+MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
+MAX_DISCARD_S: Final = 5.0
 
 _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -41,6 +47,13 @@ class Edge:
         scope["app"] = self
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
+        has_body_left = not _expects_permission(scope)
+
+        async def receive_body() -> Message:
+            nonlocal has_body_left
+            message = await receive()
+            has_body_left = has_body_left and message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -52,7 +65,7 @@ class Edge:
 
         try:
             self._authorize(scope)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_body, send_with_id)
             return
         except ClientDisconnected:
             return
@@ -66,6 +79,8 @@ class Edge:
             logger.exception("request %s failed", request_id)
             answer = internal_error(f"Internal server error (request {request_id})")
         if not started:
+            if has_body_left:
+                await _discard_body(receive)
             await answer.response()(scope, receive, send_with_id)
 
     def _authorize(self, scope: Scope) -> None:
@@ -100,6 +115,25 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and _ACCEPTABLE_ID.fullmatch(value):
             return str(value, "ascii")
     return uuid.uuid4().hex
+
+
+def _expects_permission(scope: Scope) -> bool:
+    """Whether the client waits to be told before it sends its body; an answer saves it from that."""
+    return any(
+        name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
+    )
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read on, within bounds, since most clients look for an answer only when all is sent."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MAX_DISCARD_S):
+            while size < MAX_DISCARDED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _of_router(error: HTTPException, scope: Scope) -> APIError:

@@ -8,6 +8,8 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import Response
 
+from ...protocol.errors import ParameterError
+
 MAX_ECHO: Final = 200
 """Characters of a caller's own value that an error message repeats."""
 
@@ -48,6 +50,11 @@ class APIError(Exception):
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> APIError:
     return APIError(400, message, param=param, code=code)
+
+
+def renamed(error: ParameterError, param: str) -> APIError:
+    """`error` in the name that the request used for its parameter."""
+    return bad_request(param, str(error).replace(error.param, param, 1))
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:

@@ -21,11 +21,10 @@ from ..engine_client import (
 )
 from .body import ClientDisconnected
 from .errors import bad_request, internal_error, public, unavailable
+from .prompts import verify_num_sequences
 from .sampling import params_for_output
 from .schema import GenerationRequest
 from .serving import RETRY_WHILE_DRAINING_S, Serving
-
-MAX_SEQUENCES = 4096
 
 
 @dataclass(slots=True)
@@ -50,10 +49,7 @@ async def submit(
     Raises APIError 400 or 503, ParameterError.
     """
     n = prompts[0].params.n
-    if len(prompts) * n > MAX_SEQUENCES:
-        raise bad_request(
-            "prompt", f"prompt and n ask for {len(prompts) * n} sequences, at most {MAX_SEQUENCES}"
-        )
+    verify_num_sequences(len(prompts) * n)
     priority = request.priority or 0
     if not -(2**31) <= priority < 2**31:
         raise bad_request("priority", f"priority must fit into 32 bits, got {priority}")
@@ -61,7 +57,6 @@ async def submit(
         SequenceRequest(
             prompt_token_ids=prompt.token_ids,
             params=params_for_output(prompt.params, j),
-            prompt_text=prompt.text,
             priority=priority,
             cache_salt=request.cache_salt,
             tenant=request.user or "",

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from .errors import APIError, bad_request, echo
 
+MAX_SEQUENCES = 4096
+"""Prompts times n of one request."""
+
 MAX_CHARACTERS_PER_TOKEN = 256
 """No vocabulary has longer tokens, so a longer prompt is refused before it costs anything."""
 
@@ -33,6 +36,7 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
         raise bad_request("prompt", "prompt must not be an empty list")
     if isinstance(prompt[0], int):
         return [Prompt("prompt", None, parse_token_ids(prompt, "prompt", vocab_size))]
+    verify_num_sequences(len(prompt))
     kind = type(prompt[0])
     prompts = []
     for i, entry in enumerate(prompt):
@@ -49,6 +53,13 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
     return prompts
 
 
+def verify_num_sequences(count: int) -> None:
+    if count > MAX_SEQUENCES:
+        raise bad_request(
+            "prompt", f"prompt and n ask for {count} sequences, at most {MAX_SEQUENCES} are allowed"
+        )
+
+
 def _text(text: str, param: str) -> Prompt:
     return Prompt(param, text, np.empty(0, np.int32))
 
@@ -58,9 +69,11 @@ def parse_token_ids(token_ids: list[Any], param: str, vocab_size: int) -> npt.ND
     if not token_ids:
         raise bad_request(param, f"{param} must have at least one token")
     try:
-        ids = np.array(token_ids, np.int64)
-    except (TypeError, ValueError):
-        raise bad_request(param, f"{param} must contain token ids only") from None
+        ids = np.array(token_ids)
+    except ValueError:
+        ids = np.empty(0)
+    if ids.dtype.kind != "i":
+        raise bad_request(param, f"{param} must contain token ids only")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         at = int(outside[0])
@@ -90,6 +103,7 @@ def fit_context(
     default_max_tokens: int | None,
     truncate: int | None,
     max_model_len: int,
+    max_tokens_param: str = "max_tokens",
 ) -> tuple[npt.NDArray[np.int32], int]:
     """The prompt, truncated as asked for, and how many tokens it may generate.
 
@@ -111,10 +125,10 @@ def fit_context(
     wanted = 1 if max_tokens is None else max_tokens
     if wanted > remaining:
         raise context_exceeded(
-            param if remaining < 1 else "max_tokens",
+            param if remaining < 1 else max_tokens_param,
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_tokens + wanted} tokens ({num_tokens} in {param}, {wanted} for the completion). "
-            f"Please reduce {param} or max_tokens.",
+            f"Please reduce {param} or {max_tokens_param}.",
         )
     if max_tokens is not None:
         return token_ids, max_tokens

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...protocol.sampling_params import MAX_SEED, SamplingParams, StructuredOutput
+from ...protocol.sampling_params import MAX_SEED, SamplingParams
 from .errors import bad_request, echo
 from .schema import GenerationRequest
+from .structured import Constraint
 
 V = TypeVar("V")
 
@@ -22,7 +23,6 @@ _PLAIN = (
     "ignore_eos",
     "prompt_logprobs",
     "skip_special_tokens",
-    "spaces_between_special_tokens",
 )
 
 
@@ -33,7 +33,7 @@ def sampling_params(
     vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
-    structured_output: StructuredOutput | None,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     """What the request says, else the server's `defaults`, else the API's; not yet verified."""
     given: dict[str, Any] = {name: defaults[name] for name in _DEFAULTABLE if name in defaults}
@@ -49,7 +49,7 @@ def sampling_params(
         n=1 if request.n is None else request.n,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        structured_output=structured_output,
+        structured_output=None if constraint is None else constraint.structured_output,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=tuple(request.bad_words or ()),

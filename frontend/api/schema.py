@@ -40,7 +40,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     allowed_token_ids: list[Int] | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
@@ -59,6 +58,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None
+    spaces_between_special_tokens: bool | None = None
 
     # Refused by name: ignoring them would change the meaning of the answer.
     guided_json: Any = None

@@ -12,18 +12,27 @@ import msgspec
 
 from ... import __version__
 from ...protocol.config import EngineConfig
+from ...protocol.errors import ParameterError
 from ...protocol.messages import Stage
-from ...protocol.sampling_params import SamplingParams, StructuredOutput
-from ..chat import ChatTemplate, ReasoningParser, ToolParser, reasoning_parser, tool_parser
+from ...protocol.sampling_params import SamplingParams
+from ..chat import (
+    ChatTemplate,
+    ModelTemplates,
+    ReasoningParser,
+    ToolParser,
+    reasoning_parser,
+    tool_parser,
+)
 from ..engine_client import EngineClient
 from ..structured_output import verify_structured_output
 from ..tokenizer import Tokenizer
-from .errors import APIError, bad_request, echo, unavailable
+from .errors import APIError, bad_request, echo, renamed, unavailable
+from .structured import Constraint
 
 T = TypeVar("T")
 
 OFF_LOOP_CHARACTERS: Final = 2048
-"""Texts up to this length are encoded on the event loop: a thread switch would cost more."""
+"""Up to this size, texts are handled on the event loop: a thread switch would cost more."""
 
 RETRY_WHILE_LOADING_S: Final = 2.0
 RETRY_WHILE_DRAINING_S: Final = 5.0
@@ -39,12 +48,12 @@ class Serving:
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
-        chat_templates: dict[str, ChatTemplate],
+        templates: ModelTemplates,
         engine: EngineClient,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._chat_templates = chat_templates
+        self._templates = templates
         self.engine = engine
         self.stage = Stage.STARTING
         self.detail = "waiting for the model"
@@ -78,10 +87,8 @@ class Serving:
         return name
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
-        """The model's template, the one for tool use if it has one. Raises APIError 400."""
-        templates = self._chat_templates
-        template = templates.get("tool_use") if with_tools else None
-        template = template or templates.get("default")
+        """Raises APIError 400 if there is none."""
+        template = self._templates.choose(with_tools)
         if template is None:
             raise bad_request(
                 "messages",
@@ -119,13 +126,17 @@ class Serving:
             max_logprobs=self.config.frontend.max_logprobs,
         )
 
-    async def verify_grammar(self, structured_output: StructuredOutput | None) -> None:
-        """Raises ParameterError for a constraint that cannot be compiled."""
-        if structured_output is not None:
-            await self._in_thread(verify_structured_output, structured_output)
+    async def verify_constraint(self, constraint: Constraint | None) -> None:
+        """Raises APIError 400 for one that cannot be compiled."""
+        if constraint is None:
+            return
+        try:
+            await self._in_thread(verify_structured_output, constraint.structured_output)
+        except ParameterError as error:
+            raise renamed(error, constraint.param) from None
 
     async def off_loop(self, size: int, function: Callable[..., T], *args: object) -> T:
-        """Call `function`, in a thread if `size` characters would hold up the event loop."""
+        """Call `function`, in a thread if work on `size` characters would hold up the event loop."""
         if size <= OFF_LOOP_CHARACTERS:
             return function(*args)
         return await self._in_thread(function, *args)

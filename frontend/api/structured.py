@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,21 +13,32 @@ from .schema import GenerationRequest
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+_REFUSED_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
+_OPTIONS = ("disable_fallback", *_REFUSED_OPTIONS)
 
 _encode = msgspec.json.Encoder().encode
 
 
-def structured_output(request: GenerationRequest) -> StructuredOutput | None:
-    """The constraint that a request asks for. Raises APIError 400 for one that cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be, and the field of the request that says so."""
+
+    param: str
+    structured_output: StructuredOutput
+
+
+def constraint_of(request: GenerationRequest) -> Constraint | None:
+    """Raises APIError 400 for one that cannot be read."""
     of_format = request.response_format and _from_response_format(request.response_format)
-    constraints = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
-    of_outputs = _from_structured_outputs(constraints) if constraints else None
+    wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
+    of_outputs = _from_structured_outputs(wanted) if wanted else None
     if of_format and of_outputs:
         raise bad_request(
             "structured_outputs", "structured_outputs cannot be combined with response_format"
         )
-    return of_format or of_outputs
+    if of_format:
+        return Constraint("response_format", of_format)
+    return Constraint("structured_outputs", of_outputs) if of_outputs else None
 
 
 def json_schema(schema: object, param: str) -> StructuredOutput:
@@ -67,6 +79,10 @@ def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
         if name not in _KINDS and name not in _OPTIONS:
             param = f"structured_outputs.{name}"
             raise bad_request(param, f"{param} is not known; use one of {', '.join(_KINDS)}")
+    for name in _REFUSED_OPTIONS:
+        if constraints.get(name):
+            param = f"structured_outputs.{name}"
+            raise bad_request(param, f"{param} is not supported; say it in the schema")
     given = [k for k in _KINDS if k in constraints and constraints[k] is not False]
     if len(given) > 1:
         raise bad_request(

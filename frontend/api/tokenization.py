@@ -24,7 +24,8 @@ class Tokenization:
 
     async def tokenize(self, http: Request) -> Response:
         """A text, or a conversation as its prompt would be written."""
-        request = self._tokenize_decoder.decode(await self._body(http))
+        body = await self._body(http)
+        request = self._tokenize_decoder.decode(body)
         serving = self._serving
         serving.verify_model(request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -35,7 +36,7 @@ class Tokenization:
             )
         else:
             chat = await render_chat(
-                serving, request, add_special_tokens=bool(request.add_special_tokens)
+                serving, request, len(body), add_special_tokens=bool(request.add_special_tokens)
             )
             token_ids = chat.token_ids
         answer: dict[str, Any] = {
@@ -56,7 +57,12 @@ class Tokenization:
             raise bad_request("tokens", "tokens is required")
         if request.tokens:
             parse_token_ids(request.tokens, "tokens", serving.config.model.vocab_size)
-        text = serving.tokenizer.decode(request.tokens, bool(request.skip_special_tokens))
+        text = await serving.off_loop(
+            len(request.tokens),
+            serving.tokenizer.decode,
+            request.tokens,
+            bool(request.skip_special_tokens),
+        )
         return json_response({"prompt": text})
 
     async def _body(self, http: Request) -> bytes:

@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...protocol.sampling_params import StructuredOutput
 from .errors import APIError, bad_request, echo
 from .schema import ChatCompletionRequest
-from .structured import json_schema
+from .structured import Constraint, json_schema
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -31,7 +30,7 @@ class ToolChoice:
 
     mode: ToolMode
     name: str = ""
-    constraint: StructuredOutput | None = None
+    constraint: Constraint | None = None
 
 
 def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
@@ -48,14 +47,17 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         return ToolChoice(ToolMode.AUTO)
     if choice == "required":
         schema = _calls_schema(schemas, parallel=request.parallel_tool_calls is not False)
-        return ToolChoice(ToolMode.REQUIRED, constraint=json_schema(schema, "tools"))
+        return ToolChoice(ToolMode.REQUIRED, constraint=_forced(schema))
     name = _chosen_name(choice)
     if name not in schemas:
         raise bad_request(
             "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(schemas)}"
         )
-    constraint = json_schema(schemas[name], "tools")
-    return ToolChoice(ToolMode.NAMED, name, constraint)
+    return ToolChoice(ToolMode.NAMED, name, _forced(schemas[name]))
+
+
+def _forced(schema: dict[str, Any]) -> Constraint:
+    return Constraint("tools", json_schema(schema, "tools"))
 
 
 def _chosen_name(choice: str | dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from ..request_group import Sequence
 
 
-def usage(
+def count_usage(
     sequences: list[Sequence],
     n: int,
     *,

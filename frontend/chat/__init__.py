@@ -1,22 +1,23 @@
 """Chats to prompts, and the model's text back to messages: templates, tools, reasoning."""
 
+from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
 from .reasoning import ReasoningParser, reasoning_parser
-from .template import ChatTemplate, ChatTemplateError, load_chat_template
+from .template import ChatTemplate, ChatTemplateError, ContentFormat, load_chat_template
 from .tool_parsers import tool_parser
-from .tools import ToolCall, ToolCallDelta, ToolParser, parse_tool_calls
+from .tools import ToolCallDelta, ToolParser
 
 __all__ = [
     "ChatOutputParser",
     "ChatTemplate",
     "ChatTemplateError",
+    "ContentFormat",
     "MessageDelta",
+    "ModelTemplates",
     "ReasoningParser",
-    "ToolCall",
     "ToolCallDelta",
     "ToolParser",
     "load_chat_template",
-    "parse_tool_calls",
     "reasoning_parser",
     "tool_parser",
 ]

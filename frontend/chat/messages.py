@@ -39,7 +39,10 @@ def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str
     normalized = {key: value for key, value in message.items() if value is not None}
     if role == "developer" and not traits.knows_developer:
         normalized["role"] = "system"
-    if tool_calls := message.get("tool_calls"):
+    tool_calls = message.get("tool_calls")
+    if tool_calls is not None and not isinstance(tool_calls, list):
+        raise ParameterError(f"{where}.tool_calls", f"must be a list, got {tool_calls!r:.80}")
+    if tool_calls:
         normalized["tool_calls"] = [
             _normalize_tool_call(call, f"{where}.tool_calls[{i}]")
             for i, call in enumerate(tool_calls)

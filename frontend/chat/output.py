@@ -19,15 +19,11 @@ class MessageDelta:
 
 
 class ChatOutputParser:
-    """Reasoning first, then tool calls in what is not reasoning. For one text; either may be None.
-
-    `called_tools`: whether there was a tool call, which makes the finish reason "tool_calls".
-    """
+    """Reasoning first, then tool calls in what is not reasoning. For one text; either may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self.called_tools = False
 
     def feed(self, text: str, finished: bool = False) -> MessageDelta:
         delta = MessageDelta(content=text)
@@ -43,5 +39,4 @@ class ChatOutputParser:
                 pieces.append(self._tools.finish())
             delta.content = "".join(piece.content for piece in pieces)
             delta.tool_calls = [call for piece in pieces for call in piece.tool_calls]
-            self.called_tools = self.called_tools or bool(delta.tool_calls)
         return delta

@@ -11,14 +11,6 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-    """JSON text, as the model wrote it; cut short where the model's text is."""
-
-
-@dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A piece of call number `index`: first its id and name, then pieces of its arguments."""
 
@@ -50,20 +42,6 @@ class ToolParser(Protocol):
     def finish(self) -> ToolDelta:
         """The text has ended: give what was held back."""
         ...
-
-
-def parse_tool_calls(parser: ToolParser, text: str) -> tuple[str | None, list[ToolCall]]:
-    """The content (None if there is none) and the tool calls of a whole text."""
-    content, calls = "", list[ToolCall]()
-    for delta in (parser.feed(text), parser.finish()):
-        content += delta.content
-        for piece in delta.tool_calls:
-            if piece.index == len(calls):
-                calls.append(ToolCall(piece.id or "", piece.name or "", piece.arguments))
-            else:
-                call = calls[piece.index]
-                calls[piece.index] = ToolCall(call.id, call.name, call.arguments + piece.arguments)
-    return content or None, calls
 
 
 def openai_call_id() -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from ...protocol.errors import CheckpointError
 from ...protocol.gguf import GGUFFile
+from ..cache_directory import cache_directory
 from .gguf_convert import convert
 
 FORMAT_VERSION = 1
@@ -18,13 +19,9 @@ FORMAT_VERSION = 1
 _HASHED_BYTES = 64 * 1024
 
 
-def cache_root() -> Path:
-    return Path(os.environ.get("ENGINE_CACHE") or Path.home() / ".cache" / "engine")
-
-
 def converted_directory(path: Path) -> Path:
     """A directory with the tokenizer.json and tokenizer_config.json of the GGUF file `path`."""
-    directory = cache_root() / "tokenizers" / _key(path)
+    directory = cache_directory("tokenizers") / _key(path)
     if directory.is_dir():
         return directory
     tokenizer, config = convert(path, GGUFFile(path).metadata)

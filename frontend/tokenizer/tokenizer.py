@@ -77,9 +77,3 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
-
-    def chat_template(self, tools: bool = False) -> str | None:
-        """The model's own template, the one for tool use if it has one and `tools`."""
-        if tools and "tool_use" in self.chat_templates:
-            return self.chat_templates["tool_use"]
-        return self.chat_templates.get("default")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.frontend.arguments import Settings, parse_settings
+from engine.frontend.arguments import Settings, _default, _shown, parse_settings
 from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED
 from engine.frontend.model_options import ResolvedModel
@@ -86,6 +86,29 @@ def test_every_flag_is_documented_once() -> None:
         for flag in flags:
             if flag.const is None:
                 assert flag.names.split()[0] in text
+
+
+def flag_table() -> list[str]:
+    """The rows of the README's table of flags, a title before each group, as Markdown."""
+    rows = []
+    for title, flags in FLAGS.items():
+        rows.append(f"| **{title}** | | |")
+        for flag in flags:
+            if flag.const is not None:
+                continue
+            names = [f"`{name}`" for name in flag.names.split()]
+            if flag.type is bool:
+                names[0] = f"`--[no-]{flag.names.split()[0][2:]}`"
+            meaning = flag.help + (f": {', '.join(flag.choices)}" if flag.choices else "")
+            default = flag.default_text or _shown(_default(flag.field))
+            rows.append(f"| {' '.join(names)} | {meaning} | {default} |".replace("|  |", "| |"))
+    return rows
+
+
+def test_the_readme_has_every_flag_as_it_is() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith(("| `-", "| **"))]
+    assert rows in ([], flag_table())
 
 
 def test_every_flag_does_something() -> None:
@@ -173,6 +196,7 @@ def test_values_and_the_spellings_of_the_peers(
         (["--port"], ["--port", "expected one argument"]),
         (["--max-num-sequences", "3"], ["--max-num-sequences", "did you mean --max-num-seqs?"]),
         (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
+        (["--enable-auto-tool-choice"], ["needs --tool-call-parser"]),
         (["--enable-lora"], ["--enable-lora is not supported by this version"]),
         (["--speculative_config={}"], ["--speculative-config is not supported"]),
         (["-tp", "2"], ["-tp 2 is not supported", "only 1"]),

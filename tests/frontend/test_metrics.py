@@ -149,6 +149,30 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
     assert value(samples, "engine:scheduler_steps_total") == 4
 
 
+def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=3))
+    first, second, _ = frontends = [Metrics(config, index) for index in range(3)]
+    first.record_stats(0, SchedulerStats(num_running=3, prefix_cache_queries=100, num_steps=2))
+    first.record_tokens(0, 5, [0.1])
+    second.record_tokens(0, 7, [0.1, 200.0])
+    second.record_rejection(0, "queue_full")
+    second.watch_dropped_frames(0, lambda: 4)
+    for metrics in frontends:
+        metrics.publish()
+    for metrics in frontends * 2:
+        samples = scrape(metrics)
+        assert value(samples, "engine:num_requests_running") == 3
+        assert value(samples, "engine:prefix_cache_queries_total") == 100
+        assert value(samples, "engine:generation_tokens_total") == 12
+        assert value(samples, "engine:inter_token_latency_seconds_count") == 3
+        assert value(samples, "engine:inter_token_latency_seconds_bucket", le="80.0") == 2
+        assert value(samples, "engine:admission_rejections_total", reason="queue_full") == 1
+        assert value(samples, "engine:dropped_frames_total", process="frontend") == 4
+    first.record_stats(0, SchedulerStats(num_running=1))
+    assert value(scrape(first), "engine:num_requests_running") == 1
+    assert value(scrape(second), "engine:num_requests_running") == 1
+
+
 def test_vllm_names_only_on_request(tmp_path: Path) -> None:
     assert not any(name.startswith("vllm") for name in scrape(Metrics(engine_config(tmp_path))))
 
@@ -172,10 +196,7 @@ def test_a_scrape_in_openmetrics_is_valid(tmp_path: Path) -> None:
 def test_a_histogram_counts_values_at_or_below_each_bound(
     values: list[float], bounds: list[int]
 ) -> None:
-    one_by_one, together = (
-        Histogram(tuple(map(float, bounds))),
-        Histogram(tuple(map(float, bounds))),
-    )
+    one_by_one, together = (Histogram.with_bounds(tuple(map(float, bounds))) for _ in range(2))
     for each in values:
         one_by_one.observe(each)
     together.observe_all(values)

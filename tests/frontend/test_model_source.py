@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from engine.frontend import default_model
+from engine.frontend.cache_directory import cache_directory
 from engine.frontend.console import Console
 from engine.frontend.default_model import DEFAULT_MODEL, PackagedModel, find_packaged_model
 from engine.frontend.model_options import ModelOptions
@@ -188,9 +188,11 @@ def test_an_unusable_cache_names_the_remedy(index: Index, monkeypatch: pytest.Mo
 def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENGINE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert default_model.cache_directory() == Path("/x/engine/models")
+    assert cache_directory("models") == Path("/x/engine/models")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_model.cache_directory() == Path.home() / ".cache/engine/models"
+    assert cache_directory("models") == Path.home() / ".cache/engine/models"
+    monkeypatch.setenv("ENGINE_CACHE", "~/mine")
+    assert cache_directory("tokenizers") == Path.home() / "mine/tokenizers"
 
 
 # The hub

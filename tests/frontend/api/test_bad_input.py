@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import urllib.error
+import urllib.request
 
 import httpx
 import openai
@@ -96,7 +99,20 @@ BAD_FIELDS = [
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "non-empty"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of strings"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "compiled"),
+    ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs", "nowhere"),
+    ({"structured_outputs": {"json": {"type": "strange"}}}, "structured_outputs", "strange"),
     ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "one"),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+        "not supported",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
+        "response_format",
+        "response_format must be a json_schema that can be compiled",
+    ),
 ]
 
 COMPLETION_ONLY = [
@@ -109,12 +125,15 @@ COMPLETION_ONLY = [
     ({"prompt": [1, -1]}, "prompt[1]", "got -1"),
     ({"prompt": [[1, 10**6]]}, "prompt[0][1]", "got 1000000"),
     ({"prompt": [1, "a"]}, "prompt", "token ids only"),
+    ({"prompt": [1, "2"]}, "prompt", "token ids only"),
+    ({"prompt": [1, [2]]}, "prompt", "token ids only"),
     ({"prompt": {"a": 1}}, "prompt", 'got {"a":1}'),
     ({"prompt": [1.5]}, "prompt[0]", "got 1.5"),
     ({"prompt": [1] * 512}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "word " * 600}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "x" * 200_000}, "prompt", "200000 characters"),
     ({"prompt": ["a"] * 100, "n": 100}, "prompt", "10000 sequences, at most 4096"),
+    ({"prompt": ["a"] * 5000}, "prompt", "5000 sequences, at most 4096"),
     ({"logprobs": 21}, "logprobs", "at most 20"),
     ({"logprobs": True}, "logprobs", "an integer"),
     ({"suffix": "end"}, "suffix", "not supported"),
@@ -135,9 +154,20 @@ CHAT_ONLY = [
         "messages[0].content[0].type",
         "image_url",
     ),
+    (
+        {"messages": [*USER, {"role": "assistant", "tool_calls": 5}]},
+        "messages[1].tool_calls",
+        "a list, got 5",
+    ),
+    (
+        {"messages": [*USER, {"role": "assistant", "tool_calls": {"f": 1}}]},
+        "messages[1].tool_calls",
+        "a list, got {'f': 1}",
+    ),
     ({"messages": [{"role": "user", "content": "w " * 600}]}, "messages", "512 tokens"),
     ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1, got 0"),
+    ({"max_completion_tokens": 600}, "max_completion_tokens", "or max_completion_tokens."),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"logprobs": 3}, "logprobs", "a boolean"),
@@ -155,6 +185,14 @@ CHAT_ONLY = [
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
         "tools[0].function.parameters",
         "3",
+    ),
+    (
+        {
+            "tools": [{"function": {"name": "f", "parameters": {"type": "odd"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "tools must be a json_schema that can be compiled",
     ),
     ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
     ({"functions": [{"name": "f"}]}, "functions", "use tools"),
@@ -319,3 +357,23 @@ def test_body_limit() -> None:
         chunked = frontend.http.post(COMPLETIONS, content=pieces)
         assert chunked.status_code == 413
         assert frontend.complete(PROMPT, max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nowhere", 404)])
+def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int) -> None:
+    """urllib closes its end after one exchange and does not look for an early answer."""
+    with FrontendProcess(max_body_bytes=10_000) as frontend:
+        url = f"http://127.0.0.1:{frontend.port}{path}"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, data=b"x" * (20 << 20), timeout=20)
+        with refused.value as response:
+            assert response.code == status
+            assert json.loads(response.read())["error"]["message"]
+        goes_on(frontend)
+
+
+def test_a_client_that_asks_first_is_spared_its_body(frontend: FrontendProcess) -> None:
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=2) as connection:
+        head = "POST {} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
+        connection.sendall(head.format(COMPLETIONS, 1 << 40).encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")

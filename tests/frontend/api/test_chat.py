@@ -288,7 +288,7 @@ def test_auto_tools() -> None:
     text = (
         'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     )
-    with FrontendProcess(enable_auto_tool_choice=True, tool_call_parser="hermes") as frontend:
+    with FrontendProcess(tool_call_parser="hermes") as frontend:
         last = frontend.tokenizer.encode(text)[-1]
         options = {
             "messages": user(text),

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -217,6 +218,17 @@ def test_second_signal_exits_at_once() -> None:
         frontend.process.terminate()
         assert frontend.process.wait(2) != 0
         stream.wait()
+
+
+def test_a_broken_certificate_is_named_before_the_model_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "bogus.pem"
+    file.write_text("bogus")
+    with FrontendProcess(
+        with_core=False, ssl_keyfile=str(file), ssl_certfile=str(file)
+    ) as frontend:
+        frontend.wait_for_stage(Stage.FAILED)
+        assert "--ssl-certfile" in frontend.stages[-1][1] and "bogus.pem" in frontend.stages[-1][1]
+        assert frontend.process.wait(10) == 1
 
 
 def test_a_start_that_cannot_succeed_says_why() -> None:

@@ -125,14 +125,12 @@ def test_tool_calls_after_reasoning() -> None:
         calls = [call for d in deltas for call in d.tool_calls]
         assert calls[0].name == "f"
         assert json.loads("".join(call.arguments for call in calls)) == {"a": 1}
-        assert parser.called_tools
 
 
 def test_without_parsers_all_is_content() -> None:
     parser = ChatOutputParser(None, None)
     assert parser.feed("<think>a").content == "<think>a"
     assert not parser.feed("", finished=True)
-    assert not parser.called_tools
 
 
 def test_unknown_parser() -> None:

@@ -4,8 +4,12 @@ import json
 import time
 
 import pytest
+import tokenizers
+from engine.frontend.chat import ModelTemplates
 from engine.frontend.chat.template import ChatTemplate, ChatTemplateError, load_chat_template
+from engine.frontend.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
+from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 CHATML = (
@@ -299,6 +303,22 @@ def test_a_template_cannot_get_out_or_go_on(source: str, monkeypatch) -> None:
     with pytest.raises(ChatTemplateError):
         template.render(CONVERSATIONS[0])
     assert time.monotonic() - start < 5
+
+
+def test_the_template_for_tool_use_is_for_tool_use(tmp_path) -> None:
+    def prompt(with_tools: bool, instead: str | None = None, **templates: str) -> str | None:
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(backend, tmp_path, bos_token="<s>", chat_templates=templates)
+        template = ModelTemplates(tokenizer, instead).choose(with_tools)
+        return template and template.render(CONVERSATIONS[0])
+
+    both = {"default": "plain", "tool_use": "{{ bos_token }} tools"}
+    assert prompt(False, **both) == "plain"
+    assert prompt(True, **both) == "<s> tools"
+    assert prompt(True, default="plain", rag="{% unused") == "plain"
+    assert prompt(True, "{{ 'given' }}", **both) == "given"
+    assert prompt(True) is None
 
 
 def test_template_from_a_file_or_as_given(tmp_path) -> None:

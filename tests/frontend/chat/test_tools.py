@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from engine.frontend.chat import ToolCall, parse_tool_calls, tool_parser
+from engine.frontend.chat import tool_parser
 from engine.protocol.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,14 +127,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def simple(result: tuple[str | None, list[ToolCall]]):
-    content, calls = result
-    return content, [(call.name, call.arguments) for call in calls]
-
-
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
 def test_calls_of_a_whole_text(parser, text, content, calls) -> None:
-    assert simple(parse_tool_calls(tool_parser(parser)(), text)) == (content, calls)
+    assert stream(parser, [text]) == (content, calls)
 
 
 def stream(parser: str, pieces: list[str]) -> tuple[str | None, list[tuple[str, str]]]:
@@ -216,7 +211,7 @@ FRAGMENTS = [
 )
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "granite", "pythonic"])
 def test_cuts_make_no_difference(parser: str, text: str, sizes: list[int]) -> None:
-    assert stream(parser, cut(text, sizes)) == simple(parse_tool_calls(tool_parser(parser)(), text))
+    assert stream(parser, cut(text, sizes)) == stream(parser, [text])
 
 
 json_values = st.recursive(
@@ -274,11 +269,15 @@ def test_text_streams_unless_it_may_be_a_call() -> None:
 
 def test_ids_are_fit_for_the_templates() -> None:
     call = '<tool_call>{"name": "f"}</tool_call>'
-    _, calls = parse_tool_calls(tool_parser("hermes")(), call * 2)
-    assert calls[0].id != calls[1].id
-    assert all(re.fullmatch("call_[0-9a-f]{24}", c.id) for c in calls)
-    _, [mistral] = parse_tool_calls(tool_parser("mistral")(), "[TOOL_CALLS]f{}")
-    assert re.fullmatch("[A-Za-z0-9]{9}", mistral.id)
+
+    def ids(name: str, text: str) -> list[str]:
+        return [d.id for d in tool_parser(name)().feed(text).tool_calls if d.id is not None]
+
+    first, second = ids("hermes", call * 2)
+    assert first != second
+    assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in (first, second))
+    [mistral] = ids("mistral", "[TOOL_CALLS]f{}")
+    assert re.fullmatch("[A-Za-z0-9]{9}", mistral)
 
 
 def test_markers_that_are_special_tokens_are_declared() -> None:

@@ -114,13 +114,14 @@ def test_same_ids_and_text_as_transformers(tmp_path: Path) -> None:
 
 def test_chat_templates_by_precedence(tmp_path: Path) -> None:
     config = {"chat_template": "from config"}
-    assert load_tokenizer(write_directory(tmp_path, config)).chat_template() == "from config"
+    assert load_tokenizer(write_directory(tmp_path, config)).chat_templates == {
+        "default": "from config"
+    }
     in_json = json.dumps({"chat_template": "from json"})
     write_directory(tmp_path, config, chat_template__json=in_json)
-    assert load_tokenizer(tmp_path).chat_template() == "from json"
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "from json"}
     write_directory(tmp_path, config, chat_template__jinja="from jinja")
-    assert load_tokenizer(tmp_path).chat_template() == "from jinja"
-    assert load_tokenizer(tmp_path).chat_template(tools=True) == "from jinja"
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "from jinja"}
 
 
 def test_lists_of_chat_templates(tmp_path: Path) -> None:
@@ -129,15 +130,14 @@ def test_lists_of_chat_templates(tmp_path: Path) -> None:
         {"name": "tool_use", "template": "with tools"},
     ]
     tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": templates}))
-    assert tokenizer.chat_template() == "plain"
-    assert tokenizer.chat_template(tools=True) == "with tools"
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "with tools"}
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("documents")
     assert load_tokenizer(tmp_path).chat_templates["rag"] == "documents"
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
-    assert load_tokenizer(write_directory(tmp_path)).chat_template() is None
+    assert load_tokenizer(write_directory(tmp_path)).chat_templates == {}
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

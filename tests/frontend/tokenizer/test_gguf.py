@@ -90,7 +90,7 @@ def test_smollm2_round_trip(smollm2: Tokenizer, smollm2_reference, text: str) ->
     assert ids == smollm2_reference.encode(text).ids
     assert smollm2.decode(ids) == smollm2_reference.decode(ids, skip_special_tokens=False)
     # This vocabulary has no token for some bytes, of control and unassigned characters.
-    if all(char.isprintable() or char.isspace() for char in text):
+    if all(char.isprintable() or char in "\n\t" for char in text):
         assert smollm2.decode(ids) == text
 
 
@@ -111,7 +111,7 @@ def test_smollm2_names_its_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.token_bytes(1) == b"<|im_start|>"
     assert smollm2.id_to_token(49152) is None
     assert smollm2.token_bytes(49152) == b""
-    assert "<|im_start|>" in smollm2.chat_template()
+    assert "<|im_start|>" in smollm2.chat_templates["default"]
 
 
 def test_token_bytes_of_a_split_character(smollm2: Tokenizer) -> None:
@@ -399,5 +399,4 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     tokenizer = load_tokenizer(tmp_path / "t.gguf")
-    assert tokenizer.chat_template() == "plain"
-    assert tokenizer.chat_template(tools=True) == "tools"
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "tools"}

@@ -1,0 +1,76 @@
+"""The events of a stream, as far as completions and chat completions share them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from .event_stream import event
+from .logprobs import Json
+from .schema import StreamOptions
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(Protocol):
+    """What is streamed. `envelope` is everything of a chunk but its choices and usage."""
+
+    envelope: Json
+
+    def usage(self) -> Json:
+        """The final count."""
+
+    def usage_so_far(self) -> Json: ...
+
+
+class Chunks:
+    """Writes chunks, with usage as `options` ask for it.
+
+    A piece of plain text goes through templates made once a request: in its choice it stands between
+    `before` and `after`.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        options: StreamOptions | None,
+        num_choices: int,
+        *,
+        before: bytes,
+        after: bytes,
+    ) -> None:
+        self._streamed = answer
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+        envelope = b"data: " + _encode(answer.envelope)[:-1]
+        self._heads = [
+            b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
+            for index in range(num_choices)
+        ]
+        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self._tail = after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
+
+    @property
+    def counts_as_it_goes(self) -> bool:
+        """Whether every chunk has its own usage, so that no template fits."""
+        return self._continuous_usage
+
+    def plain(self, index: int, text: str) -> tuple[bytes, bytes, bytes]:
+        """The chunk of a choice that has nothing new but `text`, in pieces."""
+        return self._heads[index], _encode(text), self._tail
+
+    def chunk(self, choice: Json, **more: object) -> bytes:
+        chunk = self._streamed.envelope | {"choices": [choice]} | more
+        if self._include_usage:
+            chunk["usage"] = self._streamed.usage_so_far() if self._continuous_usage else None
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        """Events after the last news, before `[DONE]`."""
+        if not self._include_usage:
+            return b""
+        answer = self._streamed
+        return event(answer.envelope | {"choices": [], "usage": answer.usage()})

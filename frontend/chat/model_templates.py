@@ -1,0 +1,43 @@
+"""The chat templates of one model."""
+
+from __future__ import annotations
+
+from ..tokenizer import Tokenizer
+from .template import ChatTemplate, ContentFormat, load_chat_template
+
+_USED = ("default", "tool_use")
+
+
+class ModelTemplates:
+    """The model's own templates, or `instead`: a template itself or the path of one.
+
+    Raises ChatTemplateError for one that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        instead: str | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> None:
+        sources = tokenizer.chat_templates
+        if instead is not None:
+            sources = {"default": load_chat_template(instead)}
+        tokens = {
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+        }
+        special_tokens = {name: token for name, token in tokens.items() if token is not None}
+        self._by_name = {
+            name: ChatTemplate(
+                sources[name], special_tokens=special_tokens, content_format=content_format
+            )
+            for name in _USED
+            if name in sources
+        }
+
+    def choose(self, with_tools: bool) -> ChatTemplate | None:
+        """The one for tool use if there is one and `with_tools`; None if the model has none at all."""
+        default = self._by_name.get("default")
+        return self._by_name.get("tool_use", default) if with_tools else default

@@ -1,0 +1,102 @@
+"""What is counted of one core, and how the counts of several frontends become one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..protocol.config import EngineConfig
+from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
+from .histogram import Histogram
+
+
+class CoreMetrics(msgspec.Struct):
+    """What one frontend knows of one core and of its own sequences there.
+
+    `stats_time` is when the gauges of `stats` came, in CLOCK_MONOTONIC seconds, 0.0 for never: a core tells
+    only one of its frontends.
+    """
+
+    counters: dict[str, int]
+    histograms: dict[str, Histogram]
+    num_finished: dict[FinishReason, int]
+    num_rejected: dict[str, int]
+    stats: SchedulerStats
+    stats_time: float = 0.0
+    ready: CoreReady | None = None
+    num_frames_dropped_there: int = 0
+    num_frames_dropped_here: int = 0
+
+    def add(self, other: CoreMetrics) -> None:
+        """Count what another frontend has counted of the same core."""
+        _add(self.counters, other.counters)
+        _add(self.num_finished, other.num_finished)
+        _add(self.num_rejected, other.num_rejected)
+        for name, histogram in self.histograms.items():
+            histogram.add(other.histograms[name])
+        self.num_frames_dropped_there += other.num_frames_dropped_there
+        self.num_frames_dropped_here += other.num_frames_dropped_here
+        if other.stats_time > self.stats_time:
+            self.stats, self.stats_time = other.stats, other.stats_time
+
+
+def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:
+    for name in counts:
+        counts[name] += others[name]
+
+
+def _encode_array(array: np.ndarray[Any, Any]) -> list[float]:
+    values: list[float] = array.tolist()
+    return values
+
+
+def _decode_array(kind: type, values: list[float]) -> np.ndarray[Any, Any]:
+    return np.array(values)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_decode = msgspec.msgpack.Decoder(list[CoreMetrics], dec_hook=_decode_array).decode
+
+
+class SharedMetrics:
+    """The metrics of all frontends of an engine: each keeps a copy of its own in the run directory.
+
+    They share a port, so a scrape reaches any one of them and must find the counts of all.
+    """
+
+    def __init__(self, config: EngineConfig, client_index: int) -> None:
+        def path(index: int) -> Path:
+            return Path(config.run_dir) / f"frontend{index}.metrics"
+
+        count = config.parallel.api_server_count
+        self._own = path(client_index)
+        self._others = [path(index) for index in range(count) if index != client_index]
+
+    def publish(self, cores: list[CoreMetrics]) -> None:
+        """Show the others what this frontend has counted."""
+        if self._others:
+            scratch = self._own.with_suffix(".new")
+            scratch.write_bytes(_encode(cores))
+            os.replace(scratch, self._own)
+
+    def total(self, cores: list[CoreMetrics]) -> list[CoreMetrics]:
+        """`cores` with what the other frontends have published."""
+        if not self._others:
+            return cores
+        self.publish(cores)
+        totals = _decode(_encode(cores))
+        for theirs in self._published():
+            for total, core in zip(totals, theirs, strict=True):
+                total.add(core)
+        return totals
+
+    def _published(self) -> Iterable[list[CoreMetrics]]:
+        for path in self._others:
+            with contextlib.suppress(FileNotFoundError):
+                yield _decode(path.read_bytes())
