@@ -74,8 +74,8 @@ class EngineCore:
             config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
         )
         self._kv_events: KVEventPublisher | None = None
-        if config.kv_events is not None:
-            self._kv_events = KVEventPublisher(self._context, config.kv_events, core_index)
+        if config.cache.kv_events is not None:
+            self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
             if self._kv_events.replay_socket is not None:
                 self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         self._worker_ids: list[bytes] = []

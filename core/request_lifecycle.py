@@ -58,7 +58,9 @@ class RequestLifecycle:
         self.clients.open(client_index)
         if (client_index, message.request_index) in self.requests:
             return None
-        refusal = self._requirements.refuse(message, self.num_waiting, self._num_queued_tokens)
+        # Those that the next step can take do not wait for anything.
+        num_queued = max(0, self.num_waiting - self.running.slots.num_free)
+        refusal = self._requirements.refuse(message, num_queued, self._num_queued_tokens)
         if refusal is not None:
             reason, text = refusal
             finished = FinishedRequest(message.request_index, reason, message=text)

@@ -27,7 +27,10 @@ class Requirements(NamedTuple):
     def refuse(
         self, request: EngineCoreRequest, num_queued_reqs: int, num_queued_tokens: int
     ) -> Refusal | None:
-        """The first reason not to queue `request`; None when there is none."""
+        """The first reason not to queue `request`; None when there is none.
+
+        `num_queued_reqs` are those for which there is no slot.
+        """
         problem = self._find_inconsistency(request)
         if problem is not None:
             return Refusal(FinishReason.ERROR, problem)

@@ -15,6 +15,7 @@ from ..protocol.config import (
     FrontendConfig,
     ParallelConfig,
     SchedulerConfig,
+    SchedulingPolicy,
 )
 from ..protocol.errors import ConfigError
 from .arguments import Settings
@@ -53,6 +54,7 @@ def _make_scheduler_config(
     settings: Settings, device: Device, max_model_len: int
 ) -> SchedulerConfig:
     given: dict[str, Any] = dict(settings["scheduler"])
+    given["policy"] = SchedulingPolicy(given.get("policy", SchedulingPolicy.FCFS))
     chunked = given.get("enable_chunked_prefill", True)
     limits = _limits(has_gpu(device))
     given.setdefault("max_num_seqs", limits.max_num_seqs)

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from ..protocol.config import KVEventsConfig
+
 _SIZE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
 )
@@ -81,6 +85,19 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ArgumentTypeError(f"must be a JSON object, got {text}")
     return value
+
+
+def kv_events(text: str) -> KVEventsConfig | None:
+    """Our own fields, or vLLM's, which say besides whether and by what to publish."""
+    fields = json_object(text)
+    if fields.pop("publisher", "zmq") != "zmq":
+        raise ArgumentTypeError("publisher must be zmq")
+    if not fields.pop("enable_kv_cache_events", True):
+        return None
+    try:
+        return msgspec.convert(fields, KVEventsConfig)
+    except msgspec.ValidationError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def text_or_json_list(text: str) -> list[str]:

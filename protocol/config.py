@@ -63,6 +63,19 @@ class ModelConfig(msgspec.Struct, frozen=True):
     hf_overrides: dict[str, object] = {}
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where events of cached blocks are published (ZMQ PUB), and missed ones repeated (ROUTER).
+
+    `buffer_steps` batches are kept for that; `hwm` messages wait for a slow subscriber before it loses some.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+
 class CacheConfig(msgspec.Struct, frozen=True):
     """How the KV cache is cut and how large it may be."""
 
@@ -72,6 +85,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    kv_events: KVEventsConfig | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -95,19 +109,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     scheduler_delay_factor: float = 0.0
     priority_preemption: bool = False
     tenant_weights: dict[str, float] = {}
-
-
-class KVEventsConfig(msgspec.Struct, frozen=True):
-    """Where events of cached blocks are published (ZMQ PUB), and missed ones repeated (ROUTER).
-
-    `buffer_steps` batches are kept for that; `hwm` messages wait for a slow subscriber before it loses some.
-    """
-
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    topic: str = ""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -171,7 +172,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
-    kv_events: KVEventsConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

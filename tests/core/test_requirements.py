@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 from engine.core.requirements import Requirements
+from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import CacheConfig, SchedulerConfig
 from engine.protocol.messages import EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 
@@ -69,3 +71,20 @@ def test_an_inconsistent_request_is_an_error_of_its_own(fields, problem):
     reason, message = refusal(request(**fields))
     assert reason is FinishReason.ERROR
     assert problem in message
+
+
+def test_requests_that_a_slot_is_free_for_do_not_count_as_queued():
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_queued_reqs=2),
+        CacheConfig(),
+        max_model_len=64,
+        vocab_size=100,
+        num_blocks=50,
+    )
+    for index in range(8):
+        message = request()
+        message.request_index = index
+        scheduler.add_request(0, message, 0.0)
+    outputs = scheduler.take_outputs(0.0)
+    refused = [finished.request_index for finished in outputs[0].finished]
+    assert refused == [6, 7], "four run in the next step, two wait, the others are refused"

@@ -1,0 +1,56 @@
+"""A subscriber outside the engine hears which blocks are cached, and can ask for what it missed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import zmq
+from engine.protocol.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockStored, KVEventBatch
+from support.server import Server
+from support.tiny_checkpoints import qwen3_directory
+
+TIMEOUT_MS = 10_000
+
+
+def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
+    path, _ = qwen3_directory(tmp_path / "model")
+    events, replays = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
+    config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replays}
+    flags = ("--kv-events-config", json.dumps(config), "--served-model-name", "tiny")
+    with Server(str(path), *flags) as server, zmq.Context() as context:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.connect(events)
+        subscriber.subscribe(b"")
+        prompt = list(range(5, 45))
+        heard: list[KVEventBatch] = []
+        while not heard:
+            # A subscription takes effect a moment after it is made; what is cached by then is not announced again.
+            prompt = [prompt[0] + 1, *prompt[1:]]
+            status, _ = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2})
+            assert status == 200
+            if subscriber.poll(200):
+                _, _, batch = subscriber.recv_multipart()
+                heard.append(msgspec.msgpack.decode(batch, type=KVEventBatch))
+        (stored,) = heard[0].events
+        assert isinstance(stored, BlockStored)
+        assert (stored.block_size, stored.parent_block_hash) == (16, None)
+        assert stored.token_ids == prompt[:32] and len(stored.block_hashes) == 2
+
+        assert server.post("/reset_prefix_cache", {})[0] == 200
+        server.post("/v1/completions", {"prompt": [7], "max_tokens": 1})
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(replays)
+        dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        repeated = []
+        while True:
+            assert dealer.poll(TIMEOUT_MS)
+            _, sequence, batch = dealer.recv_multipart()
+            if sequence == END_OF_REPLAY:
+                break
+            repeated.append(msgspec.msgpack.decode(batch, type=KVEventBatch))
+        assert heard[0] in repeated
+        assert any(isinstance(e, AllBlocksCleared) for b in repeated for e in b.events)
+        for socket in (subscriber, dealer):
+            socket.close(0)
