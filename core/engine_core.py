@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import time
 from collections import deque
 from typing import Any
@@ -25,6 +26,7 @@ from ..protocol.messages import (
     ClientHello,
     ClientMessage,
     CoreReady,
+    DumpEventLog,
     EngineCoreOutputs,
     FinishReason,
     GrammarOutput,
@@ -41,8 +43,9 @@ from ..protocol.messages import (
 )
 from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
+from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
-from .scheduler import Scheduler
+from .recorded_scheduler import RecordedScheduler, Setup
 from .structured_output import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class EngineCore:
         self._config = config
         self._core_index = core_index
         self._stop = StopSignal()
+        self._stop.watch(signal.SIGUSR1)
         self._context: zmq.Context[Any] = zmq.Context()
         self._status = StatusReporter(self._context, config, f"core {core_index}")
         self._clients: Hub[ClientMessage] = Hub(
@@ -83,6 +87,7 @@ class EngineCore:
         self._client_ids: dict[int, bytes] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
+        self._has_dumped_violations = False
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
 
     def run(self) -> None:
@@ -92,17 +97,26 @@ class EngineCore:
             if self._stop.requested:
                 return
             self._start_scheduler(num_blocks)
-            while not self._stop.requested:
-                self._poller.poll(self._poll_timeout_ms())
-                self._take_client_messages()
-                self._take_worker_messages()
-                self._take_compiled_grammars()
-                self._dispatch_steps()
-                self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
-                self._publish_kv_events()
+            try:
+                self._serve()
+            except Exception:
+                self._dump_event_log("crash")
+                raise
         finally:
             self._workers.send_all(self._worker_ids, Shutdown())
             self._grammars.close()
+
+    def _serve(self) -> None:
+        while not self._stop.requested:
+            self._poller.poll(self._poll_timeout_ms())
+            self._take_client_messages()
+            self._take_worker_messages()
+            self._take_compiled_grammars()
+            self._dispatch_steps()
+            self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
+            self._publish_kv_events()
+            if self._stop.take():
+                self._dump_event_log("signal")
 
     def report(self, stage: Stage, detail: str) -> None:
         """Tell the supervisor."""
@@ -124,6 +138,7 @@ class EngineCore:
         ready: set[int] = set()
         while len(ready) < expected and not self._stop.requested:
             self._poller.poll()
+            self._stop.take()
             while (received := self._workers.receive()) is not None:
                 identity, message = received
                 match message:
@@ -152,13 +167,16 @@ class EngineCore:
 
     def _start_scheduler(self, num_blocks: int) -> None:
         config = self._config
-        self._scheduler = Scheduler(
+        setup = Setup(
             config.scheduler,
             config.cache,
             max_model_len=config.model.max_model_len,
             vocab_size=config.model.vocab_size,
             num_blocks=num_blocks,
             core_index=self._core_index,
+        )
+        self._scheduler = RecordedScheduler(
+            setup,
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None,
         )
@@ -201,6 +219,9 @@ class EngineCore:
                     message.reset_running_requests, time.monotonic()
                 )
                 self._clients.send(identity, CallResult(message.call_id, ok))
+            elif isinstance(message, DumpEventLog):
+                ok, detail = self._dump_event_log("request")
+                self._clients.send(identity, CallResult(message.call_id, ok, detail))
 
     def _take_worker_messages(self) -> None:
         while (received := self._workers.receive()) is not None:
@@ -231,7 +252,28 @@ class EngineCore:
 
         for violation in self._scheduler.violations:
             logger.error("the scheduler's books do not balance: %s", violation)
+        if self._scheduler.violations and not self._has_dumped_violations:
+            self._has_dumped_violations = True
+            self._dump_event_log("violation")
         self._scheduler.violations.clear()
+
+    def _dump_event_log(self, reason: str) -> tuple[bool, str]:
+        """Write the event log to a file. Returns whether it worked, and the path or the problem."""
+        directory = self._config.frontend.dump_dir or default_directory()
+        try:
+            path = write_dump(
+                self._scheduler,
+                directory,
+                reason=reason,
+                wall_time=time.time(),
+                now=time.monotonic(),
+            )
+        except Exception as error:
+            # Whatever is wrong with the log, requests must not suffer from it.
+            logger.error("the event log could not be written: %s", error)
+            return False, str(error)
+        logger.warning("the last events of the scheduler (%s) are in %s", reason, path)
+        return True, str(path)
 
     def _count_dropped_frames(self) -> int:
         """Frames dropped since the last call."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_view
+from ..protocol.block_hash import hash_blocks
 from .block_pool import BlockPool
 from .kv_event_log import KVEventLog
 from .request import Request
 from .slots import SlotArray, Slots
 
 FULL_ATTENTION_GROUP: Final = 0
+
+HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes], bytes]
+"""`block_hash.hash_blocks`, or what stands for it where there are no tokens."""
 
 
 class Growth(NamedTuple):
@@ -37,9 +41,11 @@ class KVCacheManager:
         slots: Slots,
         enable_prefix_caching: bool,
         events: KVEventLog | None = None,
+        hash_blocks: HashBlocks = hash_blocks,
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
         self._events = events
+        self._hash_blocks = hash_blocks
         self._slots = slots
         max_num_seqs = len(slots.requests)
         self.block_size = block_size
@@ -151,7 +157,7 @@ class KVCacheManager:
         if self._caches(request) and num_tokens // self.block_size > self._num_cached_blocks[slot]:
             num_output = max(0, num_tokens - request.num_prompt_tokens)
             output = self._slots.output_token_ids(slot)[:num_output]
-            request.hash_output_blocks(output, self.block_size)
+            request.hash_output_blocks(output, self.block_size, self._hash_blocks)
             self.cache_blocks(request, num_tokens)
         self.pool.release(self.blocks[slot])
         self.blocks[slot] = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from ..protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from .snapshot import Outside
 
 MEDIUM: Final = "GPU"
 """What subscribers call the workers' own tier, whatever the device."""
 
 
-class KVEventLog:
+class KVEventLog(Outside):
     """Events since the last `take`, in order."""
 
     def __init__(self, block_size: int) -> None:

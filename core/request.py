@@ -7,12 +7,13 @@ and what must survive while it has no slot.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
 
 from ..protocol.arrays import Int32Array, int32_view
-from ..protocol.block_hash import HASH_BYTES, hash_blocks
+from ..protocol.block_hash import HASH_BYTES
 from ..protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 
 RequestKey: TypeAlias = tuple[int, int]
@@ -75,6 +76,7 @@ class Request:
         "prompt_token_ids",
         "queued_at",
         "rank",
+        "request_id",
         "request_index",
         "root_hash",
         "slot",
@@ -88,6 +90,7 @@ class Request:
     ) -> None:
         self.client_index = client_index
         self.request_index = message.request_index
+        self.request_id = message.request_id
         self.key: RequestKey = (client_index, message.request_index)
         self.arrival = arrival
         self.queued_at = queued_at
@@ -127,7 +130,12 @@ class Request:
             self._block_hashes = _split(self.prompt_block_hashes)
         return self._block_hashes
 
-    def hash_output_blocks(self, output_token_ids: Int32Array, block_size: int) -> list[bytes]:
+    def hash_output_blocks(
+        self,
+        output_token_ids: Int32Array,
+        block_size: int,
+        hash_blocks: Callable[[Int32Array, int, bytes], bytes],
+    ) -> list[bytes]:
         """Extend `block_hashes` over all full blocks of the prompt followed by `output_token_ids`."""
         hashes = self.block_hashes
         start = len(hashes) * block_size

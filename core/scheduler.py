@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int64Array, int32_bytes
+from ..protocol.block_hash import hash_blocks
 from ..protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ..protocol.errors import ConfigError
 from ..protocol.kv_events import KVCacheEvent
@@ -27,13 +28,14 @@ from ..protocol.messages import (
     SchedulerStats,
 )
 from .admission_delay import AdmissionDelay
+from .admission_end import AdmissionEnd
 from .batch import Batch, StepInFlight, Tenure
 from .client_outputs import ClientOutputs
 from .conservation import find_violations
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
-from .kv_cache_manager import Growth, KVCacheManager
+from .kv_cache_manager import Growth, HashBlocks, KVCacheManager
 from .kv_event_log import KVEventLog
 from .partial_prefills import PartialPrefills
 from .request import Request, RequestKey
@@ -88,6 +90,7 @@ class Scheduler(SchedulerInterface):
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
+        hash_blocks: HashBlocks = hash_blocks,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -107,6 +110,7 @@ class Scheduler(SchedulerInterface):
             slots=self.slots,
             enable_prefix_caching=cache_config.enable_prefix_caching,
             events=self._kv_events,
+            hash_blocks=hash_blocks,
         )
         self._running = RunningRequests(self.slots, config.max_num_seqs)
         self._queue = _make_queue(config, self._running)
@@ -133,6 +137,7 @@ class Scheduler(SchedulerInterface):
         self._blocked: tuple[Request, int] | None = None
         self._last_batch = Batch(self._running.order, self.slots)
         self._step = 0
+        self.admission_end = AdmissionEnd.ALL_ADMITTED
         self.violations: list[str] = []
         """What did not add up, since the owner of the scheduler last emptied this."""
 
@@ -293,6 +298,13 @@ class Scheduler(SchedulerInterface):
         admitted = _Admissions([], [], [])
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not (queue and max_admitted and budget > 0):
+            self.admission_end = (
+                AdmissionEnd.TOKENS
+                if max_admitted
+                else AdmissionEnd.PREEMPTION
+                if self.slots.num_free
+                else AdmissionEnd.SEQUENCES
+            )
             return admitted
         partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
         num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
@@ -300,9 +312,14 @@ class Scheduler(SchedulerInterface):
             queue.recall()
         while budget > 0 and len(admitted.requests) < max_admitted:
             request = queue.peek()
-            if request is None or (self._blocked and self._is_blocked(request)):
+            if request is None:
+                self.admission_end = AdmissionEnd.ALL_ADMITTED
+                break
+            if self._blocked and self._is_blocked(request):
+                self.admission_end = AdmissionEnd.BLOCKS
                 break
             if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
+                self.admission_end = AdmissionEnd.DELAY
                 break
             found = manager.find_computed_blocks(request)
             num_cached = len(found) * manager.block_size
@@ -310,7 +327,11 @@ class Scheduler(SchedulerInterface):
             granted = self._first_chunk(wanted, budget, plan.share)
             is_partial = granted < wanted
             is_long = is_partial and limits.is_long(request.num_tokens)
-            if not granted or (is_partial and limits.are_at_limit(num_partial)):
+            if not granted:
+                self.admission_end = AdmissionEnd.TOKENS
+                break
+            if is_partial and limits.are_at_limit(num_partial):
+                self.admission_end = AdmissionEnd.PARTIAL_PREFILLS
                 break
             if is_long and limits.are_long_at_limit(num_long):
                 queue.set_aside()
@@ -318,6 +339,7 @@ class Scheduler(SchedulerInterface):
             blocks = manager.allocate(found, num_cached + granted)
             if blocks is None:
                 self._blocked = request, manager.pool.num_openings
+                self.admission_end = AdmissionEnd.BLOCKS
                 break
             num_partial += is_partial
             num_long += is_long
@@ -326,6 +348,8 @@ class Scheduler(SchedulerInterface):
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)
             budget -= granted
+        else:
+            self.admission_end = AdmissionEnd.TOKENS if budget <= 0 else AdmissionEnd.SEQUENCES
         return admitted
 
     def _make_step(
@@ -427,6 +451,11 @@ class Scheduler(SchedulerInterface):
         return self._kv_events.take() if self._kv_events else []
 
     # questions
+
+    @property
+    def last_slots(self) -> SlotArray:
+        """The rows of the last step."""
+        return self._last_batch.slots
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)

@@ -6,12 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 
 COMMANDS = """\
 commands:
   serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
+  replay FILE [flags]       run a recorded scheduler again, or tell why a request waited
+  simulate TRACE [flags]    predict latencies and throughput of a trace, in virtual time
   worker CONFIG CORE RANK   run one worker of a running engine, as torchrun starts it
 """
 
@@ -27,21 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
-    parser.add_argument("command", choices=("serve", "worker"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command", choices=("serve", "replay", "simulate", "worker"), help=argparse.SUPPRESS
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
     parsed = parser.parse_args(arguments)
     if parsed.command == "worker":
-        return _worker(parsed.arguments)
+        _worker(parsed.arguments)
+    if parsed.command in ("replay", "simulate"):
+        # The scheduler is not part of the frontend.
+        _run_module(f"engine.core.{parsed.command}", parsed.arguments)
     # Imported here so that `engine --help` costs nothing.
     from .serve import serve
 
     return serve(parsed.arguments)
 
 
-def _worker(arguments: Sequence[str]) -> int:
+def _worker(arguments: Sequence[str]) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="engine worker", description="Run one worker; it dials its core."
     )
@@ -49,8 +57,12 @@ def _worker(arguments: Sequence[str]) -> int:
     parser.add_argument("core", metavar="CORE", type=int, help="index of the core")
     parser.add_argument("rank", metavar="RANK", type=int, help="rank among the core's workers")
     parsed = parser.parse_args(arguments)
-    command = [sys.executable, "-P", "-m", "engine.workers"]
-    command += [parsed.config, str(parsed.core), str(parsed.rank)]
+    _run_module("engine.workers", (parsed.config, str(parsed.core), str(parsed.rank)))
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> NoReturn:
+    """Become another program of this package."""
+    command = [sys.executable, "-P", "-m", name, *arguments]
     os.execv(command[0], command)
 
 

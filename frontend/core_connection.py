@@ -19,6 +19,7 @@ from ..protocol.messages import (
     ClientHello,
     CoreMessage,
     CoreReady,
+    DumpEventLog,
     EngineCoreOutputs,
     EngineCoreRequest,
     ResetPrefixCache,
@@ -69,7 +70,7 @@ class CoreConnection:
         self._requests: list[EngineCoreRequest] = []
         self._aborted: list[int] = []
         self._flush_scheduled = False
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._num_calls = 0
         self._wire = Peer[CoreMessage](
             context, config.core_address(core_index), b"client%d" % client_index, CoreMessage
@@ -91,14 +92,22 @@ class CoreConnection:
         self._aborted.append(request_index)
         self._schedule_flush()
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[bool]:
+    def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
         """Ask at once; the core's answer."""
-        self._num_calls += 1
-        call_id = self._num_calls
-        result: asyncio.Future[bool] = self._loop.create_future()
-        self._calls[call_id] = result
+        call_id, result = self._new_call()
         self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
         return result
+
+    def dump_event_log(self) -> asyncio.Future[CallResult]:
+        """Ask at once; the core's answer, with the path of the file that it has written."""
+        call_id, result = self._new_call()
+        self._peer.send(DumpEventLog(call_id))
+        return result
+
+    def _new_call(self) -> tuple[int, asyncio.Future[CallResult]]:
+        self._num_calls += 1
+        result = self._calls[self._num_calls] = self._loop.create_future()
+        return self._num_calls, result
 
     def fail_calls(self, error: Exception) -> None:
         for result in self._calls.values():
@@ -139,7 +148,7 @@ class CoreConnection:
         elif isinstance(message, CallResult):
             result = self._calls.pop(message.call_id, None)
             if result is not None and not result.done():
-                result.set_result(message.ok)
+                result.set_result(message)
 
     def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:
         last = self._last_sequence

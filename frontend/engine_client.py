@@ -139,6 +139,8 @@ class EngineClient:
         requests = [self._input.process(sequence, arrival_time) for sequence in sequences]
         await self._hash_prompts(sequences, requests)
         self._check_open()
+        for request in requests:
+            request.request_id = request_id
         cores = self._route(sequences, requests)
         self._record_n(sequences, cores)
         started = [
@@ -154,10 +156,19 @@ class EngineClient:
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached prefixes; False where running requests prevent it. Raises EngineDead."""
         self._check_alive()
-        done = await asyncio.gather(
+        answers = await asyncio.gather(
             *(core.reset_prefix_cache(reset_running) for core in self._cores)
         )
-        return all(done)
+        return all(answer.ok for answer in answers)
+
+    async def dump_event_logs(self) -> list[str]:
+        """Have every core write its last events to a file. Returns the paths. Raises EngineError."""
+        self._check_alive()
+        answers = await asyncio.gather(*(core.dump_event_log() for core in self._cores))
+        for answer in answers:
+            if not answer.ok:
+                raise EngineError(answer.detail)
+        return [answer.detail for answer in answers]
 
     def _check_alive(self) -> None:
         if self.dead_reason is not None:

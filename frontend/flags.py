@@ -386,6 +386,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--enable-log-requests", "frontend.log_requests", "log each request", bool),
         Flag("--disable-log-requests", "frontend.log_requests", const=False),
         Flag(
+            "--dump-dir",
+            "frontend.dump_dir",
+            "where the last events of the scheduler are written after a crash, on SIGUSR1 to a core, and by "
+            "POST /debug/dump, which only this flag allows",
+            metavar="DIR",
+            default_text="a private temporary directory",
+        ),
+        Flag(
             "--metrics-compat",
             "frontend.metrics_compat",
             "also publish the metrics under the names of another server",

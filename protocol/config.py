@@ -133,7 +133,10 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
-    """The HTTP edge."""
+    """The HTTP edge, and what every process does about its messages.
+
+    The event logs of the cores are written into `dump_dir`, or else into a private directory among the temporary ones.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -159,6 +162,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     metrics_compat: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
     log_level: str = "info"
+    dump_dir: str | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

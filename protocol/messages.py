@@ -60,7 +60,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full
     blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
-    set here.
+    set here. `request_id` is what people call it; several sequences may share one.
     """
 
     request_index: int
@@ -73,6 +73,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     priority: int = 0
     tenant: str = ""
     deadline: float = 0.0
+    request_id: str = ""
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -90,7 +91,15 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, f
     reset_running_requests: bool = False
 
 
-ClientMessage: TypeAlias = ClientHello | AddRequests | AbortRequests | ResetPrefixCache
+class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen=True):
+    """Write the scheduler's last events to a file, whose path is the answer's detail."""
+
+    call_id: int
+
+
+ClientMessage: TypeAlias = (
+    ClientHello | AddRequests | AbortRequests | ResetPrefixCache | DumpEventLog
+)
 
 
 # core -> frontend
@@ -180,8 +189,11 @@ class EngineCoreOutputs(
 
 
 class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
+    """`detail` is what was asked for, or why it could not be done."""
+
     call_id: int
     ok: bool
+    detail: str = ""
 
 
 CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult

@@ -60,6 +60,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self._noted: set[int] = set()
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
@@ -72,6 +73,25 @@ class StopSignal:
     def fd(self) -> int:
         """Readable once a signal has come."""
         return self._wake.fileno()
+
+    def watch(self, signum: signal.Signals) -> None:
+        """Let this signal, too, make `fd` readable, and be found by `take`."""
+        signal.signal(signum, self._note)
+
+    def take(self) -> set[int]:
+        """The watched signals that came since the last call; `fd` waits for the next."""
+        noted: set[int] = set()
+        # In this order neither a signal nor its byte can be left behind without the other.
+        while self._noted:
+            found, self._noted = self._noted, set()
+            noted |= found
+            with contextlib.suppress(BlockingIOError):
+                while self._wake.recv(64):
+                    pass
+        return noted
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._noted.add(signum)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ...protocol.errors import EngineError
 from .errors import APIError, json_response, public
 from .serving import RETRY_WHILE_LOADING_S, Serving
 
@@ -79,3 +80,19 @@ class Management:
                 type="conflict_error",
             )
         return json_response({"success": True})
+
+    async def dump_event_logs(self, request: Request) -> Response:
+        """Every core holds its breath while it writes, so only servers that were started for it do this."""
+        if self._serving.config.frontend.dump_dir is None:
+            raise APIError(
+                403,
+                "This server was started without --dump-dir DIR. "
+                "SIGUSR1 to an engine core dumps its event log, too",
+                type="permission_error",
+            )
+        self._serving.verify_serving()
+        try:
+            files = await self._serving.engine.dump_event_logs()
+        except EngineError as error:
+            raise APIError(500, f"The event log could not be written: {error}") from error
+        return json_response({"files": files})

@@ -2,7 +2,7 @@
 """What a step costs in the core, without a model.
 
 Times, per step of steady decode: schedule() and update_from_output(), and the encoding and decoding of
-SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight and statistics on.
+SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from engine.core.scheduler import Scheduler
+from engine.core.recorded_scheduler import RecordedScheduler, Setup
+from engine.core.snapshot import capture
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import CacheConfig, SchedulerConfig
@@ -36,6 +37,9 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 EOS = VOCAB_SIZE - 1
 
+RECORDED = True
+"""Whether the scheduler keeps its event log, as it always does in the core."""
+
 encode = msgspec.msgpack.Encoder().encode
 decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
 decode_result = msgspec.msgpack.Decoder(ModelRunnerOutput).decode
@@ -47,13 +51,14 @@ class Loop:
 
     def __init__(self, num_seqs: int, num_tokens: int, budget: int | None = None) -> None:
         num_blocks = num_seqs * (num_tokens // BLOCK_SIZE + 1) + 2
-        self.scheduler = Scheduler(
+        setup = Setup(
             SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget or 1 << 30),
             CacheConfig(block_size=BLOCK_SIZE),
             max_model_len=num_tokens,
             vocab_size=VOCAB_SIZE,
             num_blocks=num_blocks,
         )
+        self.scheduler = RecordedScheduler(setup) if RECORDED else setup.make_scheduler()
         self.rng = np.random.default_rng(0)
         self.num_requests = 0
         self.in_flight: deque[tuple[SchedulerOutput, int]] = deque()
@@ -214,18 +219,39 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
+    """What the event log does once in a segment of some thousand steps: write down the whole state."""
+    loop = Loop(num_running, 2048)
+    for _ in range(num_running):
+        loop.add(512, 1024)
+    loop.send()
+    for _ in range(num_waiting):
+        loop.add(512, 1024)
+    scheduler = getattr(loop.scheduler, "scheduler", loop.scheduler)
+    return {
+        "case": f"snapshot with {num_waiting} waiting",
+        "running": num_running,
+        **summary(time_each(lambda: capture(scheduler), 20)),
+        "bytes": len(capture(scheduler)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", default="1,16,64,256,1024,4096")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--no-event-log", action="store_true", help="the scheduler by itself")
     args = parser.parse_args()
+    global RECORDED
+    RECORDED = not args.no_event_log
     for num_seqs in map(int, args.running.split(",")):
         report(steady_decode(num_seqs, args.steps, args.prompt), args.json)
     report(churn(1024, args.steps, 100), args.json)
     report(many_waiting(256, args.steps, 100_000), args.json)
     report(long_prompt(32_768, 50), args.json)
+    report(snapshot(256, 1000), args.json)
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import engine.core
 
-WITH_SIDE_EFFECTS = {"__main__", "engine_core", "kv_event_publisher", "structured_output"}
+WITH_SIDE_EFFECTS = {
+    "__main__",
+    "engine_core",
+    "event_dump",
+    "kv_event_publisher",
+    "replay",
+    "simulate",
+    "structured_output",
+}
 FORBIDDEN = {"time", "datetime", "random", "secrets", "os", "socket", "threading", "asyncio", "zmq"}
 
 

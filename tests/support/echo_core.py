@@ -23,6 +23,7 @@ from engine.protocol.messages import (
     ClientHello,
     ClientMessage,
     CoreReady,
+    DumpEventLog,
     EngineCoreOutputs,
     EngineCoreRequest,
     EventKind,
@@ -71,6 +72,7 @@ class EchoCore:
         self.config = config
         self.core_index = core_index
         self.answers_hello = True
+        self.dump_answer = (True, "/dumps/core0")
         self.ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, core_index, NUM_BLOCKS, config.cache.block_size
         )
@@ -109,6 +111,8 @@ class EchoCore:
             elif isinstance(message, ResetPrefixCache):
                 ok = message.reset_running_requests or not self.requests
                 self.hub.send(client, CallResult(message.call_id, ok))
+            elif isinstance(message, DumpEventLog):
+                self.hub.send(client, CallResult(message.call_id, *self.dump_answer))
 
     def step(self, tokens_each: int = 1) -> None:
         """Generate for every request, and tell the clients."""

@@ -1,0 +1,160 @@
+"""The last events of a scheduler, always kept, at next to no cost.
+
+They are kept in segments, each of which can be replayed by itself: it begins with a new scheduler or with a snapshot
+of one. Only the last two segments are kept, so memory is bounded and there is always one whole segment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from copy import copy
+from typing import Final
+
+import numpy as np
+
+from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ..protocol.block_hash import hash_blocks
+from .decision_chain import DecisionChain
+from .events import AddRequest, Event, GrammarRefused, Hashed, Update
+from .grammars import GrammarBackend
+from .request import RequestKey
+from .scheduler import Scheduler
+from .snapshot import Outside, capture
+
+SEGMENT_BYTES: Final = 8 << 20
+"""Memory of a segment's events, roughly, before the next one begins."""
+
+MAX_SNAPSHOT_REQUESTS: Final = 10_000
+"""With more live requests a snapshot would hold up the steps for too long; it waits until they are fewer."""
+
+STEP_BYTES: Final = 600
+"""Memory of what a step leaves in the log, without arrays."""
+
+REQUEST_BYTES: Final = 1000
+"""Memory of an arrival in the log, without hashes."""
+
+UNSETTLED_BYTES: Final = 64 << 10
+"""Outputs are looked through together once they fill so much: few calls, and nothing leaves the processor's cache."""
+
+FEW_STOPS: Final = 16
+"""So many tokens are looked for one by one."""
+
+PATIENCE: Final = 4
+"""How many times `SEGMENT_BYTES` a segment may grow meanwhile; then its events are dropped."""
+
+
+class Segment:
+    """Events in order. `snapshot` is the state before them; None that of a new scheduler if `is_whole`, else unknown."""
+
+    def __init__(self, snapshot: bytes | None, is_whole: bool, chain_start: bytes) -> None:
+        self.snapshot = snapshot
+        self.is_whole = is_whole
+        self.chain_start = chain_start
+        self.events: list[Event] = []
+
+
+class EventLog:
+    """`num_bytes` estimates the memory of the last segment's events; whoever appends adds to it."""
+
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.segment_bytes = segment_bytes
+        self.chain = DecisionChain()
+        self.segments: deque[Segment] = deque([Segment(None, True, b"")], maxlen=2)
+        self.events = self.segments[-1].events
+        self.num_bytes = 0
+        self._stops: set[int] = set()
+        self._recent: list[Update] = []
+        self._num_recent_bytes = 0
+        self.snapshot_error = ""
+        """Why there is no snapshot although there should be one: an error of ours."""
+
+    def add(self, event: AddRequest) -> None:
+        message = event.message
+        self.events.append(event)
+        self.num_bytes += REQUEST_BYTES + len(message.block_hashes)
+        self._stops.update(message.eos_token_ids, message.sampling_params.stop_token_ids)
+
+    def update(self, event: Update) -> None:
+        self.events.append(event)
+        self.num_bytes += STEP_BYTES
+        self._recent.append(event)
+        self._num_recent_bytes += STEP_BYTES + len(event.result.sampled_token_ids)
+        if self._num_recent_bytes > UNSETTLED_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Forget the tokens of recent outputs, but for those that some request stops at."""
+        recent, self._recent = self._recent, []
+        self._num_recent_bytes = 0
+        frames = [event.result.sampled_token_ids for event in recent]
+        frames = [frame[: len(frame) // 4 * 4] for frame in frames]
+        token_ids = int32_view(b"".join(frames))
+        ends = np.cumsum([len(frame) // 4 for frame in frames])
+        hits = self._find_stops(token_ids)
+        for event, frame in zip(recent, frames, strict=True):
+            event.num_tokens = len(frame) // 4
+            event.result = copy(event.result)
+            event.result.sampled_token_ids = b""
+        if not len(hits):
+            return
+        owners = np.searchsorted(ends, hits, "right")
+        for index in np.unique(owners).tolist():
+            event = recent[index]
+            positions = hits[owners == index]
+            starts = ends[index] - event.num_tokens
+            event.stops = int32_bytes(np.stack((positions - starts, token_ids[positions]), 1))
+
+    def _find_stops(self, token_ids: Int32Array) -> Int64Array:
+        """The positions of tokens at which some request of this segment stops."""
+        if len(self._stops) > FEW_STOPS:
+            return np.isin(token_ids, list(self._stops)).nonzero()[0]
+        is_stop = np.zeros(len(token_ids), np.bool_)
+        for token_id in self._stops:
+            is_stop |= token_ids == token_id
+        return is_stop.nonzero()[0]
+
+    def roll_over(self, scheduler: Scheduler) -> None:
+        """Begin the next segment with the scheduler's state, if that costs little."""
+        requests = scheduler.requests
+        snapshot = None
+        if len(requests) <= MAX_SNAPSHOT_REQUESTS and not self.snapshot_error:
+            try:
+                snapshot = capture(scheduler)
+            except Exception as error:
+                # Whatever is wrong here, requests must not suffer from it.
+                self.snapshot_error = f"{type(error).__name__}: {error}"
+        if snapshot is None and self.num_bytes <= PATIENCE * self.segment_bytes:
+            return
+        self.settle()
+        self._stops = set().union(*(request.stop_token_ids for request in requests.values()))
+        chain_start = self.chain.value
+        self.chain = DecisionChain(chain_start)
+        self.segments.append(Segment(snapshot, snapshot is not None, chain_start))
+        self.events = self.segments[-1].events
+        # Without a state to start from, the next chance to have one must come soon.
+        self.num_bytes = 0 if snapshot is not None else self.segment_bytes
+
+    def hash_blocks(self, token_ids: Int32Array, block_size: int, parent: bytes) -> bytes:
+        """`block_hash.hash_blocks`, written down: a replay has no tokens to hash."""
+        digests = hash_blocks(token_ids, block_size, parent)
+        self.events.append(Hashed(digests))
+        self.num_bytes += len(digests)
+        return digests
+
+
+class RecordedGrammars(Outside):
+    """A grammar backend whose refusals are written down: a replay has no grammars to ask."""
+
+    def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
+        self._log = log
+        self._backend = backend
+        self.compile = backend.compile
+        self.fill_bitmask = backend.fill_bitmask
+        self.release = backend.release
+
+    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
+        accepted = self._backend.accept_tokens(key, token_ids)
+        if not accepted:
+            self._log.events.append(GrammarRefused(key))
+        return accepted

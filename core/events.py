@@ -1,0 +1,127 @@
+"""What a scheduler is told, one struct a call, and what followed from it.
+
+Those of a step also hold what was decided, and the value of the `DecisionChain` afterwards. They are written down
+before the scheduler hears of them, so that the last one may be what brought it down: its chain is empty.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from ..protocol.messages import (
+    EngineCoreRequest,
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    RequestEvent,
+    SchedulerOutput,
+)
+from .request import RequestKey
+
+
+class Told(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one client is told beside tokens."""
+
+    client_index: int
+    finished: list[FinishedRequest] = []
+    finished_set: bytes = b""
+    events: list[RequestEvent] = []
+
+
+class AddClient(msgspec.Struct, tag=0, array_like=True, gc=False):
+    client_index: int
+
+
+class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
+    client_index: int
+
+
+class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
+    """`message` comes without its tokens, of which there are `num_prompt_bytes` bytes."""
+
+    client_index: int
+    message: EngineCoreRequest
+    num_prompt_bytes: int
+    now: float
+
+
+class FinishRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
+    keys: list[RequestKey]
+    reason: FinishReason
+
+
+class GrammarReady(msgspec.Struct, tag=4, array_like=True, gc=False):
+    key: RequestKey
+    ok: bool
+
+
+class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
+    reset_running_requests: bool
+    now: float
+
+
+class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=False):
+    """`step` comes without tokens, but for their number (see `DecisionChain`)."""
+
+    now: float
+    step: SchedulerOutput | None = None
+    chain: bytes = b""
+
+
+class Update(msgspec.Struct, tag=7, array_like=True, omit_defaults=True, gc=False):
+    """The output of a step.
+
+    Of the `num_tokens` tokens in it only those are kept, some time later, at which some request stops: `stops` are int32
+    pairs (position, token).
+    """
+
+    now: float
+    result: ModelRunnerOutput
+    num_tokens: int = 0
+    stops: bytes = b""
+    told: list[Told] = []
+    chain: bytes = b""
+
+
+class TakeOutputs(msgspec.Struct, tag=8, array_like=True, omit_defaults=True, gc=False):
+    """Only when there was something to take."""
+
+    now: float
+    told: list[Told] = []
+    chain: bytes = b""
+
+
+class MakeStats(msgspec.Struct, tag=9, array_like=True, gc=False):
+    pass
+
+
+class Hashed(msgspec.Struct, tag=10, array_like=True, gc=False):
+    """While the event before was handled, the full blocks of an output got these hashes."""
+
+    digests: bytes
+
+
+class GrammarRefused(msgspec.Struct, tag=11, array_like=True, gc=False):
+    """While the event before was handled, a grammar did not accept a token."""
+
+    key: RequestKey
+
+
+Decided: TypeAlias = Schedule | Update | TakeOutputs
+Answer: TypeAlias = Hashed | GrammarRefused
+Event: TypeAlias = (
+    AddClient
+    | FinishClient
+    | AddRequest
+    | FinishRequests
+    | GrammarReady
+    | ResetPrefixCache
+    | Schedule
+    | Update
+    | TakeOutputs
+    | MakeStats
+    | Hashed
+    | GrammarRefused
+)

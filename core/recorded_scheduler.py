@@ -1,0 +1,188 @@
+"""A scheduler whose every input and decision is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import copy
+
+import msgspec
+
+from ..protocol.block_hash import hash_blocks
+from ..protocol.config import CacheConfig, SchedulerConfig
+from ..protocol.kv_events import KVCacheEvent
+from ..protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from .event_log import EventLog, RecordedGrammars
+from .events import (
+    AddClient,
+    AddRequest,
+    FinishClient,
+    FinishRequests,
+    GrammarReady,
+    MakeStats,
+    ResetPrefixCache,
+    Schedule,
+    TakeOutputs,
+    Update,
+)
+from .grammars import GrammarBackend
+from .interface import SchedulerInterface
+from .kv_cache_manager import HashBlocks
+from .request import RequestKey
+from .scheduler import Scheduler
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a scheduler is made with."""
+
+    config: SchedulerConfig
+    cache_config: CacheConfig
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    core_index: int = 0
+    has_grammars: bool = False
+
+    def make_scheduler(
+        self,
+        grammars: GrammarBackend | None = None,
+        hash_blocks: HashBlocks = hash_blocks,
+        log_kv_events: bool = False,
+        scheduler_class: Callable[..., Scheduler] = Scheduler,
+    ) -> Scheduler:
+        """Raises ConfigError for limits that contradict each other."""
+        return scheduler_class(
+            self.config,
+            self.cache_config,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            num_blocks=self.num_blocks,
+            core_index=self.core_index,
+            structured_output=grammars,
+            log_kv_events=log_kv_events,
+            hash_blocks=hash_blocks,
+        )
+
+
+class RecordedScheduler(SchedulerInterface):
+    """Hands everything to the `scheduler` it makes, and notes in `log` what a replay needs."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        structured_output: GrammarBackend | None = None,
+        log_kv_events: bool = False,
+        log: EventLog | None = None,
+    ) -> None:
+        self.log = log = log or EventLog()
+        self.setup = msgspec.structs.replace(setup, has_grammars=structured_output is not None)
+        grammars = structured_output and RecordedGrammars(structured_output, log)
+        self.scheduler = setup.make_scheduler(grammars, log.hash_blocks, log_kv_events)
+
+    @property
+    def violations(self) -> list[str]:
+        """What did not add up, since the owner of the scheduler last emptied this."""
+        return self.scheduler.violations
+
+    # inputs
+
+    def add_client(self, client_index: int) -> None:
+        self.log.events.append(AddClient(client_index))
+        self.scheduler.add_client(client_index)
+
+    def finish_client(self, client_index: int) -> None:
+        self.log.events.append(FinishClient(client_index))
+        self.scheduler.finish_client(client_index)
+
+    def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        kept = copy(message)
+        kept.prompt_token_ids = b""
+        num_prompt_bytes = len(message.prompt_token_ids)
+        self.log.add(AddRequest(client_index, kept, num_prompt_bytes, now))
+        self.scheduler.add_request(client_index, message, now)
+
+    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        self.log.events.append(GrammarReady(key, error is None))
+        self.scheduler.grammar_ready(key, error)
+
+    def finish_requests(
+        self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
+    ) -> None:
+        keys = list(keys)
+        self.log.events.append(FinishRequests(keys, reason))
+        self.log.num_bytes += 100 * len(keys)
+        self.scheduler.finish_requests(keys, reason, message)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        self.log.events.append(ResetPrefixCache(reset_running_requests, now))
+        done = self.scheduler.reset_prefix_cache(reset_running_requests, now)
+        self.log.chain.answered(done)
+        return done
+
+    def make_stats(self) -> SchedulerStats:
+        self.log.events.append(MakeStats())
+        return self.scheduler.make_stats()
+
+    # steps
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        log = self.log
+        if log.num_bytes > log.segment_bytes:
+            log.roll_over(self.scheduler)
+        event = Schedule(now)
+        log.events.append(event)
+        step = self.scheduler.schedule(now)
+        event.step = log.chain.scheduled(step)
+        event.chain = log.chain.value
+        if step is not None and step.slots is not None:
+            log.num_bytes += len(step.slots)
+        return step
+
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        now: float,
+    ) -> dict[int, EngineCoreOutputs]:
+        log = self.log
+        result = model_runner_output
+        if result.logprobs or result.prompt_logprobs:
+            result = copy(result)
+            result.logprobs = result.prompt_logprobs = []
+        event = Update(now, result)
+        log.update(event)
+        outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
+        event.told = log.chain.told(outputs)
+        event.chain = log.chain.value
+        return outputs
+
+    def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        outputs = self.scheduler.take_outputs(now)
+        if outputs:
+            chain = self.log.chain
+            self.log.events.append(TakeOutputs(now, chain.told(outputs), chain.value))
+        return outputs
+
+    # what changes nothing
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        return self.scheduler.get_grammar_bitmask(scheduler_output)
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        return self.scheduler.take_kv_events()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.scheduler.get_num_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        return self.scheduler.has_finished_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self.scheduler.get_request_counts()

@@ -1,0 +1,148 @@
+"""What must not leave the process, taken out of a log so that it still replays exactly.
+
+Block hashes and names become numbers that are equal where they were. Sampled tokens are replaced unless some request
+stops at them. What is not listed here is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.block_hash import HASH_BYTES
+from ..protocol.config import SchedulerConfig
+from ..protocol.messages import EngineCoreRequest, FinishedRequest, ModelRunnerOutput
+from . import snapshot as state
+from .events import AddRequest, Event, Hashed, TakeOutputs, Told, Update
+from .snapshot import Node, Snapshot, without_content
+
+KEPT_STRINGS: Final = frozenset({"request_id"})
+"""Fields whose strings are not replaced."""
+
+
+class Pseudonyms:
+    """Equal ones for equal originals, throughout one dump."""
+
+    def __init__(self) -> None:
+        self._digests: dict[bytes, int] = {}
+        self._names: dict[str, str] = {"": ""}
+
+    def numbers(self, digests: bytes) -> bytes:
+        """int32[N] of N digests."""
+        numbers = self._digests
+        starts = range(0, len(digests), HASH_BYTES)
+        pieces = (digests[start : start + HASH_BYTES] for start in starts)
+        return int32_bytes([numbers.setdefault(piece, len(numbers)) for piece in pieces])
+
+    def name(self, original: str) -> str:
+        return self._names.setdefault(original, f"name{len(self._names)}")
+
+
+def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerConfig:
+    weights = {pseudonyms.name(n): weight for n, weight in config.tenant_weights.items()}
+    return msgspec.structs.replace(config, tenant_weights=weights)
+
+
+def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
+    layouts = snapshot.layouts
+
+    def redact(node: Node) -> Node:
+        match node:
+            case state.Text(original):
+                return state.Text(pseudonyms.name(original))
+            case bytes():
+                if len(node) % HASH_BYTES:
+                    return state.Blank(len(node))
+                return state.Digests(pseudonyms.numbers(node)) if node else node
+            case state.Sequence(kind, items):
+                return state.Sequence(kind, [redact(item) for item in items])
+            case state.Mapping(kind, keys, values):
+                return state.Mapping(kind, [redact(k) for k in keys], [redact(v) for v in values])
+            case state.Instance(layout, fields):
+                names = layouts[layout].fields
+                pairs = zip(names, fields, strict=True)
+                kept = [node if n in KEPT_STRINGS else redact(node) for n, node in pairs]
+                return state.Instance(layout, kept)
+            case _:
+                return node
+
+    return Snapshot(layouts, redact(snapshot.root))
+
+
+def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
+    """The tokens of the events must be settled."""
+    redacted: list[Event] = []
+    for event in events:
+        match event:
+            case AddRequest():
+                message = _redact_request(event.message, pseudonyms)
+                event = msgspec.structs.replace(event, message=message)
+            case Update():
+                event = msgspec.structs.replace(
+                    event,
+                    result=_redact_result(event.result),
+                    told=[_redact_told(told) for told in event.told],
+                )
+            case TakeOutputs():
+                event = msgspec.structs.replace(
+                    event, told=[_redact_told(told) for told in event.told]
+                )
+            case Hashed(digests):
+                event = Hashed(pseudonyms.numbers(digests))
+        redacted.append(event)
+    return redacted
+
+
+def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_index=message.request_index,
+        prompt_token_ids=b"",
+        sampling_params=without_content(message.sampling_params),
+        arrival_time=message.arrival_time,
+        eos_token_ids=message.eos_token_ids,
+        block_hashes=pseudonyms.numbers(message.block_hashes),
+        root_hash=pseudonyms.numbers(message.root_hash),
+        priority=message.priority,
+        tenant=pseudonyms.name(message.tenant),
+        deadline=message.deadline,
+        request_id=message.request_id,
+    )
+
+
+def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        step=result.step,
+        num_sampled=result.num_sampled,
+        nan_slots=result.nan_slots,
+        failed_slots=[(slot, "") for slot, _ in result.failed_slots],
+    )
+
+
+def _redact_told(told: Told) -> Told:
+    finished = [
+        FinishedRequest(end.request_index, end.reason, end.stop_reason) for end in told.finished
+    ]
+    return msgspec.structs.replace(told, finished=finished)
+
+
+def expand_request(event: AddRequest) -> EngineCoreRequest:
+    """The message of a redacted arrival, with zeros for tokens."""
+    message = event.message
+    return msgspec.structs.replace(
+        message,
+        prompt_token_ids=bytes(event.num_prompt_bytes),
+        block_hashes=state.expand_digests(message.block_hashes),
+        root_hash=state.expand_digests(message.root_hash),
+    )
+
+
+def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
+    """The message of a settled output; `neutral_token` stands for every token at which nothing stops."""
+    token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
+    stops = int32_view(event.stops).reshape(-1, 2)
+    token_ids[stops[:, 0]] = stops[:, 1]
+    return msgspec.structs.replace(event.result, sampled_token_ids=int32_bytes(token_ids))
