@@ -15,6 +15,7 @@ from .scheduler import Scheduler
 from .step_rows import StepRows
 
 COMPILING = "its grammar was being compiled"
+NEXT_STEP = "no step was scheduled yet"
 
 
 def find_requests(dump: Dump, name: str) -> list[RequestKey]:
@@ -112,7 +113,8 @@ class RequestAccount:
         if (event.client_index, event.message.request_index) != self.key:
             return
         self._request = scheduler.requests.get(self.key)
-        self._start = self._waiting_since = event.now
+        self._start = self._waiting_since = self._last_look = event.now
+        self._cause = NEXT_STEP
         message = event.message
         limit = message.sampling_params.max_tokens
         tenant = f", tenant {message.tenant}" if message.tenant else ""
@@ -184,7 +186,7 @@ class RequestAccount:
             causes = [f"{s:.3f} s {cause}" for cause, s in _largest_first(self._waits) if s > 0]
             self._say(
                 self._waiting_since,
-                f"waited {waited:.3f} s: " + "; ".join(causes or ["for a step"]),
+                f"waited {waited:.3f} s: " + "; ".join(causes),
             )
         for cause, seconds in self._waits.items():
             self._total_waits[cause] += seconds
@@ -198,11 +200,10 @@ class RequestAccount:
             why = "the prefix cache was reset"
         elif isinstance(event, Schedule) and scheduler.admission_end is not AdmissionEnd.PREEMPTION:
             why = "a request of higher priority took its place"
-        free = scheduler.kv_cache_manager.pool.num_free
         assert self._request is not None
         self._say(
             self._now,
-            f"preempted with {self._request.num_tokens} tokens: {why}; {free} blocks are free now",
+            f"preempted with {self._request.num_tokens} tokens: {why}",
         )
         self._waiting_since = self._last_look = self._now
         self._was_running = False

@@ -452,6 +452,10 @@ class Scheduler(SchedulerInterface):
 
     # questions
 
+    def count_samples(self, scheduler_output: SchedulerOutput) -> int:
+        """How many tokens the output of a step in flight will have."""
+        return len(self._results.expected(scheduler_output.step).sampling)
+
     @property
     def last_slots(self) -> SlotArray:
         """The rows of the last step."""

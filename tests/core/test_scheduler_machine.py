@@ -15,12 +15,12 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support.scheduler_harness import Harness
+from support.recorded_harness import RecordedHarness, replay
 from support.traffic import SALTS, Traffic, random_harness, run_traffic
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Hypothesis chooses limits, arrivals, aborts and how far the workers lag behind."""
+    """Hypothesis chooses limits, arrivals, aborts and how far the workers lag behind; all of it is replayed."""
 
     @initialize(
         num_blocks=st.integers(4, 40),
@@ -30,11 +30,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from((0, 0, 3)),
         max_in_flight=st.integers(1, 4),
         caching=st.booleans(),
+        segment_bytes=st.sampled_from((3_000, 10_000, 1 << 30)),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, budget, threshold, max_in_flight, caching
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        budget,
+        threshold,
+        max_in_flight,
+        caching,
+        segment_bytes,
     ):
-        self.harness = Harness(
+        self.harness = RecordedHarness(
+            segment_bytes=segment_bytes,
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=40,
@@ -101,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "harness"):
             self.harness.drain()
+            replay(self.harness.dump())
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

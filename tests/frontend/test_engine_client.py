@@ -14,7 +14,7 @@ from engine.frontend.engine_client import (
 from engine.protocol.arrays import int32_view
 from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from engine.protocol.config import ParallelConfig, SchedulerConfig
-from engine.protocol.errors import ParameterError
+from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import AbortRequests, AddRequests, ClientHello, EngineCoreOutputs
 from engine.protocol.sampling_params import SamplingParams
 from support.echo_core import EchoCore
@@ -348,6 +348,19 @@ async def test_prefix_cache_reset_tells_whether_it_worked(tmp_path: Path) -> Non
             await until(reset.done, core.receive)
             assert reset.result() is expected
         group.abort()
+
+
+@on_event_loop
+async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        dump = asyncio.ensure_future(client.dump_event_logs())
+        await until(dump.done, core.receive)
+        assert dump.result() == ["/dumps/core0"]
+        core.dump_answer = (False, "the disk is full")
+        dump = asyncio.ensure_future(client.dump_event_logs())
+        await until(dump.done, core.receive)
+        with pytest.raises(EngineError, match="the disk is full"):
+            dump.result()
 
 
 @on_event_loop

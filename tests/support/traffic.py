@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
 from engine.protocol.config import SchedulingPolicy
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.scheduler_harness import Harness
 
+H = TypeVar("H", bound=Harness)
+
 SALTS = (None, None, "red", "blue")
 
 
-def random_harness(rng: random.Random) -> Harness:
+def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness) -> H:
     """Limits between comfortable and absurd."""
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
-    return Harness(
+    return make_harness(
         num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),

@@ -1,0 +1,142 @@
+"""The account of a request says what really happened to it."""
+
+from __future__ import annotations
+
+import pytest
+from engine.core.event_dump import write_dump
+from engine.core.replay import main
+from engine.core.replayer import Replayer
+from engine.core.request_account import RequestAccount, find_requests
+from engine.protocol.messages import EventKind
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.recorded_harness import RecordedHarness
+
+
+def account(harness: RecordedHarness, key: tuple[int, int]) -> str:
+    dump = harness.dump()
+    account = RequestAccount(key)
+    for segment in dump.segments:
+        replayer = Replayer(dump.setup, segment)
+        account.begin(replayer.scheduler)
+        for moment in replayer.run():
+            account.watch(moment, replayer.scheduler)
+    account.finish()
+    return "\n".join([*account.lines, account.summary()])
+
+
+def test_a_request_alone():
+    harness = RecordedHarness()
+    key = harness.add(6, 4)
+    harness.drain()
+    text = account(harness, key)
+    assert "queued: 6 prompt tokens, at most 4 to generate" in text
+    assert "computed its prompt in 1 steps; tokens of it and of all: 6/6" in text
+    assert "3 steps of one token" in text
+    assert "beside 0.0 others" in text
+    assert "ended: length" in text
+    assert "preempted" not in text
+
+
+def test_waiting_for_a_sequence():
+    harness = RecordedHarness(max_num_seqs=1)
+    first = harness.add(6, 4)
+    second = harness.add(6, 4)
+    harness.drain()
+    text = account(harness, second)
+    events = {event.kind: event.timestamp for event in harness.heard[second].events}
+    waited = events[EventKind.SCHEDULED] - events[EventKind.QUEUED]
+    assert f"waited {waited:.3f} s" in text
+    assert "max_num_seqs requests were running" in text
+    assert "1 others waiting" in text
+    assert "max_num_seqs" not in account(harness, first)
+
+
+def test_waiting_for_tokens_of_a_step():
+    harness = RecordedHarness(max_num_batched_tokens=8)
+    harness.add(30, 2)
+    key = harness.add(6, 2)
+    harness.drain()
+    assert "the step was full: max_num_batched_tokens" in account(harness, key)
+
+
+def test_waiting_for_blocks_and_preemption():
+    harness = RecordedHarness(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
+    keys = [harness.add([index] * 10, 14) for index in range(1, 4)]
+    harness.drain()
+    num_preemptions = {key: harness.heard[key].num_events(EventKind.PREEMPTED) for key in keys}
+    assert sum(num_preemptions.values()) > 0
+    for key, number in num_preemptions.items():
+        text = account(harness, key)
+        assert text.count("preempted with") == number
+        assert text.count("admitted again") == number
+        assert ("blocks were lacking" in text) == bool(number)
+    waited = account(harness, keys[2])
+    assert "the next in the queue did not fit into the free KV-cache blocks" in waited
+
+
+def test_displacement_by_priority():
+    harness = RecordedHarness(max_num_seqs=1, policy="priority", priority_preemption=True)
+    low = harness.add(6, 10, priority=5)
+    harness.step()
+    harness.add([9] * 6, 2, priority=0)
+    harness.drain()
+    assert "a request of higher priority took its place" in account(harness, low)
+
+
+def test_waiting_for_a_grammar_and_an_abort():
+    harness = RecordedHarness()
+    other = harness.add(6, 30)
+    key = harness.add(
+        [7] * 6, 20, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT, "{}")
+    )
+    for _ in range(3):
+        harness.step()
+    harness.compile_grammars()
+    for _ in range(3):
+        harness.step()
+    harness.abort(key)
+    harness.drain()
+    text = account(harness, key)
+    assert "its grammar was being compiled" in text
+    assert "ended: by the client or its frontend" in text
+    assert "grammar" not in account(harness, other)
+
+
+def test_a_request_that_is_older_than_the_log_and_outlives_it():
+    harness = RecordedHarness(segment_bytes=4_000, num_blocks=200, max_model_len=128)
+    key = harness.add(6, 100)
+    for index in range(12):
+        harness.add([index] * 5, 3)
+        for _ in range(4):
+            harness.step()
+    text = account(harness, key)
+    assert "queued, before the log begins" in text
+    assert "still running where the log ends" in text
+
+
+def test_times_add_up():
+    harness = RecordedHarness(num_blocks=10, max_num_seqs=2, enable_prefix_caching=False)
+    keys = [harness.add([index] * 10, 14) for index in range(1, 5)]
+    harness.drain()
+    for key in keys:
+        summary = account(harness, key).splitlines()[-1]
+        whole, *parts = (float(part.split(" s")[0]) for part in summary.split("; "))
+        assert sum(parts) == pytest.approx(whole)
+
+
+def test_requests_are_found_by_their_names(tmp_path, capsys):
+    harness = RecordedHarness()
+    for key in (harness.add(4, 2), harness.add(5, 2)):
+        harness.scheduler.requests[key].request_id = "unused"
+    for event in harness.scheduler.log.events:
+        event.message.request_id = f"req-{event.message.request_index}-abcdef"
+    harness.drain()
+    assert find_requests(harness.dump(), "req-1") == [(0, 1)]
+    assert find_requests(harness.dump(), "0/0") == [(0, 0)]
+    assert find_requests(harness.dump(), "req-") == [(0, 0), (0, 1)]
+    assert find_requests(harness.dump(), "") == []
+    path = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
+    assert main([str(path), "--why", "req-1"]) == 0
+    assert "request 0/1" in capsys.readouterr().out
+    assert main([str(path), "--why", "nobody"]) == 2
+    assert "req-1-abcdef" in capsys.readouterr().err

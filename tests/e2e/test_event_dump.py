@@ -1,0 +1,110 @@
+"""The event log of a real engine: dumped on demand and on a crash, replayed, explained, simulated."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import zmq
+from engine.core.event_dump import SUFFIX, read_dump
+from engine.protocol.config import CONFIG_FILE, load_config
+from engine.protocol.messages import WorkerCommand, WorkerFailure
+from engine.protocol.transport import Peer
+from support.server import Server, default_model, wait_until
+
+BODY = {"prompt": "The quick brown fox jumps over the lazy dog, and", "max_tokens": 24, "seed": 1}
+
+
+def engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "engine.frontend.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def dumps(directory: Path, reason: str) -> list[Path]:
+    return sorted(directory.glob(f"*-{reason}{SUFFIX}")) if directory.exists() else []
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> tuple[Server, Path]:
+    """A server that dumps into a directory, and has answered requests."""
+    directory = tmp_path_factory.mktemp("run") / "dumps"
+    with Server(default_model(), "--max-model-len", "1024", "--dump-dir", str(directory)) as server:
+        for number in range(3):
+            assert server.post("/v1/completions", {**BODY, "n": number + 1})[0] == 200
+        yield server, directory
+        assert server.stop() == 0, server.log
+
+
+def test_a_dump_over_http_is_replayed_explained_and_simulated(served, tmp_path):
+    server, directory = served
+    status, answer = server.post("/debug/dump", {})
+    assert status == 200, answer
+    (path,) = map(Path, answer["files"])
+    assert path.parent == directory
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert b"quick" not in path.read_bytes()
+
+    replayed = engine("replay", str(path))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "all as recorded" in replayed.stdout
+
+    request_id = next(
+        event.message.request_id
+        for event in read_dump(path).segments[0].events
+        if getattr(event, "message", None) is not None and event.message.request_id != "warm-up"
+    )
+    why = engine("replay", str(path), "--why", request_id)
+    assert "first token" in why.stdout and "ended: length" in why.stdout, why.stdout + why.stderr
+
+    picture = tmp_path / "plot.svg"
+    simulated = engine("simulate", str(path), "--replicas", "1,2", "--json", "--plot", str(picture))
+    assert simulated.returncode == 0, simulated.stderr
+    one, two = map(json.loads, simulated.stdout.splitlines())
+    assert one["finished"] == two["finished"] == 7
+    assert one["ttft_p50_ms"] > 0
+    assert picture.read_text().startswith("<svg")
+
+
+def test_sigusr1_dumps_and_the_engine_goes_on(served):
+    server, directory = served
+    core = server.child("core 0")
+    for count in (1, 2):
+        core.send_signal(signal.SIGUSR1)
+        wait_until(lambda count=count: len(dumps(directory, "signal")) == count, what="a dump")
+    assert server.post("/v1/completions", BODY)[0] == 200
+    assert engine("replay", str(dumps(directory, "signal")[0])).returncode == 0
+
+
+def test_a_crash_of_the_core_leaves_a_dump(tmp_path):
+    directory = tmp_path / "dumps"
+    with (
+        tempfile.TemporaryDirectory() as run_dirs,
+        Server(
+            *(default_model(), "--max-model-len", "512", "--dump-dir", str(directory)),
+            env={"XDG_RUNTIME_DIR": run_dirs},
+        ) as server,
+    ):
+        assert server.post("/v1/completions", BODY)[0] == 200
+        (config_path,) = Path(run_dirs).glob(f"engine-*/{CONFIG_FILE}")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = load_config(config_path).worker_address(0)
+        worker: Peer[WorkerCommand] = Peer(context, address, b"impostor", WorkerCommand)
+        worker.send(WorkerFailure(0, "the device is on fire"))
+        assert server.wait() == 1
+        worker.close()
+        context.term()
+        assert "the device is on fire" in server.log
+    (path,) = dumps(directory, "crash")
+    assert engine("replay", str(path)).returncode == 0
+
+
+def test_without_the_flag_http_dumps_nothing(server):
+    status, answer = server.post("/debug/dump", {})
+    assert status == 403
+    assert "--dump-dir" in answer["error"]["message"]
