@@ -93,7 +93,8 @@ class StepInFlight(NamedTuple):
     """A step sent to the workers whose output is still to come.
 
     `sampling` are the rows that sample, in batch order. `prefilled` are the requests whose first token
-    since their admission comes with this step, `constrained` those of the step's `grammar_slots`.
+    since their admission comes with this step, `constrained` those of the step's `grammar_slots`, and `loading`
+    those whose blocks a KV connector fills in this step.
     """
 
     step: int
@@ -103,3 +104,4 @@ class StepInFlight(NamedTuple):
     constrained: list[Tenure]
     scheduled_at: float
     has_prefill: bool
+    loading: list[Tenure]

@@ -100,6 +100,7 @@ class EngineCore:
                 self._dispatch_steps()
                 self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
                 self._publish_kv_events()
+            self._scheduler.shutdown()
         finally:
             self._workers.send_all(self._worker_ids, Shutdown())
             self._grammars.close()
@@ -161,6 +162,7 @@ class EngineCore:
             core_index=self._core_index,
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None,
+            kv_transfer=config.kv_transfer,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size

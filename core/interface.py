@@ -14,6 +14,7 @@ from ..protocol.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from .kv_connector import KVConnector
 from .request import RequestKey
 
 
@@ -91,6 +92,14 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def make_stats(self) -> SchedulerStats:
         """Gauges now, and counts since the last call."""
+
+    @abstractmethod
+    def get_kv_connector(self) -> KVConnector | None:
+        """The scheduler's half of the KV connector, if there is one."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Nothing will be asked any more."""
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0

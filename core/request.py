@@ -28,14 +28,15 @@ class RequestStatus(enum.IntEnum):
 
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH = 5
-    FINISHED_ABORTED = 6
-    FINISHED_IGNORED = 7
-    FINISHED_EXPIRED = 8
-    FINISHED_ERROR = 9
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_ABORTED = 7
+    FINISHED_IGNORED = 8
+    FINISHED_EXPIRED = 9
+    FINISHED_ERROR = 10
 
     @classmethod
     def finished(cls, reason: FinishReason) -> RequestStatus:
@@ -50,22 +51,29 @@ class Request:
 
     While the request has a slot (`slot` >= 0) its output tokens are in `Slots`; otherwise they are in
     `output_token_ids`, and `num_tokens` counts them and the prompt's. `num_cached_tokens` is -1 until
-    the first admission.
+    the first admission. Of its first `num_reserved_tokens` tokens the computed blocks are held for it while
+    it waits; with `computes_locally` nothing more is loaded for it. Blocks that are not trusted may hold anything,
+    and must not be found by others.
     """
 
     __slots__ = (
         "_block_hashes",
         "arrival",
         "client_index",
+        "computes_locally",
         "deadline",
         "eos_token_ids",
         "has_sampled",
+        "has_untrusted_blocks",
         "is_corrupted",
         "is_finished",
         "key",
+        "kv_transfer_params",
+        "lora_name",
         "num_admissions",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "num_reserved_tokens",
         "num_tokens",
         "output_token_ids",
         "params",
@@ -95,6 +103,8 @@ class Request:
         self.priority = message.priority
         self.tenant = message.tenant
         self.deadline = message.deadline
+        self.lora_name = message.lora_name
+        self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
@@ -113,7 +123,15 @@ class Request:
         self.num_cached_tokens = -1
         self.has_sampled = False
         self.is_corrupted = False
+        self.has_untrusted_blocks = False
+        self.computes_locally = False
+        self.num_reserved_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def transfer_id(self) -> int:
+        """What KV connectors call the request; never given to another one."""
+        return self.arrival
 
     @property
     def token_ids(self) -> bytes:

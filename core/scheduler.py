@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int64Array, int32_bytes
-from ..protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SchedulingPolicy
 from ..protocol.errors import ConfigError
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
@@ -33,12 +33,14 @@ from .conservation import find_violations
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
-from .kv_cache_manager import Growth, KVCacheManager
+from .kv_cache_manager import Growth, KVCacheManager, Prefix
+from .kv_connector import KVConnector, create_connector
 from .kv_event_log import KVEventLog
+from .kv_transfers import KVTransfers
 from .partial_prefills import PartialPrefills
 from .request import Request, RequestKey
 from .request_lifecycle import RequestLifecycle
-from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
+from .request_queue import DeadlineQueue, FCFSQueue, Obstacle, PriorityQueue, RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
 from .slots import SlotArray, Slots
@@ -64,11 +66,12 @@ class _RunningPlan(NamedTuple):
 
 
 class _Admissions(NamedTuple):
-    """Rows that enter a step in the making."""
+    """Rows that enter a step in the making, and those of them that load blocks in it."""
 
     requests: list[NewRequestData]
     granted: list[int]
     samples: list[bool]
+    loading: list[Tenure]
 
 
 class Scheduler(SchedulerInterface):
@@ -88,6 +91,8 @@ class Scheduler(SchedulerInterface):
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
+        kv_connector: KVConnector | None = None,
+        kv_transfer: KVTransferConfig | None = None,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -129,6 +134,12 @@ class Scheduler(SchedulerInterface):
             grammars=self._grammars,
         )
         self.requests = self._lifecycle.requests
+        self._transfers: KVTransfers | None = None
+        if kv_transfer is not None:
+            connector = kv_connector or create_connector(kv_transfer)
+            self._transfers = KVTransfers(connector, kv_transfer, self._lifecycle)
+            self._lifecycle.transfers = self._transfers
+        self._max_loras = config.max_loras
         self._results = StepResults(self._lifecycle)
         self._blocked: tuple[Request, int] | None = None
         self._last_batch = Batch(self._running.order, self.slots)
@@ -166,15 +177,21 @@ class Scheduler(SchedulerInterface):
         if reset_running_requests:
             for slot in self._running.order.tolist():
                 self._lifecycle.preempt(slot, now)
+            while self._transfers is not None and self._transfers.take_back():
+                pass
         return self.kv_cache_manager.reset_prefix_cache()
 
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         self._lifecycle.expire(now)
+        if self._transfers is not None:
+            self._transfers.begin_step(now)
         may_admit = not self._inject_preemption(now)
         plan = self._plan_running()
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
+            if self._transfers is not None and self._transfers.take_back():
+                continue
             self._lifecycle.preempt(self._queue.victim(), now)
             may_admit = False
             plan = self._plan_running()
@@ -186,8 +203,13 @@ class Scheduler(SchedulerInterface):
         samples, block_updates = self._carry_out(plan)
         admitted = self._admit(plan, max_admitted, now)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
-            return None
-        return self._make_step(plan, samples, block_updates, admitted, now)
+            is_in_flight = self._results.is_anything_expected
+            if self._transfers is None or not self._transfers.needs_step(is_in_flight):
+                return None
+        step = self._make_step(plan, samples, block_updates, admitted, now)
+        if self._transfers is not None:
+            self._transfers.describe(step)
+        return step
 
     def _plan_running(self, without: Sequence[int] = ()) -> _RunningPlan:
         """What the running requests may compute. The blocks for it may be lacking."""
@@ -231,6 +253,8 @@ class Scheduler(SchedulerInterface):
         request = self._queue.peek()
         if request is None or self._is_blocked(request):
             return None
+        if request.lora_name and not self._has_lora_slot(request):
+            return None
         candidates = self._queue.displaceable(request)
         if not candidates or self._has_room(request, plan):
             return None
@@ -249,12 +273,12 @@ class Scheduler(SchedulerInterface):
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if budget <= 0 or not (self.slots.num_free or without):
             return False
-        found = manager.find_computed_blocks(request)
-        num_cached = len(found) * manager.block_size
-        granted = self._first_chunk(request.num_tokens - num_cached, budget, plan.share)
+        prefix = manager.find_prefix(request)
+        granted = self._first_chunk(request.num_tokens - prefix.num_tokens, budget, plan.share)
         if not granted:
             return False
-        lacking = manager.count_needed(found, num_cached + granted, without) + plan.growth.total
+        num_tokens = prefix.num_tokens + granted
+        lacking = manager.count_needed(prefix.blocks, num_tokens, without) + plan.growth.total
         return lacking <= manager.pool.num_free
 
     def _first_chunk(self, wanted: int, budget: int, share: int) -> int:
@@ -290,43 +314,95 @@ class Scheduler(SchedulerInterface):
     def _admit(self, plan: _RunningPlan, max_admitted: int, now: float) -> _Admissions:
         """Admit waiting requests while tokens, slots and blocks last."""
         queue, manager, limits = self._queue, self.kv_cache_manager, self._partial_prefills
-        admitted = _Admissions([], [], [])
+        admitted = _Admissions([], [], [], [])
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not (queue and max_admitted and budget > 0):
             return admitted
         partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
         num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
         if not limits.are_long_at_limit(num_long):
-            queue.recall()
+            queue.recall(Obstacle.LONG_PREFILLS)
+        if len(self._running.loras) < self._max_loras:
+            queue.recall(Obstacle.LORA_SLOTS)
+        queue.recall(Obstacle.CONNECTOR)
         while budget > 0 and len(admitted.requests) < max_admitted:
             request = queue.peek()
             if request is None or (self._blocked and self._is_blocked(request)):
                 break
             if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
                 break
-            found = manager.find_computed_blocks(request)
-            num_cached = len(found) * manager.block_size
-            wanted = request.num_tokens - num_cached
+            if request.lora_name and not self._has_lora_slot(request):
+                queue.set_aside(Obstacle.LORA_SLOTS)
+                continue
+            prefix = manager.find_prefix(request)
+            num_external = 0
+            if self._transfers is not None:
+                match = self._transfers.match(request, prefix)
+                if match is None or match.is_async:
+                    if match is None and not request.is_finished:
+                        queue.set_aside(Obstacle.CONNECTOR)
+                    elif match is not None and not self._load(
+                        self._transfers, request, prefix, match.num_tokens
+                    ):
+                        break
+                    continue
+                num_external = match.num_tokens
+            num_computed = prefix.num_tokens + num_external
+            wanted = request.num_tokens - num_computed
             granted = self._first_chunk(wanted, budget, plan.share)
             is_partial = granted < wanted
             is_long = is_partial and limits.is_long(request.num_tokens)
             if not granted or (is_partial and limits.are_at_limit(num_partial)):
                 break
             if is_long and limits.are_long_at_limit(num_long):
-                queue.set_aside()
+                queue.set_aside(Obstacle.LONG_PREFILLS)
                 continue
-            blocks = manager.allocate(found, num_cached + granted)
+            blocks = self._allocate(request, prefix.blocks, num_computed + granted)
             if blocks is None:
-                self._blocked = request, manager.pool.num_openings
                 break
+            if self._transfers is not None:
+                if num_external and not self._transfers.allocated(request, blocks, num_external):
+                    continue
+                self._transfers.started(request)
             num_partial += is_partial
             num_long += is_long
-            data = self._lifecycle.start(request, blocks, len(found), granted, now)
+            data = self._lifecycle.start(request, blocks, prefix, num_external, granted, now)
             admitted.requests.append(data)
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)
+            if num_external:
+                admitted.loading.append(Tenure(request, request.num_admissions))
             budget -= granted
         return admitted
+
+    def _has_lora_slot(self, request: Request) -> bool:
+        loras = self._running.loras
+        return request.lora_name in loras or len(loras) < self._max_loras
+
+    def _allocate(
+        self, request: Request, computed_blocks: list[int], num_tokens: int
+    ) -> list[int] | None:
+        """Blocks for the first request of the queue; None, and it is remembered, if they do not fit."""
+        manager = self.kv_cache_manager
+        while (blocks := manager.allocate(computed_blocks, num_tokens)) is None:
+            # Nobody who runs will make room: those who wait with blocks behind this request must.
+            if self._running or self._transfers is None or not self._transfers.take_back(request):
+                self._blocked = request, manager.pool.num_openings
+                break
+        return blocks
+
+    def _load(
+        self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
+    ) -> bool:
+        """Let the first request of the queue wait for an asynchronous load. False if its blocks do not fit."""
+        num_tokens = prefix.num_tokens + num_external
+        blocks = self._allocate(request, prefix.blocks, num_tokens)
+        if blocks is None:
+            return False
+        if transfers.allocated(request, blocks, num_external):
+            self._lifecycle.count_lookup(request, prefix, num_external)
+            transfers.begin_load(request, blocks, num_tokens)
+        return True
 
     def _make_step(
         self,
@@ -357,7 +433,16 @@ class Scheduler(SchedulerInterface):
         has_prefill = bool(prefilled or self._running.prefilling)
         self._step += 1
         self._results.expect(
-            StepInFlight(self._step, batch, sampling, prefilled, constrained, now, has_prefill)
+            StepInFlight(
+                self._step,
+                batch,
+                sampling,
+                prefilled,
+                constrained,
+                now,
+                has_prefill,
+                admitted.loading,
+            )
         )
         stats = self._lifecycle.stats
         stats.num_steps += 1
@@ -424,7 +509,10 @@ class Scheduler(SchedulerInterface):
         return self._clients.take_urgent(now)
 
     def take_kv_events(self) -> list[KVCacheEvent]:
-        return self._kv_events.take() if self._kv_events else []
+        events = self._kv_events.take() if self._kv_events else []
+        if self._transfers is not None:
+            events += self._transfers.connector.take_events()
+        return events
 
     # questions
 
@@ -433,6 +521,17 @@ class Scheduler(SchedulerInterface):
 
     def has_finished_requests(self) -> bool:
         return self._running.has_removed
+
+    def has_requests(self) -> bool:
+        is_waiting = self._transfers is not None and self._transfers.are_outstanding
+        return super().has_requests() or is_waiting
+
+    def get_kv_connector(self) -> KVConnector | None:
+        return self._transfers.connector if self._transfers is not None else None
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.connector.shutdown()
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self._running), self._lifecycle.num_waiting

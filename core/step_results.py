@@ -30,6 +30,11 @@ class StepResults:
         self._clients = lifecycle.clients
         self._in_flight: deque[StepInFlight] = deque()
 
+    @property
+    def is_anything_expected(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
     def expect(self, step: StepInFlight) -> None:
         """A step was sent."""
         self._in_flight.append(step)
@@ -44,6 +49,8 @@ class StepResults:
         """Take in the oldest step's output. Returns that step, and what each client is to be told."""
         step = self._pop(scheduler_output, output)
         token_ids = int32_view(output.sampled_token_ids)
+        if self._lifecycle.transfers is not None:
+            self._lifecycle.transfers.take(step, output.kv_connector_output, now)
         if output.failed_slots:
             owners = step.batch.owners(self._slots)
             for slot, message in output.failed_slots:

@@ -93,6 +93,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
+    Requests of at most `max_loras` different adapters run at once.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -109,6 +110,27 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     scheduler_delay_factor: float = 0.0
     priority_preemption: bool = False
     tenant_weights: dict[str, float] = {}
+    max_loras: int = 1
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True):
+    """Which KV connector moves blocks in and out.
+
+    `kv_connector` is a registered name, or that of a class in `kv_connector_module_path`. Blocks that wait to be
+    fetched are given up after `transfer_timeout_s`.
+    """
+
+    kv_connector: str
+    kv_role: str = "kv_both"
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: dict[str, object] = {}
+    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    transfer_timeout_s: float = 480.0
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -172,6 +194,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
+    kv_transfer: KVTransferConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

@@ -60,7 +60,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full
     blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
-    set here.
+    set here. `kv_transfer_params` are for the KV connector alone.
     """
 
     request_index: int
@@ -73,6 +73,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     priority: int = 0
     tenant: str = ""
     deadline: float = 0.0
+    kv_transfer_params: dict[str, object] | None = None
+    lora_name: str = ""
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -107,12 +109,16 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
 
 
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """`stop_reason` is the stop token id, None for the end-of-sequence token."""
+    """`stop_reason` is the stop token id, None for the end-of-sequence token.
+
+    `kv_transfer_params` are the KV connector's, for whoever fetches the request's blocks.
+    """
 
     request_index: int
     reason: FinishReason
     stop_reason: int | None = None
     message: str = ""
+    kv_transfer_params: dict[str, object] | None = None
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -152,6 +158,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
     num_violations: int = 0
+    connector_prefix_cache_queries: int = 0
+    connector_prefix_cache_hits: int = 0
+    num_failed_loads: int = 0
+    num_expired_transfers: int = 0
+    kv_connector: dict[str, float] = {}
 
 
 class EngineCoreOutputs(
@@ -205,6 +216,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: tuple[I32, ...]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    lora_name: str = ""
 
 
 class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
@@ -216,6 +228,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
     `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers'.
     """
 
     step: int
@@ -225,6 +238,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     slots: I32 | None = None
     chunks: I32 = b""
     grammar_slots: I32 = b""
+    kv_connector_metadata: bytes = b""
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
@@ -277,6 +291,19 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What the workers' half of the KV connector has to report, transfers by their id.
+
+    `finished_sending` need their blocks no more. `finished_recving` end asynchronous loads, well or badly.
+    `invalid_block_ids` int32 could not be loaded; they are named with or before the end of an asynchronous
+    load, and with the step that a synchronous one belongs to.
+    """
+
+    finished_sending: list[int] = []
+    finished_recving: list[int] = []
+    invalid_block_ids: I32 = b""
+
+
 class ModelRunnerOutput(
     msgspec.Struct, tag="output", array_like=True, omit_defaults=True, gc=False
 ):
@@ -294,6 +321,7 @@ class ModelRunnerOutput(
     prompt_logprobs: list[RowLogprobs] = []
     nan_slots: I32 = b""
     failed_slots: list[tuple[int, str]] = []
+    kv_connector_output: KVConnectorOutput | None = None
 
 
 class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, frozen=True):

@@ -19,19 +19,8 @@ from engine.protocol.messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from engine.protocol.sampling_params import SamplingParams
-
-MASK = (1 << 64) - 1
-
-
-def extend(fingerprint: int, token_id: int) -> int:
-    x = (fingerprint ^ (token_id + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
-    return (x ^ x >> 29) * 0x94D049BB133111EB & MASK
-
-
-def seed_fingerprint(params: SamplingParams) -> int:
-    """What a test gives different seeds must never share a block."""
-    return extend(1, params.seed or 0)
+from support.fingerprints import BAD, extend, fingerprints
+from support.model_connector import ModelTransfers
 
 
 def choose_token(fingerprint: int, vocab_size: int, allowed: np.ndarray | None = None) -> int:
@@ -53,11 +42,8 @@ class Row:
         self.block_table = [0] * table_width
         for index, block in enumerate(int32_view(data.block_ids[0]).tolist()):
             self.block_table[index] = block
-        self.fingerprints: list[int] = []
-        fingerprint = seed_fingerprint(self.params)
-        for token_id in self.token_ids:
-            fingerprint = extend(fingerprint, token_id)
-            self.fingerprints.append(fingerprint)
+        self.lora_name = data.lora_name
+        self.fingerprints = fingerprints(self.token_ids, self.params.seed, data.lora_name)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -72,6 +58,7 @@ class ModelWorker:
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
+        self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
         self.fail_next: dict[int, str] = {}
@@ -128,6 +115,7 @@ class ModelWorker:
         chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
+        self.transfers.begin_step(step.kv_connector_metadata)
         self._write_kv(counts)
         sampled = []
         failed = []
@@ -143,7 +131,12 @@ class ModelWorker:
                 sampled.append(token_id)
             if slot in self.fail_next:
                 failed.append((slot, self.fail_next.pop(slot)))
-        return ModelRunnerOutput(step.step, int32_bytes(sampled), failed_slots=failed)
+        return ModelRunnerOutput(
+            step.step,
+            int32_bytes(sampled),
+            failed_slots=failed,
+            kv_connector_output=self.transfers.end_step(),
+        )
 
     def _places(self, row: Row, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         for position in range(start, end):
@@ -159,11 +152,20 @@ class ModelWorker:
             self.num_prompt_tokens_computed += max(
                 0, min(start + counts[position], row.num_prompt_tokens) - start
             )
+            is_bad = self._has_bad_kv(row, start)
             for index, block, offset in self._places(row, start, start + counts[position]):
                 assert (block, offset) not in written, "a block has two writers"
                 written.add((block, offset))
-                self.kv_cache[block][offset] = row.fingerprints[index]
+                self.kv_cache[block][offset] = BAD if is_bad else row.fingerprints[index]
+
+    def _has_bad_kv(self, row: Row, end: int) -> bool:
+        places = self._places(row, 0, end)
+        return any(self.kv_cache[block][offset] == BAD for _, block, offset in places)
 
     def _check_kv(self, row: Row) -> None:
+        """Entries that depend on a failed load are known to be wrong; the scheduler must drop what comes of them."""
+        if self._has_bad_kv(row, row.num_computed_tokens):
+            row.fingerprints[-1] = 0
+            return
         for index, block, offset in self._places(row, 0, row.num_computed_tokens):
             assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"

@@ -11,7 +11,12 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
-from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.config import (
+    CacheConfig,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    SchedulerConfig,
+)
 from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -24,8 +29,10 @@ from engine.protocol.messages import (
     SchedulerStats,
 )
 from engine.protocol.sampling_params import SamplingParams
+from support.fingerprints import extend, fingerprints
+from support.model_connector import ModelConnector
 from support.model_grammar import ModelGrammar, allowed_tokens
-from support.model_worker import ModelWorker, choose_token, extend, seed_fingerprint
+from support.model_worker import ModelWorker, choose_token
 
 Key = tuple[int, int]
 
@@ -54,10 +61,8 @@ def run_alone(
 ) -> tuple[list[int], FinishReason, int | None]:
     """What a request generates by itself: tokens, finish reason, stop reason."""
     params = message.sampling_params
-    fingerprint = seed_fingerprint(params)
     prompt = int32_view(message.prompt_token_ids).tolist()
-    for token_id in prompt:
-        fingerprint = extend(fingerprint, token_id)
+    fingerprint = fingerprints(prompt, params.seed, message.lora_name)[-1]
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
@@ -87,6 +92,9 @@ class Harness:
         max_in_flight: int = 2,
         enable_prefix_caching: bool = True,
         log_kv_events: bool = False,
+        connector: ModelConnector | None = None,
+        load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+        transfer_timeout_s: float = 1000.0,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -102,6 +110,14 @@ class Harness:
             num_blocks=num_blocks,
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
+            kv_connector=connector,
+            kv_transfer=KVTransferConfig(
+                "model",
+                kv_load_failure_policy=load_failure_policy,
+                transfer_timeout_s=transfer_timeout_s,
+            )
+            if connector
+            else None,
         )
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
         self.worker = ModelWorker(
@@ -130,11 +146,13 @@ class Harness:
         priority: int = 0,
         tenant: str = "",
         deadline: float = 0.0,
+        lora_name: str = "",
+        kv_transfer_params: dict[str, object] | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
         token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
-        root = root_hash(cache_salt=salt)
+        root = root_hash(cache_salt=salt, lora_name=lora_name or None)
         message = EngineCoreRequest(
             request_index=len(self.heard),
             prompt_token_ids=int32_bytes(token_ids),
@@ -146,6 +164,8 @@ class Harness:
             priority=priority,
             tenant=tenant,
             deadline=deadline,
+            lora_name=lora_name,
+            kv_transfer_params=kv_transfer_params,
         )
         key = (client, message.request_index)
         self.heard[key] = Heard(message)
@@ -263,6 +283,11 @@ class Harness:
             assert 0 not in held
             ref_counts[held] += 1
             assert len(held) * self.block_size >= scheduler.slots.num_computed_tokens[slot]
+        for blocks in manager.reserved.values():
+            assert 0 not in blocks
+            ref_counts[blocks] += 1
+        loras = {request.lora_name for request in running.values() if request.lora_name}
+        assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
         if self.worker.is_idle and not scheduler.has_finished_requests():
@@ -286,6 +311,7 @@ class Harness:
             == scheduler.kv_cache_manager.pool.num_blocks - 1
         )
         assert not self.worker.rows
+        assert not scheduler.kv_cache_manager.reserved
         assert not self.grammar.num_accepted
         for heard in self.heard.values():
             assert heard.is_over, "a request was lost"

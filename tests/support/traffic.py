@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from engine.protocol.config import SchedulingPolicy
+from engine.protocol.config import LoadFailurePolicy, SchedulingPolicy
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import chance_connector, find_bad_blocks_by_chance
 from support.scheduler_harness import Harness
 
 SALTS = (None, None, "red", "blue")
@@ -15,9 +16,10 @@ def random_harness(rng: random.Random) -> Harness:
     """Limits between comfortable and absurd."""
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
+    has_connector = rng.random() < 0.5
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
-    return Harness(
+    harness = Harness(
         num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
@@ -34,7 +36,14 @@ def random_harness(rng: random.Random) -> Harness:
         max_num_partial_prefills=rng.choice((0, 0, 1, 3)),
         max_long_partial_prefills=rng.choice((0, 1)),
         scheduler_delay_factor=rng.choice((0.0, 0.0, 0.5, 3.0)),
+        max_loras=rng.choice((1, 2)),
+        connector=chance_connector(rng) if has_connector else None,
+        load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
+        transfer_timeout_s=rng.choice((3.0, 1000.0)),
     )
+    harness.worker.transfers.find_bad_blocks = find_bad_blocks_by_chance(rng)
+    harness.worker.transfers.get_delay = lambda: rng.choice((0, 1, 5))
+    return harness
 
 
 class Traffic:
@@ -60,6 +69,7 @@ class Traffic:
             tenant=rng.choice("abcd"),
             deadline=rng.choice((0.0, 0.0, 0.0, harness.now + rng.randrange(200))),
             salt=salt,
+            lora_name=rng.choice(("", "", "", "x", "y", "z")),
             seed=SALTS.index(salt),
             eos=rng.choice(((), (3,), (2, 5))),
             stop_token_ids=rng.choice(((), (7, 9))),
