@@ -25,6 +25,7 @@ from ..protocol.messages import (
     ClientHello,
     ClientMessage,
     CoreReady,
+    DraftTokenIds,
     EngineCoreOutputs,
     FinishReason,
     GrammarOutput,
@@ -163,6 +164,7 @@ class EngineCore:
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None,
             kv_transfer=config.kv_transfer,
+            speculative=config.speculative,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
@@ -209,6 +211,8 @@ class EngineCore:
             message = received[1]
             if isinstance(message, ModelRunnerOutput):
                 self._take_step_result(message)
+            elif isinstance(message, DraftTokenIds):
+                self._scheduler.update_draft_token_ids(message)
             elif isinstance(message, WorkerFailure):
                 raise EngineError(message.message)
             else:

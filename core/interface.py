@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -64,6 +65,13 @@ class SchedulerInterface(ABC):
         """Take in the oldest step's output. Returns what each client is to be told.
 
         Raises EngineError when the output does not belong to that step or has not its shape.
+        """
+
+    @abstractmethod
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Drafts that did not come with the output of the step, which is the last one taken in.
+
+        Raises EngineError when they have not their shape.
         """
 
     @abstractmethod

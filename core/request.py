@@ -145,6 +145,10 @@ class Request:
             self._block_hashes = _split(self.prompt_block_hashes)
         return self._block_hashes
 
+    def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
+        """Whether a token ends the request as its so many-th one of output."""
+        return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens
+
     def hash_output_blocks(self, output_token_ids: Int32Array, block_size: int) -> list[bytes]:
         """Extend `block_hashes` over all full blocks of the prompt followed by `output_token_ids`."""
         hashes = self.block_hashes

@@ -151,10 +151,7 @@ class RequestLifecycle:
             self.count_lookup(request, prefix, num_external)
             request.num_cached_tokens = num_cached
         request.has_untrusted_blocks = num_external > 0
-        max_output = self._max_total_tokens - request.num_prompt_tokens
-        if request.params.max_tokens is not None:
-            max_output = min(max_output, request.params.max_tokens)
-        self.running.append(request, num_computed, max_output)
+        self.running.append(request, num_computed, self.max_output_tokens(request))
         self.manager.assign(request, blocks, prefix.num_cached_blocks, num_computed)
         self.queue.entering(request, num_cached)
         request.status = RequestStatus.RUNNING
@@ -170,6 +167,13 @@ class RequestLifecycle:
             eos_token_ids=request.eos_token_ids,
             lora_name=request.lora_name,
         )
+
+    def max_output_tokens(self, request: Request) -> int:
+        """How many tokens a request may generate in all."""
+        max_output = self._max_total_tokens - request.num_prompt_tokens
+        if request.params.max_tokens is not None:
+            max_output = min(max_output, request.params.max_tokens)
+        return max_output
 
     def preempt(self, slot: int, now: float) -> None:
         """Take everything from a running request but its tokens, and let it wait in its old place."""

@@ -13,11 +13,18 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..protocol.arrays import BoolArray, Int64Array, int32_bytes
-from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SchedulingPolicy
+from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from ..protocol.config import (
+    CacheConfig,
+    KVTransferConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
 from ..protocol.errors import ConfigError
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -30,6 +37,7 @@ from .admission_delay import AdmissionDelay
 from .batch import Batch, StepInFlight, Tenure
 from .client_outputs import ClientOutputs
 from .conservation import find_violations
+from .drafts import Drafts
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
@@ -53,10 +61,11 @@ CONSERVATION_INTERVAL: Final = 1000
 class _RunningPlan(NamedTuple):
     """What the running requests would compute: `granted` of the `wanted` tokens each, up to `computed`.
 
-    `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
+    Of the wanted tokens `needed` are no drafts. `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
     """
 
     slots: SlotArray
+    needed: Int64Array
     wanted: Int64Array
     granted: Int64Array
     computed: Int64Array
@@ -93,6 +102,7 @@ class Scheduler(SchedulerInterface):
         log_kv_events: bool = False,
         kv_connector: KVConnector | None = None,
         kv_transfer: KVTransferConfig | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -140,7 +150,15 @@ class Scheduler(SchedulerInterface):
             self._transfers = KVTransfers(connector, kv_transfer, self._lifecycle)
             self._lifecycle.transfers = self._transfers
         self._max_loras = config.max_loras
-        self._results = StepResults(self._lifecycle)
+        self._drafts: Drafts | None = None
+        if speculative is not None:
+            self._drafts = Drafts(
+                speculative,
+                self._running,
+                self._grammars,
+                uses_placeholders=config.async_scheduling,
+            )
+        self._results = StepResults(self._lifecycle, self._drafts)
         self._blocked: tuple[Request, int] | None = None
         self._last_batch = Batch(self._running.order, self.slots)
         self._step = 0
@@ -218,12 +236,24 @@ class Scheduler(SchedulerInterface):
         if without:
             slots = slots[np.isin(slots, without, invert=True)]
         computed = state.num_computed_tokens[slots]
-        wanted = np.minimum(state.num_expected_tokens[slots], state.max_computed_tokens[slots])
-        wanted -= computed
+        most = state.max_computed_tokens[slots]
+        needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
+        needed -= computed
+        if self._drafts is not None:
+            is_decoding = (needed == 1) & ~self._is_prefilling(slots)
+            wanted = needed + self._drafts.count(slots, is_decoding, most - computed - needed)
         granted, share = self._limit(slots, wanted)
         computed += granted
-        growth = self.kv_cache_manager.plan_growth(slots, computed)
-        return _RunningPlan(slots, wanted, granted, computed, growth, int(granted.sum()), share)
+        to_hold = computed
+        if self._drafts is not None:
+            to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
+        growth = self.kv_cache_manager.plan_growth(slots, to_hold)
+        return _RunningPlan(
+            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share
+        )
+
+    def _is_prefilling(self, slots: SlotArray) -> BoolArray:
+        return np.isin(slots, list(self._running.prefilling))
 
     def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
         """Cut what the running requests want to the limits of a step, first come first served.
@@ -233,8 +263,8 @@ class Scheduler(SchedulerInterface):
         limits = self._partial_prefills
         prefilling = self._running.prefilling
         if prefilling:
-            is_prefill = np.isin(slots, list(prefilling))
-            num_decodes = int(np.count_nonzero(wanted[~is_prefill]))
+            is_prefill = self._is_prefilling(slots)
+            num_decodes = int(wanted[~is_prefill].sum())
             share = limits.share(num_decodes, len(prefilling), len(self._queue))
             wanted = limits.cap_rows(wanted, is_prefill, share)
         else:
@@ -277,7 +307,7 @@ class Scheduler(SchedulerInterface):
         granted = self._first_chunk(request.num_tokens - prefix.num_tokens, budget, plan.share)
         if not granted:
             return False
-        num_tokens = prefix.num_tokens + granted
+        num_tokens = self._with_lookahead(request, prefix.num_tokens + granted)
         lacking = manager.count_needed(prefix.blocks, num_tokens, without) + plan.growth.total
         return lacking <= manager.pool.num_free
 
@@ -299,9 +329,11 @@ class Scheduler(SchedulerInterface):
         slots, state = plan.slots, self.slots
         samples: BoolArray = plan.granted > 0
         if plan.granted is not plan.wanted:
-            samples &= plan.granted == plan.wanted
+            samples &= plan.granted >= plan.needed
         state.num_computed_tokens[slots] = plan.computed
         state.num_expected_tokens[slots] += samples
+        if self._drafts is not None:
+            state.num_expected_tokens[slots] += _num_drafts(plan, samples)
         updates = self.kv_cache_manager.grow(plan.growth).tobytes() if plan.growth.total else b""
         for slot, num_prefill_tokens in list(self._running.prefilling.items()):
             request = self._running[slot]
@@ -357,7 +389,10 @@ class Scheduler(SchedulerInterface):
             if is_long and limits.are_long_at_limit(num_long):
                 queue.set_aside(Obstacle.LONG_PREFILLS)
                 continue
-            blocks = self._allocate(request, prefix.blocks, num_computed + granted)
+            num_tokens = num_computed + granted
+            if self._drafts is not None:
+                num_tokens = self._with_lookahead(request, num_tokens)
+            blocks = self._allocate(request, prefix.blocks, num_tokens)
             if blocks is None:
                 break
             if self._transfers is not None:
@@ -374,6 +409,13 @@ class Scheduler(SchedulerInterface):
                 admitted.loading.append(Tenure(request, request.num_admissions))
             budget -= granted
         return admitted
+
+    def _with_lookahead(self, request: Request, num_tokens: int) -> int:
+        """How many tokens blocks are needed for, for so many to be computed."""
+        if self._drafts is None:
+            return num_tokens
+        most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
+        return min(num_tokens + self._drafts.num_lookahead_tokens, most)
 
     def _has_lora_slot(self, request: Request) -> bool:
         loras = self._running.loras
@@ -414,21 +456,34 @@ class Scheduler(SchedulerInterface):
     ) -> SchedulerOutput:
         """Write down what was decided: for the workers, and for the output to come."""
         slots, granted = plan.slots, plan.granted
+        num_drafts = _num_drafts(plan, samples) if self._drafts is not None else None
         if not granted.all():
             positions = granted.nonzero()[0]
             slots, granted, samples = slots[positions], granted[positions], samples[positions]
+            if num_drafts is not None:
+                num_drafts = num_drafts[positions]
         if admitted.requests:
             new_slots = np.array([request.slot for request in admitted.requests], np.intp)
             slots = np.concatenate((slots, new_slots))
             granted = np.concatenate((granted, np.array(admitted.granted, np.int64)))
             samples = np.concatenate((samples, np.array(admitted.samples, np.bool_)))
+            if num_drafts is not None:
+                num_drafts = np.concatenate((num_drafts, np.zeros(len(new_slots), np.int64)))
         last = self._last_batch
         is_same = np.array_equal(slots, last.slots)
         if not is_same or last.num_vacated != self.slots.num_vacated:
             self._last_batch = Batch(slots.copy(), self.slots)
         batch = self._last_batch
         sampling = batch if samples.all() else batch.select(samples)
-        constrained = self._constrained_rows(sampling)
+        drafts = draft_token_ids = b""
+        if num_drafts is not None and self._drafts is not None:
+            drafted = num_drafts.nonzero()[0]
+            drafts = int32_bytes(np.stack((drafted, num_drafts[drafted]), 1))
+            taken = self._drafts.take(slots, num_drafts)
+            draft_token_ids = taken.tobytes()
+            constrained = self._constrained_rows_with_drafts(sampling, num_drafts[samples], taken)
+        else:
+            constrained = self._constrained_rows(sampling)
         prefilled = self._running.take_completed_prefills()
         has_prefill = bool(prefilled or self._running.prefilling)
         self._step += 1
@@ -442,6 +497,7 @@ class Scheduler(SchedulerInterface):
                 now,
                 has_prefill,
                 admitted.loading,
+                num_drafts[samples] if num_drafts is not None and drafts else None,
             )
         )
         stats = self._lifecycle.stats
@@ -459,7 +515,25 @@ class Scheduler(SchedulerInterface):
             grammar_slots=int32_bytes([row.request.slot for row in constrained])
             if constrained
             else b"",
+            drafts=drafts,
+            draft_token_ids=draft_token_ids,
         )
+
+    def _constrained_rows_with_drafts(
+        self, sampling: Batch, num_drafts: Int64Array, draft_token_ids: Int32Array
+    ) -> list[Tenure]:
+        """The constrained rows and their drafts. Only rows that sample have drafts."""
+        if not self._running.num_constrained:
+            return []
+        starts = np.cumsum(num_drafts) - num_drafts
+        rows = {row.request.slot: row for row in self._constrained_rows(sampling)}
+        for slot, start, count in zip(
+            sampling.slots.tolist(), starts.tolist(), num_drafts.tolist(), strict=True
+        ):
+            if slot in rows and count:
+                known = draft_token_ids[start : start + count].tolist()
+                rows[slot] = rows[slot]._replace(num_drafts=count, draft_token_ids=known or None)
+        return list(rows.values())
 
     def _constrained_rows(self, sampling: Batch) -> list[Tenure]:
         if not self._running.num_constrained:
@@ -488,7 +562,15 @@ class Scheduler(SchedulerInterface):
     # the outputs of steps
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
-        return self._grammars.bitmask(self._results.expected(scheduler_output.step).constrained)
+        rows = self._results.expected(scheduler_output.step).constrained
+        if self._drafts is not None:
+            rows = [
+                row._replace(draft_token_ids=self._drafts.find(row.request.slot)[: row.num_drafts])
+                if row.num_drafts and row.draft_token_ids is None and row.is_alive
+                else row
+                for row in rows
+            ]
+        return self._grammars.bitmask(rows)
 
     def update_from_output(
         self,
@@ -504,6 +586,9 @@ class Scheduler(SchedulerInterface):
         if step.has_prefill:
             self._delay.prefilled(now - step.scheduled_at)
         return outputs
+
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        self._results.take_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         return self._clients.take_urgent(now)
@@ -542,6 +627,11 @@ class Scheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats:
         return self._lifecycle.make_stats()
+
+
+def _num_drafts(plan: _RunningPlan, samples: BoolArray) -> Int64Array:
+    """How many drafts each row verifies."""
+    return np.where(samples, plan.granted - plan.needed, 0)
 
 
 def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:

@@ -113,6 +113,24 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_loras: int = 1
 
 
+class ProposerMethod(enum.StrEnum):
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True):
+    """Who proposes how many tokens a step, for the model to verify."""
+
+    num_speculative_tokens: int
+    method: ProposerMethod = ProposerMethod.NGRAM
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions after the computed ones whose KV entries the proposer writes."""
+        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
+
+
 class LoadFailurePolicy(enum.StrEnum):
     RECOMPUTE = "recompute"
     FAIL = "fail"
@@ -195,6 +213,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
     kv_transfer: KVTransferConfig | None = None
+    speculative: SpeculativeConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

@@ -144,8 +144,11 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """Gauges are values at the end of the step; the rest counts since the last message with stats."""
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Gauges are values at the end of the step; the rest counts since the last message with stats.
+
+    `num_drafts` are verifications; `num_accepted_tokens_per_pos[i]` of them accepted more than i tokens.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -163,6 +166,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_failed_loads: int = 0
     num_expired_transfers: int = 0
     kv_connector: dict[str, float] = {}
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
 
 
 class EngineCoreOutputs(
@@ -229,6 +236,9 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     chunk reaches its last known token; the sampled token is appended by the worker itself.
     `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
     `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers'.
+    `drafts` int32[k, 2]: rows (position in the batch, number of drafts), drafts being the last tokens of such a chunk,
+    to be verified. `draft_token_ids` int32 are theirs, empty when the worker is to take those that it proposed last,
+    as many as there are.
     """
 
     step: int
@@ -239,10 +249,15 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     chunks: I32 = b""
     grammar_slots: I32 = b""
     kv_connector_metadata: bytes = b""
+    drafts: I32 = b""
+    draft_token_ids: I32 = b""
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
-    """Allowed tokens of the step's `grammar_slots`, in that order: int32[len, ceil(vocab / 32)] bitmasks."""
+    """Allowed tokens of the step's `grammar_slots`, in that order: int32[…, ceil(vocab / 32)] bitmasks.
+
+    A slot has one row, and one more for what follows each of its drafts.
+    """
 
     step: int
     bitmask: I32
@@ -291,6 +306,20 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class DraftTokenIds(
+    msgspec.Struct, tag="drafts", array_like=True, omit_defaults=True, gc=False, frozen=True
+):
+    """Tokens proposed after those that step `step` has sampled.
+
+    `slots` int32[N], `num_tokens` int32[N], `token_ids` int32[sum].
+    """
+
+    step: int
+    slots: I32 = b""
+    num_tokens: I32 = b""
+    token_ids: I32 = b""
+
+
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What the workers' half of the KV connector has to report, transfers by their id.
 
@@ -322,6 +351,7 @@ class ModelRunnerOutput(
     nan_slots: I32 = b""
     failed_slots: list[tuple[int, str]] = []
     kv_connector_output: KVConnectorOutput | None = None
+    drafts: DraftTokenIds | None = None
 
 
 class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, frozen=True):
@@ -332,7 +362,7 @@ class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, fr
 
 
 WorkerMessage: TypeAlias = (
-    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | WorkerFailure
+    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds | WorkerFailure
 )
 
 

@@ -7,13 +7,15 @@ fingerprint, so a request's output is right exactly if it is the output of the r
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.messages import (
+    DraftTokenIds,
     GrammarOutput,
     ModelRunnerOutput,
     NewRequestData,
@@ -43,6 +45,7 @@ class Row:
         for index, block in enumerate(int32_view(data.block_ids[0]).tolist()):
             self.block_table[index] = block
         self.lora_name = data.lora_name
+        self.drafts: list[int] = []
         self.fingerprints = fingerprints(self.token_ids, self.params.seed, data.lora_name)
 
     def append(self, token_id: int) -> None:
@@ -50,10 +53,42 @@ class Row:
         self.fingerprints.append(extend(self.fingerprints[-1], token_id))
 
 
-class ModelWorker:
-    """Every message passes through its encoding, as on a socket."""
+def propose_by_chance(rng: random.Random, vocab_size: int, most: int) -> Callable[[Row], list[int]]:
+    """Drafts that are right for a while, as often as not."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def propose(row: Row) -> list[int]:
+        fingerprint = row.fingerprints[-1]
+        drafts = []
+        for _ in range(rng.randrange(most + 1)):
+            token_id = choose_token(fingerprint, vocab_size)
+            if row.params.structured_output is not None and rng.random() < 0.5:
+                token_id = (token_id + 1) % vocab_size
+            drafts.append(token_id if rng.random() < 0.7 else rng.randrange(vocab_size))
+            fingerprint = extend(fingerprint, drafts[-1])
+        return drafts
+
+    return propose
+
+
+class ModelWorker:
+    """Every message passes through its encoding, as on a socket.
+
+    `propose` says which drafts follow a row's tokens; `remembers_drafts` when the scheduler leaves them to the worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        propose: Callable[[Row], list[int]] | None = None,
+        remembers_drafts: bool = False,
+    ) -> None:
+        self.propose = propose
+        self.remembers_drafts = remembers_drafts
+        self.rejected: deque[list[tuple[Row, int]]] = deque()
+        """Drafts that were rejected, for each output that was not taken yet."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
@@ -82,16 +117,21 @@ class ModelWorker:
     def submit_grammar(self, grammar: GrammarOutput) -> None:
         step = self._waiting.popleft()
         assert step.step == grammar.step
-        num_slots = len(step.grammar_slots) // 4
-        words = np.frombuffer(grammar.bitmask, "<u4").reshape(num_slots, -1)
+        batch = self.batch if step.slots is None else int32_view(step.slots).tolist()
+        drafts = dict(int32_view(step.drafts).reshape(-1, 2).tolist())
+        slots = int32_view(step.grammar_slots).tolist()
+        num_rows = [1 + drafts.get(batch.index(slot), 0) for slot in slots]
+        words = np.frombuffer(grammar.bitmask, "<u4").reshape(sum(num_rows), -1)
         bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
-        allowed = bits.reshape(num_slots, -1)[:, : self.vocab_size].astype(bool)
-        masks = dict(zip(int32_view(step.grammar_slots).tolist(), allowed, strict=True))
+        allowed = bits.reshape(len(words), -1)[:, : self.vocab_size].astype(bool)
+        split = np.split(allowed, np.cumsum(num_rows)[:-1])
+        masks = dict(zip(slots, split, strict=True))
         self._outputs.append(self._execute(step, masks))
         while self._waiting and not self._waiting[0].grammar_slots:
             self._outputs.append(self._execute(self._waiting.popleft(), None))
 
     def next_output(self) -> ModelRunnerOutput:
+        self.rejected.popleft()
         return self._decode_output(self._encode(self._outputs.popleft()))
 
     def _execute(
@@ -116,9 +156,12 @@ class ModelWorker:
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
         self.transfers.begin_step(step.kv_connector_metadata)
-        self._write_kv(counts)
-        sampled = []
-        failed = []
+        drafts = self._find_drafts(step)
+        for position, tokens in drafts.items():
+            counts[position] -= len(tokens)
+        self._write_kv(counts, drafts)
+        sampled, num_sampled, failed = [], [], []
+        rejected = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
             row.num_computed_tokens += counts[position]
@@ -126,16 +169,58 @@ class ModelWorker:
             assert row.num_computed_tokens <= len(row.token_ids)
             if row.num_computed_tokens == len(row.token_ids):
                 allowed = masks.get(slot) if masks else None
-                token_id = choose_token(row.fingerprints[-1], self.vocab_size, allowed)
-                row.append(token_id)
-                sampled.append(token_id)
+                tokens = self._verify(row, drafts.get(position, []), allowed)
+                sampled += tokens
+                num_sampled.append(len(tokens))
+                rejected.append((row, len(drafts.get(position, [])) + 1 - len(tokens)))
+                row.drafts = self.propose(row) if self.propose else []
+            else:
+                assert position not in drafts
             if slot in self.fail_next:
                 failed.append((slot, self.fail_next.pop(slot)))
+        self.rejected.append(rejected)
         return ModelRunnerOutput(
             step.step,
             int32_bytes(sampled),
+            num_sampled=int32_bytes(num_sampled) if drafts else b"",
             failed_slots=failed,
+            drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
+        )
+
+    def _find_drafts(self, step: SchedulerOutput) -> dict[int, list[int | None]]:
+        """The drafts of each position in the batch; None for one that there is not."""
+        counts = int32_view(step.drafts).reshape(-1, 2).tolist()
+        if self.remembers_drafts:
+            assert not step.draft_token_ids
+            own = {position: self.rows[self.batch[position]].drafts for position, _ in counts}
+            return {
+                position: (own[position] + [None] * count)[:count] for position, count in counts
+            }
+        token_ids = iter(int32_view(step.draft_token_ids).tolist())
+        return {position: [next(token_ids) for _ in range(count)] for position, count in counts}
+
+    def _verify(self, row: Row, drafts: list[int | None], allowed: np.ndarray | None) -> list[int]:
+        """What the model says after the row's tokens, for as long as the drafts say the same."""
+        tokens: list[int] = []
+        for index, draft in enumerate((*drafts, None)):
+            mask = allowed[index] if allowed is not None else None
+            tokens.append(choose_token(row.fingerprints[-1], self.vocab_size, mask))
+            row.append(tokens[-1])
+            if tokens[-1] != draft:
+                break
+        row.num_computed_tokens += len(tokens) - 1
+        return tokens
+
+    def _describe_drafts(self) -> DraftTokenIds | None:
+        rows = {slot: self.rows[slot].drafts for slot in self.batch if self.rows[slot].drafts}
+        if not rows:
+            return None
+        return DraftTokenIds(
+            self.step,
+            int32_bytes(list(rows)),
+            int32_bytes([len(drafts) for drafts in rows.values()]),
+            int32_bytes([token_id for drafts in rows.values() for token_id in drafts]),
         )
 
     def _places(self, row: Row, start: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -144,7 +229,7 @@ class ModelWorker:
             assert block != 0, "a token was scheduled without a block"
             yield position, block, position % self.block_size
 
-    def _write_kv(self, counts: dict[int, int]) -> None:
+    def _write_kv(self, counts: dict[int, int], drafts: dict[int, list[int | None]]) -> None:
         written = set()
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
@@ -153,10 +238,13 @@ class ModelWorker:
                 0, min(start + counts[position], row.num_prompt_tokens) - start
             )
             is_bad = self._has_bad_kv(row, start)
-            for index, block, offset in self._places(row, start, start + counts[position]):
+            entries = row.fingerprints[start : start + counts[position]]
+            for token_id in drafts.get(position, []):
+                entries.append(extend(entries[-1], -1 if token_id is None else token_id))
+            for index, block, offset in self._places(row, start, start + len(entries)):
                 assert (block, offset) not in written, "a block has two writers"
                 written.add((block, offset))
-                self.kv_cache[block][offset] = BAD if is_bad else row.fingerprints[index]
+                self.kv_cache[block][offset] = BAD if is_bad else entries[index - start]
 
     def _has_bad_kv(self, row: Row, end: int) -> bool:
         places = self._places(row, 0, end)

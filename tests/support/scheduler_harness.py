@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +17,7 @@ from engine.protocol.config import (
     KVTransferConfig,
     LoadFailurePolicy,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.protocol.messages import (
     EngineCoreOutputs,
@@ -32,7 +34,7 @@ from engine.protocol.sampling_params import SamplingParams
 from support.fingerprints import extend, fingerprints
 from support.model_connector import ModelConnector
 from support.model_grammar import ModelGrammar, allowed_tokens
-from support.model_worker import ModelWorker, choose_token
+from support.model_worker import ModelWorker, Row, choose_token
 
 Key = tuple[int, int]
 
@@ -95,6 +97,8 @@ class Harness:
         connector: ModelConnector | None = None,
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         transfer_timeout_s: float = 1000.0,
+        speculative: SpeculativeConfig | None = None,
+        propose: Callable[[Row], list[int]] | None = None,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -118,10 +122,16 @@ class Harness:
             )
             if connector
             else None,
+            speculative=speculative,
         )
+        self.speculative = speculative
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
         self.worker = ModelWorker(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            propose=propose,
+            remembers_drafts=self.config.async_scheduling,
         )
         self.heard: dict[Key, Heard] = {}
         self.stats: list[SchedulerStats] = []
@@ -246,10 +256,13 @@ class Harness:
                 self.stats.append(message.stats)
             indices = int32_view(message.request_indices).tolist()
             token_ids = int32_view(message.token_ids).tolist()
-            for index, token_id in zip(indices, token_ids, strict=True):
+            counts = int32_view(message.num_tokens).tolist() or [1] * len(indices)
+            assert sum(counts) == len(token_ids)
+            tokens = iter(token_ids)
+            for index, count in zip(indices, counts, strict=True):
                 heard = self.heard[client, index]
                 assert not heard.is_over, "a token after the end"
-                heard.token_ids.append(token_id)
+                heard.token_ids += [next(tokens) for _ in range(count)]
             for event in message.events:
                 self.heard[client, event.request_index].events.append(event)
             over = int32_view(message.finished_set).tolist()
@@ -282,7 +295,11 @@ class Harness:
             held = manager.blocks[slot]
             assert 0 not in held
             ref_counts[held] += 1
-            assert len(held) * self.block_size >= scheduler.slots.num_computed_tokens[slot]
+            state = scheduler.slots
+            lookahead = self.speculative.num_lookahead_tokens if self.speculative else 0
+            most = state.max_computed_tokens[slot]
+            needed = min(int(state.num_computed_tokens[slot]) + lookahead, most)
+            assert len(held) * self.block_size >= needed
         for blocks in manager.reserved.values():
             assert 0 not in blocks
             ref_counts[blocks] += 1
@@ -296,8 +313,16 @@ class Harness:
                 held = manager.blocks[slot]
                 assert row.request_id == running[slot].key
                 assert row.block_table[: len(held)] == held
-                assert row.num_computed_tokens == scheduler.slots.num_computed_tokens[slot]
-                assert len(row.token_ids) == scheduler.slots.num_expected_tokens[slot]
+                rejected = sum(
+                    count
+                    for output in self.worker.rejected
+                    for rejecting, count in output
+                    if rejecting is row
+                )
+                num_computed = scheduler.slots.num_computed_tokens[slot]
+                assert row.num_computed_tokens == num_computed - rejected
+                num_expected = scheduler.slots.num_expected_tokens[slot]
+                assert len(row.token_ids) == num_expected - rejected
                 output = scheduler.slots.output_token_ids(slot).tolist()
                 assert row.token_ids[row.num_prompt_tokens :][: len(output)] == output
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import random
 
-from engine.protocol.config import LoadFailurePolicy, SchedulingPolicy
+from engine.protocol.config import (
+    LoadFailurePolicy,
+    ProposerMethod,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import chance_connector, find_bad_blocks_by_chance
+from support.model_worker import propose_by_chance
 from support.scheduler_harness import Harness
 
 SALTS = (None, None, "red", "blue")
@@ -17,13 +23,16 @@ def random_harness(rng: random.Random) -> Harness:
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
     has_connector = rng.random() < 0.5
+    vocab_size = rng.choice((16, 64, 512))
+    num_drafts = rng.choice((0, 0, 1, 4))
+    proposer = rng.choice(tuple(ProposerMethod))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
     harness = Harness(
         num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
-        vocab_size=rng.choice((16, 64, 512)),
+        vocab_size=vocab_size,
         max_in_flight=rng.choice((1, 2, 2, 3, 4)),
         enable_prefix_caching=rng.random() < 0.8,
         max_num_seqs=rng.choice((1, 2, 5, 16)),
@@ -40,6 +49,9 @@ def random_harness(rng: random.Random) -> Harness:
         connector=chance_connector(rng) if has_connector else None,
         load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
         transfer_timeout_s=rng.choice((3.0, 1000.0)),
+        async_scheduling=rng.random() < 0.5,
+        speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts else None,
+        propose=propose_by_chance(rng, vocab_size, num_drafts) if num_drafts else None,
     )
     harness.worker.transfers.find_bad_blocks = find_bad_blocks_by_chance(rng)
     harness.worker.transfers.get_delay = lambda: rng.choice((0, 1, 5))
