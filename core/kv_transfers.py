@@ -8,7 +8,12 @@ from typing import Final, NamedTuple
 from ..protocol.arrays import int32_view
 from ..protocol.config import KVTransferConfig, LoadFailurePolicy
 from ..protocol.errors import EngineError
-from ..protocol.messages import FinishReason, KVConnectorOutput, SchedulerOutput
+from ..protocol.messages import (
+    FinishReason,
+    KVConnectorOutput,
+    KVConnectorStats,
+    SchedulerOutput,
+)
 from .batch import StepInFlight
 from .kv_cache_manager import Prefix
 from .kv_connector import EndOfRequest, ExternalMatch, KVConnector
@@ -41,6 +46,7 @@ class KVTransfers:
         self._timeout_s = config.transfer_timeout_s
         self._lifecycle = lifecycle
         self._manager = lifecycle.manager
+        self.stats = KVConnectorStats()
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
         """Waiting requests with computed blocks."""
@@ -67,7 +73,7 @@ class KVTransfers:
                 self._sends.remove(transfer_id)
                 self._manager.release_reserved(transfer_id)
                 self._has_news = True
-                self._lifecycle.stats.num_expired_transfers += 1
+                self.stats.num_expired_transfers += 1
                 self.connector.transfer_expired(transfer_id)
 
     def needs_step(self, is_anything_in_flight: bool) -> bool:
@@ -78,6 +84,12 @@ class KVTransfers:
         """Put the connector's message to the workers into a step."""
         self._has_news = False
         step.kv_connector_metadata = self.connector.build_connector_meta(step)
+
+    def take_stats(self) -> KVConnectorStats:
+        """Counts since the last call."""
+        stats, self.stats = self.stats, KVConnectorStats()
+        stats.counts = self.connector.take_stats()
+        return stats
 
     # before admission
 
@@ -195,7 +207,7 @@ class KVTransfers:
         blocks = self._manager.reserved[request.transfer_id]
         num_valid = _num_valid_blocks(blocks, invalid_blocks)
         if num_valid < len(blocks):
-            self._lifecycle.stats.num_failed_loads += 1
+            self.stats.num_failed_loads += 1
             if self._policy is LoadFailurePolicy.FAIL:
                 self._give_back(request)
                 self._fail_load(request, blocks[num_valid])
@@ -215,7 +227,7 @@ class KVTransfers:
             num_valid = _num_valid_blocks(blocks, invalid_blocks)
             if num_valid == len(blocks):
                 continue
-            lifecycle.stats.num_failed_loads += 1
+            self.stats.num_failed_loads += 1
             bad_block = blocks[num_valid]
             manager.distrust(request, num_valid)
             if self._policy is LoadFailurePolicy.FAIL:

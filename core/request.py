@@ -62,6 +62,7 @@ class Request:
         "client_index",
         "computes_locally",
         "deadline",
+        "encoder_inputs",
         "eos_token_ids",
         "has_sampled",
         "has_untrusted_blocks",
@@ -103,6 +104,7 @@ class Request:
         self.priority = message.priority
         self.tenant = message.tenant
         self.deadline = message.deadline
+        self.encoder_inputs = message.encoder_inputs
         self.lora_name = message.lora_name
         self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
@@ -158,7 +160,12 @@ class Request:
             prompt = int32_view(self.prompt_token_ids)[start:]
             output = output_token_ids[max(0, start - self.num_prompt_tokens) :]
             parent = hashes[-1] if hashes else self.root_hash
-            digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent)
+            inputs = [
+                (item.position - start, item.num_tokens, item.content_hash)
+                for item in self.encoder_inputs
+                if item.position + item.num_tokens > start
+            ]
+            digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent, inputs)
             hashes += _split(digests)
         return hashes
 

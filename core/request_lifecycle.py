@@ -15,6 +15,7 @@ from ..protocol.messages import (
     SchedulerStats,
 )
 from .client_outputs import ClientOutputs
+from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
 from .kv_cache_manager import KVCacheManager, Prefix
 from .request import Request, RequestKey, RequestStatus
@@ -38,6 +39,7 @@ class RequestLifecycle:
         queue: RequestQueue,
         clients: ClientOutputs,
         grammars: Grammars,
+        encoders: EncoderInputs,
     ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
@@ -45,6 +47,7 @@ class RequestLifecycle:
         self.running = running
         self.clients = clients
         self.grammars = grammars
+        self._encoders = encoders
         self.manager = manager
         self.transfers: KVTransfers | None = None
         self._requirements = requirements
@@ -78,6 +81,8 @@ class RequestLifecycle:
         self.clients.event(request, EventKind.QUEUED, now)
         if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        if request.encoder_inputs:
+            self._encoders.are_in_use = True
         if self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         else:
@@ -126,8 +131,9 @@ class RequestLifecycle:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += prefix.num_tokens
         if self.transfers is not None:
-            self.stats.connector_prefix_cache_queries += request.num_tokens - prefix.num_tokens
-            self.stats.connector_prefix_cache_hits += num_external
+            stats = self.transfers.stats
+            stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
+            stats.prefix_cache_hits += num_external
 
     def start(
         self,
@@ -166,6 +172,7 @@ class RequestLifecycle:
             sampling_params=request.params,
             eos_token_ids=request.eos_token_ids,
             lora_name=request.lora_name,
+            encoder_inputs=request.encoder_inputs,
         )
 
     def max_output_tokens(self, request: Request) -> int:
@@ -193,6 +200,7 @@ class RequestLifecycle:
         """End a request whose computation went wrong."""
         if request.status is RequestStatus.RUNNING:
             self.manager.distrust(request)
+            self._encoders.release(request, is_trusted=False)
             self.finish(request, FinishReason.ERROR, message=message)
 
     def finish(
@@ -233,7 +241,7 @@ class RequestLifecycle:
         stats.num_waiting = self.num_waiting
         stats.kv_cache_usage = self.manager.pool.usage
         if self.transfers is not None:
-            stats.kv_connector = self.transfers.connector.take_stats()
+            stats.kv_connector = self.transfers.take_stats()
         return stats
 
     def _vacate(self, request: Request) -> None:
@@ -242,4 +250,6 @@ class RequestLifecycle:
         num_known = request.num_prompt_tokens + int(state.num_output_tokens[slot])
         num_certain = min(int(state.num_computed_tokens[slot]), num_known)
         self.manager.free(request, num_certain)
+        if self._encoders.are_in_use:
+            self._encoders.release(request)
         self.running.remove(request)

@@ -38,6 +38,9 @@ from .batch import Batch, StepInFlight, Tenure
 from .client_outputs import ClientOutputs
 from .conservation import find_violations
 from .drafts import Drafts
+from .encoder_cache_connector import EncoderCacheConnector
+from .encoder_cache_manager import EncoderCacheManager
+from .encoder_inputs import EncoderInputs, EncoderPlan
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
@@ -61,7 +64,7 @@ CONSERVATION_INTERVAL: Final = 1000
 class _RunningPlan(NamedTuple):
     """What the running requests would compute: `granted` of the `wanted` tokens each, up to `computed`.
 
-    Of the wanted tokens `needed` are no drafts. `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
+    Of the wanted tokens `needed` are no drafts. `encoders` is None when nobody who runs needs an encoder. `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
     """
 
     slots: SlotArray
@@ -72,6 +75,7 @@ class _RunningPlan(NamedTuple):
     growth: Growth
     num_tokens: int
     share: int
+    encoders: EncoderPlan | None
 
 
 class _Admissions(NamedTuple):
@@ -103,6 +107,7 @@ class Scheduler(SchedulerInterface):
         kv_connector: KVConnector | None = None,
         kv_transfer: KVTransferConfig | None = None,
         speculative: SpeculativeConfig | None = None,
+        encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -127,6 +132,14 @@ class Scheduler(SchedulerInterface):
         self._queue = _make_queue(config, self._running)
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
+        encoder_budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
+        encoder_cache_size = config.encoder_cache_size or config.max_num_batched_tokens
+        self._encoders = EncoderInputs(
+            EncoderCacheManager(encoder_cache_size),
+            encoder_budget,
+            may_split=not config.disable_chunked_mm_input,
+            connector=encoder_cache_connector,
+        )
         self._lifecycle = RequestLifecycle(
             requirements=Requirements(
                 vocab_size=vocab_size,
@@ -136,12 +149,17 @@ class Scheduler(SchedulerInterface):
                 has_grammars=structured_output is not None,
                 max_num_queued_reqs=config.max_num_queued_reqs,
                 max_num_queued_tokens=config.max_num_queued_tokens,
+                max_encoder_input_size=min(encoder_budget, encoder_cache_size),
+                max_step_tokens=config.max_num_batched_tokens,
+                splits_prompts=config.enable_chunked_prefill,
+                splits_encoder_inputs=not config.disable_chunked_mm_input,
             ),
             manager=self.kv_cache_manager,
             running=self._running,
             queue=self._queue,
             clients=self._clients,
             grammars=self._grammars,
+            encoders=self._encoders,
         )
         self.requests = self._lifecycle.requests
         self._transfers: KVTransfers | None = None
@@ -206,6 +224,8 @@ class Scheduler(SchedulerInterface):
         if self._transfers is not None:
             self._transfers.begin_step(now)
         may_admit = not self._inject_preemption(now)
+        if self._encoders.are_in_use:
+            self._encoders.begin_step(self.slots.num_computed_tokens)
         plan = self._plan_running()
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
             if self._transfers is not None and self._transfers.take_back():
@@ -213,6 +233,9 @@ class Scheduler(SchedulerInterface):
             self._lifecycle.preempt(self._queue.victim(), now)
             may_admit = False
             plan = self._plan_running()
+        if plan.encoders is not None and plan.encoders.failed:
+            self._fail_all(plan.encoders.failed)
+            return self.schedule(now)
         max_admitted = self.slots.num_free if may_admit else 0
         if may_admit and self._queue:
             displaced = self._displace(plan, now)
@@ -227,6 +250,8 @@ class Scheduler(SchedulerInterface):
         step = self._make_step(plan, samples, block_updates, admitted, now)
         if self._transfers is not None:
             self._transfers.describe(step)
+        if self._encoders.are_in_use:
+            self._encoders.describe(step)
         return step
 
     def _plan_running(self, without: Sequence[int] = ()) -> _RunningPlan:
@@ -243,14 +268,40 @@ class Scheduler(SchedulerInterface):
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             wanted = needed + self._drafts.count(slots, is_decoding, most - computed - needed)
         granted, share = self._limit(slots, wanted)
+        encoders = None
+        if self._encoders.are_in_use:
+            encoders = self._encoders.begin_plan()
+            granted = self._fit_encoder_inputs(encoders, slots, computed, granted)
         computed += granted
         to_hold = computed
         if self._drafts is not None:
             to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
         growth = self.kv_cache_manager.plan_growth(slots, to_hold)
         return _RunningPlan(
-            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share
+            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share, encoders
         )
+
+    def _fit_encoder_inputs(
+        self, plan: EncoderPlan, slots: SlotArray, computed: Int64Array, granted: Int64Array
+    ) -> Int64Array:
+        """Let no prompt go further than its encoder inputs do."""
+        fitted = granted.copy()
+        spare = self._config.max_num_batched_tokens - int(granted.sum())
+        for slot in self._running.prefilling:
+            request = self._running[slot]
+            rows = (slots == slot).nonzero()[0] if request.encoder_inputs else slots[:0]
+            row = int(rows[0]) if len(rows) else -1
+            if row < 0 or not granted[row]:
+                continue
+            start, count = int(computed[row]), int(granted[row])
+            end = self._encoders.fit(plan, request, start, start + count, start + count + spare)
+            fitted[row] = end - start
+            spare += count - (end - start)
+        return fitted
+
+    def _fail_all(self, reasons: dict[Request, str]) -> None:
+        for request, reason in reasons.items():
+            self._lifecycle.finish(request, FinishReason.ERROR, message=reason)
 
     def _is_prefilling(self, slots: SlotArray) -> BoolArray:
         return np.isin(slots, list(self._running.prefilling))
@@ -330,6 +381,8 @@ class Scheduler(SchedulerInterface):
         samples: BoolArray = plan.granted > 0
         if plan.granted is not plan.wanted:
             samples &= plan.granted >= plan.needed
+        if plan.encoders is not None:
+            self._encoders.carry_out(plan.encoders)
         state.num_computed_tokens[slots] = plan.computed
         state.num_expected_tokens[slots] += samples
         if self._drafts is not None:
@@ -358,6 +411,8 @@ class Scheduler(SchedulerInterface):
             queue.recall(Obstacle.LORA_SLOTS)
         queue.recall(Obstacle.CONNECTOR)
         while budget > 0 and len(admitted.requests) < max_admitted:
+            if plan.encoders is not None:
+                plan.encoders.undo(0)
             request = queue.peek()
             if request is None or (self._blocked and self._is_blocked(request)):
                 break
@@ -382,6 +437,18 @@ class Scheduler(SchedulerInterface):
             num_computed = prefix.num_tokens + num_external
             wanted = request.num_tokens - num_computed
             granted = self._first_chunk(wanted, budget, plan.share)
+            if request.encoder_inputs and plan.encoders is not None:
+                most = num_computed + (budget if granted else 0)
+                end = self._encoders.fit(
+                    plan.encoders, request, num_computed, num_computed + granted, most
+                )
+                granted = end - num_computed
+                if granted < wanted and not self._config.enable_chunked_prefill:
+                    granted = 0
+                if plan.encoders.failed:
+                    self._fail_all(plan.encoders.failed)
+                    plan.encoders.failed.clear()
+                    continue
             is_partial = granted < wanted
             is_long = is_partial and limits.is_long(request.num_tokens)
             if not granted or (is_partial and limits.are_at_limit(num_partial)):
@@ -402,6 +469,8 @@ class Scheduler(SchedulerInterface):
             num_partial += is_partial
             num_long += is_long
             data = self._lifecycle.start(request, blocks, prefix, num_external, granted, now)
+            if plan.encoders is not None:
+                self._encoders.carry_out(plan.encoders)
             admitted.requests.append(data)
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)

@@ -16,6 +16,7 @@ from ..protocol.messages import (
     ModelRunnerOutput,
     RowLogprobs,
     SchedulerOutput,
+    SpecDecodingStats,
     TokenLogprobs,
 )
 from .batch import Batch, StepInFlight
@@ -78,7 +79,9 @@ class StepResults:
                     counts, num_drafts = counts[alive], num_drafts[alive]
         cut: dict[int, int] = {}
         if counts is not None and num_drafts is not None:
-            stats = self._lifecycle.stats
+            if self._lifecycle.stats.spec_decoding is None:
+                self._lifecycle.stats.spec_decoding = SpecDecodingStats()
+            stats = self._lifecycle.stats.spec_decoding
             subtract_rejections(self._running, sampling, counts, num_drafts, stats)
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = sampled

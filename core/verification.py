@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array
-from ..protocol.messages import SchedulerStats
+from ..protocol.messages import SpecDecodingStats
 from .batch import Batch
 from .running_requests import RunningRequests
 
@@ -25,7 +25,7 @@ def subtract_rejections(
     sampling: Batch,
     counts: Int64Array,
     num_drafts: Int64Array,
-    stats: SchedulerStats,
+    stats: SpecDecodingStats,
 ) -> None:
     """Correct the counts of requests whose drafts were all expected to be accepted."""
     state, slots = running.slots, sampling.slots

@@ -93,7 +93,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
-    Requests of at most `max_loras` different adapters run at once.
+    Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
+    in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
+    `disable_chunked_mm_input` the place of an encoder input is computed in one step.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -111,6 +113,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     priority_preemption: bool = False
     tenant_weights: dict[str, float] = {}
     max_loras: int = 1
+    max_num_encoder_input_tokens: int = 0
+    encoder_cache_size: int = 0
+    disable_chunked_mm_input: bool = False
 
 
 class ProposerMethod(enum.StrEnum):

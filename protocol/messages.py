@@ -54,6 +54,21 @@ class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
     client_index: int
 
 
+class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """An image, a sound or the like, in the place of the prompt's tokens [position, position + num_tokens).
+
+    `num_tokens` 0 stands for the input of an encoder-decoder model, which the first token needs already. `size` is
+    the number of embeddings that the encoder makes of `data`, which only the workers understand; equal
+    `content_hash` mean equal embeddings.
+    """
+
+    position: int
+    num_tokens: int
+    content_hash: bytes
+    size: int
+    data: bytes = b""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One sequence to generate.
 
@@ -75,6 +90,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     deadline: float = 0.0
     kv_transfer_params: dict[str, object] | None = None
     lora_name: str = ""
+    encoder_inputs: list[EncoderInput] = []
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -144,11 +160,30 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Gauges are values at the end of the step; the rest counts since the last message with stats.
+class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts since the last message with stats; queries and hits are in tokens, `counts` are the connector's own."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_failed_loads: int = 0
+    num_expired_transfers: int = 0
+    counts: dict[str, float] = {}
+
+
+class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts since the last message with stats.
 
     `num_drafts` are verifications; `num_accepted_tokens_per_pos[i]` of them accepted more than i tokens.
     """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """Gauges are values at the end of the step; the rest counts since the last message with stats."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -161,15 +196,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
     num_violations: int = 0
-    connector_prefix_cache_queries: int = 0
-    connector_prefix_cache_hits: int = 0
-    num_failed_loads: int = 0
-    num_expired_transfers: int = 0
-    kv_connector: dict[str, float] = {}
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
+    kv_connector: KVConnectorStats | None = None
+    spec_decoding: SpecDecodingStats | None = None
 
 
 class EngineCoreOutputs(
@@ -224,6 +252,20 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     lora_name: str = ""
+    encoder_inputs: list[EncoderInput] = []
+
+
+class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What a step does to the encoder cache, before anything else is computed.
+
+    The outputs of `freed_hashes` leave it, then those of the inputs `computed` int32[k, 2], rows (slot, index of the
+    input), enter it, and of those `loaded` from elsewhere, of which `connector_metadata` tells.
+    """
+
+    freed_hashes: list[bytes] = []
+    computed: I32 = b""
+    loaded: I32 = b""
+    connector_metadata: bytes = b""
 
 
 class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
@@ -251,6 +293,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     kv_connector_metadata: bytes = b""
     drafts: I32 = b""
     draft_token_ids: I32 = b""
+    encoders: EncoderWork | None = None
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):

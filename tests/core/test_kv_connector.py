@@ -43,8 +43,8 @@ def test_8_1_what_a_connector_finds_adds_to_the_local_hit():
     assert harness.batch == {0: 20 - 14}
     harness.drain()
     assert harness.heard[key].events[1].num_cached_tokens == 14
-    assert sum(stats.connector_prefix_cache_hits for stats in harness.stats) == 6 + 6
-    assert sum(stats.connector_prefix_cache_queries for stats in harness.stats) == 8 + 12
+    assert sum(stats.kv_connector.prefix_cache_hits for stats in harness.stats) == 6 + 6
+    assert sum(stats.kv_connector.prefix_cache_queries for stats in harness.stats) == 8 + 12
     assert sum(stats.prefix_cache_hits for stats in harness.stats) == 8
 
 
@@ -162,7 +162,7 @@ def test_8_3_a_failed_asynchronous_load_is_cut_back_to_the_valid_prefix():
     starts = [step.new_requests[0] for step in harness.steps if step.new_requests]
     # Nothing is loaded a second time.
     assert [start.num_computed_tokens for start in starts] == [4]
-    assert sum(stats.num_failed_loads for stats in harness.stats) == 1
+    assert sum(stats.kv_connector.num_failed_loads for stats in harness.stats) == 1
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -237,7 +237,7 @@ def test_8_4_blocks_that_nobody_fetches_are_given_up_after_the_time_out():
     harness.add(8, 1)
     harness.drain()
     assert connector.expired == [0]
-    assert sum(stats.num_expired_transfers for stats in harness.stats) == 1
+    assert sum(stats.kv_connector.num_expired_transfers for stats in harness.stats) == 1
 
 
 def test_1_10_the_workers_are_asked_again_only_when_nothing_else_is_in_flight():

@@ -11,7 +11,7 @@ from engine.protocol.messages import (
     FinishReason,
     ModelRunnerOutput,
     RowLogprobs,
-    SchedulerStats,
+    SpecDecodingStats,
 )
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.fingerprints import extend
@@ -53,9 +53,9 @@ def speculating(num_drafts: int, propose=None, **limits: object) -> Harness:
     )
 
 
-def total(harness: Harness) -> SchedulerStats:
-    summed = SchedulerStats()
-    for stats in harness.stats:
+def total(harness: Harness) -> SpecDecodingStats:
+    summed = SpecDecodingStats()
+    for stats in filter(None, (stats.spec_decoding for stats in harness.stats)):
         summed.num_drafts += stats.num_drafts
         summed.num_draft_tokens += stats.num_draft_tokens
         summed.num_accepted_tokens += stats.num_accepted_tokens
@@ -258,7 +258,7 @@ def test_4_5_acceptance_is_counted_by_position():
     harness.add(6, 10)
     harness.drain()
     per_position = [0, 0, 0]
-    for stats in harness.stats:
+    for stats in filter(None, (stats.spec_decoding for stats in harness.stats)):
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             per_position[position] += count
     # Three times two of three drafts.

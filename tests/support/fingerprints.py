@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from engine.protocol.messages import EncoderInput
 
 MASK = (1 << 64) - 1
 
@@ -21,11 +23,25 @@ def seed_fingerprint(seed: int | None, lora_name: str = "") -> int:
     return extend(extend(1, seed or 0), zlib.crc32(lora_name.encode()))
 
 
-def fingerprints(token_ids: Iterable[int], seed: int | None, lora_name: str = "") -> list[int]:
+def fingerprints(
+    token_ids: Iterable[int],
+    seed: int | None,
+    lora_name: str = "",
+    inputs: Sequence[EncoderInput] = (),
+) -> list[int]:
     """The entry of each position."""
     fingerprint = seed_fingerprint(seed, lora_name)
+    places = {}
+    for item in inputs:
+        content = zlib.crc32(item.content_hash)
+        if item.num_tokens == 0:
+            fingerprint = extend(fingerprint, content)
+        for offset in range(item.num_tokens):
+            places[item.position + offset] = content + offset
     entries = []
-    for token_id in token_ids:
+    for position, token_id in enumerate(token_ids):
         fingerprint = extend(fingerprint, token_id)
+        if position in places:
+            fingerprint = extend(fingerprint, places[position])
         entries.append(fingerprint)
     return entries

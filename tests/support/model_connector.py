@@ -14,7 +14,7 @@ from engine.core.kv_connector import EndOfRequest, ExternalMatch, KVConnector
 from engine.core.request import Request
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import KVTransferConfig
-from engine.protocol.messages import FinishReason, KVConnectorOutput, SchedulerOutput
+from engine.protocol.messages import EncoderInput, FinishReason, KVConnectorOutput, SchedulerOutput
 from support.fingerprints import BAD, fingerprints
 
 
@@ -25,6 +25,7 @@ class Transfer(msgspec.Struct, array_like=True):
     token_ids: bytes
     seed: int | None
     lora_name: str
+    inputs: list[EncoderInput]
     block_ids: list[int]
     start: int
     end: int
@@ -107,6 +108,7 @@ def _transfer(
         token_ids,
         request.params.seed,
         request.lora_name,
+        request.encoder_inputs,
         list(block_ids),
         start,
         end,
@@ -187,7 +189,7 @@ class ModelTransfers:
     @staticmethod
     def _values(transfer: Transfer) -> list[int]:
         tokens = int32_view(transfer.token_ids).tolist()
-        return fingerprints(tokens, transfer.seed, transfer.lora_name)
+        return fingerprints(tokens, transfer.seed, transfer.lora_name, transfer.inputs)
 
 
 def chance_connector(rng: random.Random) -> ModelConnector:

@@ -46,7 +46,10 @@ class Row:
             self.block_table[index] = block
         self.lora_name = data.lora_name
         self.drafts: list[int] = []
-        self.fingerprints = fingerprints(self.token_ids, self.params.seed, data.lora_name)
+        self.encoder_inputs = data.encoder_inputs
+        self.fingerprints = fingerprints(
+            self.token_ids, self.params.seed, data.lora_name, data.encoder_inputs
+        )
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -93,6 +96,8 @@ class ModelWorker:
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
+        self.encoder_cache: dict[bytes, int] = {}
+        """Sizes of the outputs by content."""
         self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
@@ -156,6 +161,7 @@ class ModelWorker:
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
         self.transfers.begin_step(step.kv_connector_metadata)
+        self._fill_encoder_cache(step)
         drafts = self._find_drafts(step)
         for position, tokens in drafts.items():
             counts[position] -= len(tokens)
@@ -187,6 +193,25 @@ class ModelWorker:
             drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
         )
+
+    def _fill_encoder_cache(self, step: SchedulerOutput) -> None:
+        work = step.encoders
+        if work is None:
+            return
+        for content_hash in work.freed_hashes:
+            del self.encoder_cache[content_hash]
+        computed = int32_view(work.computed).reshape(-1, 2).tolist()
+        loaded = int32_view(work.loaded).reshape(-1, 2).tolist()
+        for slot, index in computed + loaded:
+            item = self.rows[slot].encoder_inputs[index]
+            self.encoder_cache[item.content_hash] = item.size
+
+    def _check_encoder_inputs(self, row: Row, end: int) -> None:
+        for item in row.encoder_inputs:
+            start = row.num_computed_tokens
+            last = item.position + item.num_tokens
+            if (item.position < end and last > start) or (not item.num_tokens and not start):
+                assert item.content_hash in self.encoder_cache, "an encoder output is missing"
 
     def _find_drafts(self, step: SchedulerOutput) -> dict[int, list[int | None]]:
         """The drafts of each position in the batch; None for one that there is not."""
@@ -237,6 +262,7 @@ class ModelWorker:
             self.num_prompt_tokens_computed += max(
                 0, min(start + counts[position], row.num_prompt_tokens) - start
             )
+            self._check_encoder_inputs(row, start + counts[position])
             is_bad = self._has_bad_kv(row, start)
             entries = row.fingerprints[start : start + counts[position]]
             for token_id in drafts.get(position, []):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from engine.core.encoder_cache_connector import EncoderCacheConnector
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
@@ -20,6 +21,7 @@ from engine.protocol.config import (
     SpeculativeConfig,
 )
 from engine.protocol.messages import (
+    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EventKind,
@@ -64,7 +66,7 @@ def run_alone(
     """What a request generates by itself: tokens, finish reason, stop reason."""
     params = message.sampling_params
     prompt = int32_view(message.prompt_token_ids).tolist()
-    fingerprint = fingerprints(prompt, params.seed, message.lora_name)[-1]
+    fingerprint = fingerprints(prompt, params.seed, message.lora_name, message.encoder_inputs)[-1]
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
@@ -99,6 +101,7 @@ class Harness:
         transfer_timeout_s: float = 1000.0,
         speculative: SpeculativeConfig | None = None,
         propose: Callable[[Row], list[int]] | None = None,
+        encoder_connector: EncoderCacheConnector | None = None,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -123,6 +126,7 @@ class Harness:
             if connector
             else None,
             speculative=speculative,
+            encoder_cache_connector=encoder_connector,
         )
         self.speculative = speculative
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
@@ -157,24 +161,31 @@ class Harness:
         tenant: str = "",
         deadline: float = 0.0,
         lora_name: str = "",
+        inputs: Sequence[EncoderInput] = (),
         kv_transfer_params: dict[str, object] | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
         token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
         root = root_hash(cache_salt=salt, lora_name=lora_name or None)
+        places = [(item.position, item.num_tokens, item.content_hash) for item in inputs]
+        token_array = np.array(token_ids, np.int32)
+        hashes = hash_blocks(token_array, self.block_size, root, places)
+        if any(item.num_tokens == 0 for item in inputs):
+            root = hashes = b""
         message = EngineCoreRequest(
             request_index=len(self.heard),
             prompt_token_ids=int32_bytes(token_ids),
             sampling_params=SamplingParams(max_tokens=max_tokens, **params),
             arrival_time=self.now,
             eos_token_ids=eos,
-            block_hashes=hash_blocks(np.array(token_ids, np.int32), self.block_size, root),
+            block_hashes=hashes,
             root_hash=root,
             priority=priority,
             tenant=tenant,
             deadline=deadline,
             lora_name=lora_name,
+            encoder_inputs=list(inputs),
             kv_transfer_params=kv_transfer_params,
         )
         key = (client, message.request_index)
@@ -195,6 +206,10 @@ class Harness:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests()
 
     def compile_grammars(self) -> None:
         for key in list(self.grammar.compiling):
@@ -282,6 +297,16 @@ class Harness:
             self.batch[slots[position]] = count
         assert sum(self.batch.values()) <= self.config.max_num_batched_tokens
         assert self.scheduler.get_request_counts()[0] <= self.config.max_num_seqs
+        inputs = {
+            (slot, index): request.encoder_inputs[index].size
+            for slot, index in int32_view(step.encoders.computed if step.encoders else b"")
+            .reshape(-1, 2)
+            .tolist()
+            if (request := self.scheduler.slots.requests[slot]) is not None
+        }
+        config = self.config
+        budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
+        assert sum(inputs.values()) <= budget
 
     def check(self) -> None:
         """Invariants I1, I2 and I5 of the scheduler's state."""
@@ -307,6 +332,9 @@ class Harness:
         assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
+        config = self.config
+        encoder_cache_size = config.encoder_cache_size or config.max_num_batched_tokens
+        assert sum(self.worker.encoder_cache.values()) <= encoder_cache_size
         if self.worker.is_idle and not scheduler.has_finished_requests():
             assert self.worker.rows.keys() == running.keys()
             for slot, row in self.worker.rows.items():
@@ -337,6 +365,8 @@ class Harness:
         )
         assert not self.worker.rows
         assert not scheduler.kv_cache_manager.reserved
+        assert scheduler._encoders.cache.num_referenced == 0
+        assert scheduler._encoders.cache.num_available == scheduler._encoders.cache.cache_size
         assert not self.grammar.num_accepted
         for heard in self.heard.values():
             assert heard.is_over, "a request was lost"

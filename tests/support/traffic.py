@@ -10,6 +10,7 @@ from engine.protocol.config import (
     SchedulingPolicy,
     SpeculativeConfig,
 )
+from engine.protocol.messages import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import chance_connector, find_bad_blocks_by_chance
 from support.model_worker import propose_by_chance
@@ -49,6 +50,9 @@ def random_harness(rng: random.Random) -> Harness:
         connector=chance_connector(rng) if has_connector else None,
         load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
         transfer_timeout_s=rng.choice((3.0, 1000.0)),
+        max_num_encoder_input_tokens=rng.choice((0, 4, 9)),
+        encoder_cache_size=rng.choice((0, 4, 12)),
+        disable_chunked_mm_input=rng.random() < 0.3,
         async_scheduling=rng.random() < 0.5,
         speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts else None,
         propose=propose_by_chance(rng, vocab_size, num_drafts) if num_drafts else None,
@@ -81,6 +85,7 @@ class Traffic:
             tenant=rng.choice("abcd"),
             deadline=rng.choice((0.0, 0.0, 0.0, harness.now + rng.randrange(200))),
             salt=salt,
+            inputs=self.encoder_inputs(length) if rng.random() < 0.2 else (),
             lora_name=rng.choice(("", "", "", "x", "y", "z")),
             seed=SALTS.index(salt),
             eos=rng.choice(((), (3,), (2, 5))),
@@ -91,6 +96,21 @@ class Traffic:
                 StructuredOutput(GrammarKind.JSON_OBJECT) if rng.random() < 0.15 else None
             ),
         )
+
+    def encoder_inputs(self, length: int) -> list[EncoderInput]:
+        """Contents that come again, in places of any length; some requests are of an encoder-decoder model."""
+        rng = self.rng
+        if rng.random() < 0.2:
+            return [EncoderInput(0, 0, b"sound", rng.choice((1, 6)))]
+        inputs, position = [], 0
+        while True:
+            position += rng.randrange(6)
+            num_tokens = rng.choice((1, 4, 9))
+            if position + num_tokens > length:
+                return inputs
+            content = rng.choice((b"cat", b"dog", b"sea", b"%d" % rng.randrange(1000)))
+            inputs.append(EncoderInput(position, num_tokens, content, len(content) + 1))
+            position += num_tokens
 
     def abort(self) -> None:
         live = list(self.harness.scheduler.requests)
