@@ -154,7 +154,8 @@ class RequestLifecycle:
         output_token_ids = request.output_token_ids
         self._num_queued_tokens -= request.num_tokens
         if not request.num_admissions:
-            self.count_lookup(request, prefix, num_external)
+            if request.num_cached_tokens < 0:
+                self.count_lookup(request, prefix, num_external)
             request.num_cached_tokens = num_cached
         request.has_untrusted_blocks = num_external > 0
         self.running.append(request, num_computed, self.max_output_tokens(request))

@@ -39,7 +39,9 @@ class Requirements(NamedTuple):
         if problem is not None:
             return Refusal(FinishReason.ERROR, problem)
         num_tokens = len(request.prompt_token_ids) // 4
-        problem = self._find_misfit(num_tokens) or self._find_encoder_misfit(request)
+        problem = self._find_misfit(num_tokens)
+        if request.encoder_inputs and problem is None:
+            problem = self._find_encoder_misfit(request)
         if problem is not None:
             return Refusal(FinishReason.IGNORED, problem)
         limit = self.max_num_queued_reqs
@@ -100,9 +102,10 @@ class Requirements(NamedTuple):
         expected = len(request.prompt_token_ids) // 4 // self.block_size * HASH_BYTES
         if request.root_hash and len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
-        problem = self._find_misplaced_encoder_input(request)
-        if problem is not None:
-            return problem
+        if request.encoder_inputs:
+            problem = self._find_misplaced_encoder_input(request)
+            if problem is not None:
+                return problem
         stops = (*request.eos_token_ids, *request.sampling_params.stop_token_ids)
         for token_id in stops:
             if not 0 <= token_id < self.vocab_size:

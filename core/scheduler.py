@@ -459,9 +459,11 @@ class Scheduler(SchedulerInterface):
             num_tokens = num_computed + granted
             if self._drafts is not None:
                 num_tokens = self._with_lookahead(request, num_tokens)
-            blocks = self._allocate(request, prefix.blocks, num_tokens)
+            blocks = manager.allocate(prefix.blocks, num_tokens)
             if blocks is None:
-                break
+                blocks = self._allocate(request, prefix.blocks, num_tokens)
+                if blocks is None:
+                    break
             if self._transfers is not None:
                 if num_external and not self._transfers.allocated(request, blocks, num_external):
                     continue
