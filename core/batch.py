@@ -78,10 +78,15 @@ class Batch:
 
 
 class Tenure(NamedTuple):
-    """A request from one admission until it leaves its slot."""
+    """A request from one admission until it leaves its slot, with the drafts that a step verifies of it.
+
+    `draft_token_ids` is None while only the workers know them.
+    """
 
     request: Request
     num_admissions: int
+    num_drafts: int = 0
+    draft_token_ids: list[int] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -93,7 +98,9 @@ class StepInFlight(NamedTuple):
     """A step sent to the workers whose output is still to come.
 
     `sampling` are the rows that sample, in batch order. `prefilled` are the requests whose first token
-    since their admission comes with this step, `constrained` those of the step's `grammar_slots`.
+    since their admission comes with this step, `constrained` those of the step's `grammar_slots`, and `loading`
+    those whose blocks a KV connector fills in this step. `num_drafts` are those of the rows that sample, None when
+    there are none.
     """
 
     step: int
@@ -103,3 +110,5 @@ class StepInFlight(NamedTuple):
     constrained: list[Tenure]
     scheduled_at: float
     has_prefill: bool
+    loading: list[Tenure]
+    num_drafts: Int64Array | None

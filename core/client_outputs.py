@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..protocol.arrays import Int32Array, int32_bytes
+import numpy as np
+
+from ..protocol.arrays import Int32Array, Int64Array, int32_bytes
 from ..protocol.messages import (
     EngineCoreOutputs,
     EventKind,
@@ -81,22 +83,53 @@ class ClientOutputs:
         self,
         sampling: Batch,
         token_ids: Int32Array,
+        counts: Int64Array | None,
         now: float,
         make_stats: Callable[[], SchedulerStats],
     ) -> dict[int, EngineCoreOutputs]:
-        """The messages after a step: its tokens, what is urgent, and the statistics."""
-        outputs = {
-            rows.client_index: self._outboxes[rows.client_index].empty(
-                self._core_index, now, rows.request_indices, token_ids[rows.positions].tobytes()
-            )
-            for rows in sampling.clients
-        }
+        """The messages after a step: its tokens, what is urgent, and the statistics.
+
+        `counts` are the tokens of each row, None for one each.
+        """
+        outputs = (
+            self._split(sampling, token_ids, now)
+            if counts is None
+            else self._split_counted(sampling, token_ids, counts, now)
+        )
         outputs.update(self.take_urgent(now))
         listener = next(iter(self._outboxes), None)
         if listener is not None:
             if listener not in outputs:
                 outputs[listener] = self._outboxes[listener].empty(self._core_index, now)
             outputs[listener].stats = make_stats()
+        return outputs
+
+    def _split(
+        self, sampling: Batch, token_ids: Int32Array, now: float
+    ) -> dict[int, EngineCoreOutputs]:
+        return {
+            rows.client_index: self._outboxes[rows.client_index].empty(
+                self._core_index, now, rows.request_indices, token_ids[rows.positions].tobytes()
+            )
+            for rows in sampling.clients
+        }
+
+    def _split_counted(
+        self, sampling: Batch, token_ids: Int32Array, counts: Int64Array, now: float
+    ) -> dict[int, EngineCoreOutputs]:
+        row_of_token = np.repeat(np.arange(len(counts)), counts)
+        outputs = {}
+        for rows in sampling.clients:
+            is_included = np.zeros(len(counts), np.bool_)
+            is_included[rows.positions] = True
+            message = self._outboxes[rows.client_index].empty(
+                self._core_index,
+                now,
+                rows.request_indices,
+                token_ids[is_included[row_of_token]].tobytes(),
+            )
+            message.num_tokens = int32_bytes(counts[rows.positions])
+            outputs[rows.client_index] = message
         return outputs
 
     def take_urgent(self, now: float) -> dict[int, EngineCoreOutputs]:

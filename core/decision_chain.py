@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ..protocol.arrays import int32_bytes
-from ..protocol.messages import EngineCoreOutputs, NewRequestData, SchedulerOutput
+from ..protocol.messages import EncoderWork, EngineCoreOutputs, NewRequestData, SchedulerOutput
 from ..protocol.sampling_params import SamplingParams
 from .events import Told
 
@@ -32,10 +32,16 @@ class DecisionChain:
         return self._hasher.digest()
 
     def scheduled(self, step: SchedulerOutput | None) -> SchedulerOutput | None:
-        """Take in a step. Returns it with nothing of its tokens but their number."""
-        if step is not None and step.new_requests:
-            step = copy(step)
-            step.new_requests = [_without_tokens(data) for data in step.new_requests]
+        """Take in a step. Returns it with nothing of its content but how much that is."""
+        if step is not None:
+            if step.new_requests:
+                step = copy(step)
+                step.new_requests = [_without_tokens(data) for data in step.new_requests]
+            if step.draft_token_ids or step.kv_connector_metadata or step.encoders is not None:
+                step = copy(step)
+                step.draft_token_ids = int32_bytes(len(step.draft_token_ids) // 4)
+                step.kv_connector_metadata = b""
+                step.encoders = step.encoders and _without_hashes(step.encoders)
         self._hasher.update(_encode(step))
         return step
 
@@ -76,4 +82,10 @@ def _without_tokens(data: NewRequestData) -> NewRequestData:
     data = copy(data)
     data.token_ids = int32_bytes(len(data.token_ids) // 4)
     data.sampling_params = _NO_PARAMS
+    data.lora_name = ""
+    data.encoder_inputs = []
     return data
+
+
+def _without_hashes(work: EncoderWork) -> EncoderWork:
+    return EncoderWork([b""] * len(work.freed_hashes), work.computed, work.loaded)

@@ -26,6 +26,7 @@ from ..protocol.messages import (
     ClientHello,
     ClientMessage,
     CoreReady,
+    DraftTokenIds,
     DumpEventLog,
     EngineCoreOutputs,
     FinishReason,
@@ -102,6 +103,7 @@ class EngineCore:
             except Exception:
                 self._dump_event_log("crash")
                 raise
+            self._scheduler.shutdown()
         finally:
             self._workers.send_all(self._worker_ids, Shutdown())
             self._grammars.close()
@@ -174,11 +176,13 @@ class EngineCore:
             vocab_size=config.model.vocab_size,
             num_blocks=num_blocks,
             core_index=self._core_index,
+            speculative=config.speculative,
         )
         self._scheduler = RecordedScheduler(
             setup,
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None,
+            kv_transfer=config.kv_transfer,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
@@ -228,6 +232,8 @@ class EngineCore:
             message = received[1]
             if isinstance(message, ModelRunnerOutput):
                 self._take_step_result(message)
+            elif isinstance(message, DraftTokenIds):
+                self._scheduler.update_draft_token_ids(message)
             elif isinstance(message, WorkerFailure):
                 raise EngineError(message.message)
             else:

@@ -57,7 +57,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class Dump(msgspec.Struct, array_like=True):
-    """`wall_time` (seconds since 1970) was `now` on the clock of the events. `problem` is an error in the log itself."""
+    """`wall_time` (seconds since 1970) was `now` on the clock of the events. `problem` says why it cannot be replayed."""
 
     format: str
     version: int
@@ -103,7 +103,7 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
         now,
         setup,
         segments,
-        log.snapshot_error,
+        log.problem,
     )
 
 

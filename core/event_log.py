@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
-from ..protocol.block_hash import hash_blocks
+from ..protocol.block_hash import PlacedInput, hash_blocks
 from .decision_chain import DecisionChain
-from .events import AddRequest, Event, GrammarRefused, Hashed, Update
+from .events import AddRequest, Event, GrammarAccepts, GrammarRefused, Hashed, Update
 from .grammars import GrammarBackend
 from .request import RequestKey
 from .scheduler import Scheduler
@@ -66,8 +66,13 @@ class EventLog:
         self._stops: set[int] = set()
         self._recent: list[Update] = []
         self._num_recent_bytes = 0
-        self.snapshot_error = ""
-        """Why there is no snapshot although there should be one: an error of ours."""
+        self.problem = ""
+        """Why what is recorded cannot be replayed: an error of ours, or what is not recorded."""
+
+    def give_up(self, problem: str) -> None:
+        """Nothing that follows can be replayed."""
+        self.problem = problem
+        self.segments[-1].is_whole = False
 
     def add(self, event: AddRequest) -> None:
         message = event.message
@@ -118,12 +123,12 @@ class EventLog:
         """Begin the next segment with the scheduler's state, if that costs little."""
         requests = scheduler.requests
         snapshot = None
-        if len(requests) <= MAX_SNAPSHOT_REQUESTS and not self.snapshot_error:
+        if len(requests) <= MAX_SNAPSHOT_REQUESTS and not self.problem:
             try:
                 snapshot = capture(scheduler)
             except Exception as error:
                 # Whatever is wrong here, requests must not suffer from it.
-                self.snapshot_error = f"{type(error).__name__}: {error}"
+                self.problem = f"{type(error).__name__}: {error}"
         if snapshot is None and self.num_bytes <= PATIENCE * self.segment_bytes:
             return
         self.settle()
@@ -135,9 +140,15 @@ class EventLog:
         # Without a state to start from, the next chance to have one must come soon.
         self.num_bytes = 0 if snapshot is not None else self.segment_bytes
 
-    def hash_blocks(self, token_ids: Int32Array, block_size: int, parent: bytes) -> bytes:
+    def hash_blocks(
+        self,
+        token_ids: Int32Array,
+        block_size: int,
+        parent: bytes,
+        inputs: Sequence[PlacedInput] = (),
+    ) -> bytes:
         """`block_hash.hash_blocks`, written down: a replay has no tokens to hash."""
-        digests = hash_blocks(token_ids, block_size, parent)
+        digests = hash_blocks(token_ids, block_size, parent, inputs)
         self.events.append(Hashed(digests))
         self.num_bytes += len(digests)
         return digests
@@ -151,6 +162,7 @@ class RecordedGrammars(Outside):
         self._backend = backend
         self.compile = backend.compile
         self.fill_bitmask = backend.fill_bitmask
+        self.rollback = backend.rollback
         self.release = backend.release
 
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
@@ -158,3 +170,9 @@ class RecordedGrammars(Outside):
         if not accepted:
             self._log.events.append(GrammarRefused(key))
         return accepted
+
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        num_tokens = self._backend.num_acceptable(key, token_ids)
+        if num_tokens < len(token_ids):
+            self._log.events.append(GrammarAccepts(key, num_tokens))
+        return num_tokens

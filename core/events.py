@@ -10,7 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from ..protocol.arrays import int32_bytes
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
@@ -109,8 +111,27 @@ class GrammarRefused(msgspec.Struct, tag=11, array_like=True, gc=False):
     key: RequestKey
 
 
+def without_tokens(drafts: DraftTokenIds) -> DraftTokenIds:
+    """Drafts with the number of their tokens, int32, in the place of these."""
+    num_tokens = int32_bytes(len(drafts.token_ids) // 4)
+    return msgspec.structs.replace(drafts, token_ids=num_tokens)
+
+
+class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
+    """While the event before was handled, a grammar allowed only the first so many drafts."""
+
+    key: RequestKey
+    num_tokens: int
+
+
+class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
+    """Drafts that came after the output of their step, without the tokens but for their number."""
+
+    drafts: DraftTokenIds
+
+
 Decided: TypeAlias = Schedule | Update | TakeOutputs
-Answer: TypeAlias = Hashed | GrammarRefused
+Answer: TypeAlias = Hashed | GrammarRefused | GrammarAccepts
 Event: TypeAlias = (
     AddClient
     | FinishClient
@@ -124,4 +145,6 @@ Event: TypeAlias = (
     | MakeStats
     | Hashed
     | GrammarRefused
+    | GrammarAccepts
+    | UpdateDrafts
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..protocol.errors import EngineError
 from ..protocol.sampling_params import StructuredOutput
 from .batch import Tenure
 from .request import Request, RequestKey
@@ -19,6 +20,12 @@ class GrammarBackend(Protocol):
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
         """Advance the grammar; False when it forbids one of the tokens."""
 
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        """How many of the tokens the grammar would accept in a row, without advancing."""
+
+    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
+        """Take back the last accepted tokens; False when that is not possible."""
+
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> bytes:
         """The allowed next tokens, int32[len(keys), ceil(vocab_size / 32)]."""
 
@@ -32,6 +39,7 @@ class Grammars:
     def __init__(self, backend: GrammarBackend | None, vocab_size: int) -> None:
         self._backend = backend
         self._row_bytes = -(-vocab_size // 32) * 4
+        self._anything = b"\xff" * self._row_bytes
 
     def start(self, request: Request) -> bool:
         """Start to compile the grammar of a constrained request. False for any other."""
@@ -45,19 +53,43 @@ class Grammars:
         """Advance a request's grammar; False when it forbids one of the tokens."""
         return self._backend is None or self._backend.accept_tokens(request.key, token_ids)
 
+    def num_acceptable(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many drafts a request's grammar would accept."""
+        if self._backend is None or not token_ids:
+            return len(token_ids)
+        return self._backend.num_acceptable(request.key, token_ids)
+
     def release(self, request: Request) -> None:
         if request.params.structured_output is not None and self._backend is not None:
             self._backend.release(request.key)
 
     def bitmask(self, rows: Sequence[Tenure]) -> bytes:
-        """The allowed next tokens of each row.
+        """The allowed next tokens of each row, and those after each of its drafts.
 
-        A row whose request has left its slot may sample anything, for its sample is dropped.
+        A row whose request has left its slot may sample anything, for its sample is dropped; so may what follows
+        a draft that is not allowed. Raises EngineError when a grammar cannot be put back before the drafts.
         """
+        if any(row.num_drafts for row in rows):
+            return b"".join(map(self._bitmask_with_drafts, rows))
         alive = [row.is_alive for row in rows]
         keys = [row.request.key for row, is_alive in zip(rows, alive, strict=True) if is_alive]
         filled = self._backend.fill_bitmask(keys) if self._backend and keys else b""
         size = self._row_bytes
         known = (filled[start : start + size] for start in range(0, len(filled), size))
-        anything = b"\xff" * size
-        return b"".join(next(known) if is_alive else anything for is_alive in alive)
+        return b"".join(next(known) if is_alive else self._anything for is_alive in alive)
+
+    def _bitmask_with_drafts(self, row: Tenure) -> bytes:
+        num_rows = row.num_drafts + 1
+        backend = self._backend
+        if backend is None or not row.is_alive:
+            return self._anything * num_rows
+        key = row.request.key
+        filled = [backend.fill_bitmask([key])]
+        draft_token_ids = row.draft_token_ids or []
+        num_acceptable = self.num_acceptable(row.request, draft_token_ids)
+        for token_id in draft_token_ids[:num_acceptable]:
+            backend.accept_tokens(key, (token_id,))
+            filled.append(backend.fill_bitmask([key]))
+        if num_acceptable and not backend.rollback(key, num_acceptable):
+            raise EngineError(f"the grammar of request {key} cannot be put back before its drafts")
+        return b"".join(filled) + self._anything * (num_rows - len(filled))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -14,6 +15,7 @@ from ..protocol.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from .kv_connector import KVConnector
 from .request import RequestKey
 
 
@@ -66,6 +68,13 @@ class SchedulerInterface(ABC):
         """
 
     @abstractmethod
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Drafts that did not come with the output of the step, which is the last one taken in.
+
+        Raises EngineError when they have not their shape.
+        """
+
+    @abstractmethod
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         """What clients must hear of requests that ended outside of any step."""
 
@@ -91,6 +100,14 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def make_stats(self) -> SchedulerStats:
         """Gauges now, and counts since the last call."""
+
+    @abstractmethod
+    def get_kv_connector(self) -> KVConnector | None:
+        """The scheduler's half of the KV connector, if there is one."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Nothing will be asked any more."""
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_view
-from ..protocol.block_hash import hash_blocks
+from ..protocol.block_hash import PlacedInput, hash_blocks
 from .block_pool import BlockPool
 from .kv_event_log import KVEventLog
 from .request import Request
@@ -18,7 +18,7 @@ from .slots import SlotArray, Slots
 
 FULL_ATTENTION_GROUP: Final = 0
 
-HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes], bytes]
+HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes]
 """`block_hash.hash_blocks`, or what stands for it where there are no tokens."""
 
 
@@ -28,6 +28,18 @@ class Growth(NamedTuple):
     slots: SlotArray
     counts: Int64Array
     total: int
+
+
+class Prefix(NamedTuple):
+    """The computed tokens that a waiting request can begin with, and their blocks.
+
+    `num_cached_blocks` of these are findable; a reserved prefix is held for the request already.
+    """
+
+    blocks: list[int]
+    num_tokens: int
+    num_cached_blocks: int
+    is_reserved: bool = False
 
 
 class KVCacheManager:
@@ -52,6 +64,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         """The blocks of each slot in the order of its tokens."""
+        self.reserved: dict[int, list[int]] = {}
+        """Blocks that are held for a transfer instead of by a slot, by its id."""
         self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._num_cached_blocks = [0] * max_num_seqs
 
@@ -59,6 +73,16 @@ class KVCacheManager:
     def max_tokens(self) -> int:
         """Tokens that fit when one request holds every block."""
         return (self.pool.num_blocks - 1) * self.block_size
+
+    def find_prefix(self, request: Request) -> Prefix:
+        """The longest known prefix, findable or reserved."""
+        found = self.find_computed_blocks(request)
+        num_tokens = len(found) * self.block_size
+        if request.num_reserved_tokens > num_tokens:
+            # The last token is computed again for what comes after it.
+            num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
+            return Prefix(self.reserved[request.transfer_id], num_tokens, 0, is_reserved=True)
+        return Prefix(found, num_tokens, len(found))
 
     def find_computed_blocks(self, request: Request) -> list[int]:
         """The cached blocks of the longest known prefix, which leaves at least one token to compute."""
@@ -140,13 +164,18 @@ class KVCacheManager:
             return
         slot = request.slot
         start = self._num_cached_blocks[slot]
+        self._num_cached_blocks[slot] = self._cache(request, self.blocks[slot], start, num_tokens)
+
+    def _cache(self, request: Request, blocks: list[int], start: int, num_tokens: int) -> int:
+        """Cache full, hashed blocks from index `start` on. Returns how many are cached now."""
         hashes = request.block_hashes
         end = min(num_tokens // self.block_size, len(hashes))
-        if end > start:
-            if self._events is not None:
-                self._log_stored(self._events, request, start, end)
-            self.pool.cache(self.blocks[slot][start:end], hashes[start:end])
-            self._num_cached_blocks[slot] = end
+        if end <= start:
+            return start
+        if self._events is not None:
+            self._log_stored(self._events, request, start, end)
+        self.pool.cache(blocks[start:end], hashes[start:end])
+        return end
 
     def free(self, request: Request, num_tokens: int) -> None:
         """Release the blocks of a request, the first `num_tokens` tokens of it staying findable.
@@ -163,10 +192,36 @@ class KVCacheManager:
         self.blocks[slot] = []
         self._capacity[slot] = 0
 
-    def distrust(self, request: Request) -> None:
-        """Let nobody find the blocks of a request whose computation failed."""
-        self.pool.uncache(self.blocks[request.slot])
-        request.root_hash = b""
+    def distrust(self, request: Request, num_valid_blocks: int = 0) -> None:
+        """Let nobody find the blocks of a running request but the first valid ones."""
+        self.pool.uncache(self.blocks[request.slot][num_valid_blocks:])
+        request.has_untrusted_blocks = True
+
+    def reserve(self, request: Request, blocks: list[int]) -> None:
+        """Hold allocated blocks for a request without a slot."""
+        self.reserved[request.transfer_id] = blocks
+
+    def keep(self, request: Request, num_blocks: int) -> None:
+        """Go on holding the first blocks of a running request after it has left its slot."""
+        blocks = self.blocks[request.slot][:num_blocks]
+        self.pool.hold(blocks, 0)
+        self.reserved[request.transfer_id] = blocks
+
+    def trim_reserved(self, request: Request, num_tokens: int) -> None:
+        """Release the reserved blocks but those of the first tokens, which become findable."""
+        blocks = self.reserved[request.transfer_id]
+        num_kept = -(-num_tokens // self.block_size)
+        self.pool.release(blocks[num_kept:])
+        if not num_kept:
+            del self.reserved[request.transfer_id]
+            return
+        self.reserved[request.transfer_id] = blocks[:num_kept]
+        if self._caches(request):
+            self._cache(request, blocks, 0, num_tokens)
+
+    def release_reserved(self, transfer_id: int) -> None:
+        """Nobody needs these blocks any more."""
+        self.pool.release(self.reserved.pop(transfer_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Does nothing and returns False while any block is held."""
@@ -175,7 +230,11 @@ class KVCacheManager:
     def _log_stored(self, events: KVEventLog, request: Request, start: int, end: int) -> None:
         """Log the runs of blocks that are about to become findable."""
         hashes, size = request.block_hashes, self.block_size
-        output = self._slots.output_token_ids(request.slot)
+        output = (
+            self._slots.output_token_ids(request.slot)
+            if request.slot >= 0
+            else int32_view(request.output_token_ids)
+        )
         token_ids = np.concatenate((int32_view(request.prompt_token_ids), output))
         fresh = (index for index in range(start, end) if not self.pool.is_cached(hashes[index]))
         for _, run in groupby(enumerate(fresh), lambda item: item[1] - item[0]):
@@ -186,4 +245,8 @@ class KVCacheManager:
             events.stored(hashes[first:last], parent, tokens)
 
     def _caches(self, request: Request) -> bool:
-        return self.enable_prefix_caching and bool(request.root_hash)
+        return (
+            self.enable_prefix_caching
+            and bool(request.root_hash)
+            and not request.has_untrusted_blocks
+        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
+from typing import Any
 
 import msgspec
 
 from ..protocol.block_hash import hash_blocks
-from ..protocol.config import CacheConfig, SchedulerConfig
+from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -18,6 +20,7 @@ from ..protocol.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from .encoder_cache_connector import EncoderCacheConnector
 from .event_log import EventLog, RecordedGrammars
 from .events import (
     AddClient,
@@ -30,10 +33,13 @@ from .events import (
     Schedule,
     TakeOutputs,
     Update,
+    UpdateDrafts,
+    without_tokens,
 )
 from .grammars import GrammarBackend
 from .interface import SchedulerInterface
 from .kv_cache_manager import HashBlocks
+from .kv_connector import KVConnector
 from .request import RequestKey
 from .scheduler import Scheduler
 
@@ -48,6 +54,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_blocks: int
     core_index: int = 0
     has_grammars: bool = False
+    speculative: SpeculativeConfig | None = None
 
     def make_scheduler(
         self,
@@ -55,6 +62,7 @@ class Setup(msgspec.Struct, frozen=True):
         hash_blocks: HashBlocks = hash_blocks,
         log_kv_events: bool = False,
         scheduler_class: Callable[..., Scheduler] = Scheduler,
+        **connectors: Any,
     ) -> Scheduler:
         """Raises ConfigError for limits that contradict each other."""
         return scheduler_class(
@@ -67,6 +75,8 @@ class Setup(msgspec.Struct, frozen=True):
             structured_output=grammars,
             log_kv_events=log_kv_events,
             hash_blocks=hash_blocks,
+            speculative=self.speculative,
+            **connectors,
         )
 
 
@@ -79,12 +89,24 @@ class RecordedScheduler(SchedulerInterface):
         *,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
+        kv_connector: KVConnector | None = None,
+        kv_transfer: KVTransferConfig | None = None,
+        encoder_cache_connector: EncoderCacheConnector | None = None,
         log: EventLog | None = None,
     ) -> None:
         self.log = log = log or EventLog()
         self.setup = msgspec.structs.replace(setup, has_grammars=structured_output is not None)
         grammars = structured_output and RecordedGrammars(structured_output, log)
-        self.scheduler = setup.make_scheduler(grammars, log.hash_blocks, log_kv_events)
+        self.scheduler = setup.make_scheduler(
+            grammars,
+            log.hash_blocks,
+            log_kv_events,
+            kv_connector=kv_connector,
+            kv_transfer=kv_transfer,
+            encoder_cache_connector=encoder_cache_connector,
+        )
+        if kv_transfer is not None or encoder_cache_connector is not None:
+            log.give_up("what connectors answer is not recorded, so there is no replay with them")
 
     @property
     def violations(self) -> list[str]:
@@ -104,6 +126,10 @@ class RecordedScheduler(SchedulerInterface):
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         kept = copy(message)
         kept.prompt_token_ids = b""
+        kept.kv_transfer_params = None
+        kept.encoder_inputs = [
+            msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
+        ]
         num_prompt_bytes = len(message.prompt_token_ids)
         self.log.add(AddRequest(client_index, kept, num_prompt_bytes, now))
         self.scheduler.add_request(client_index, message, now)
@@ -130,6 +156,13 @@ class RecordedScheduler(SchedulerInterface):
         self.log.events.append(MakeStats())
         return self.scheduler.make_stats()
 
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        self.log.events.append(UpdateDrafts(without_tokens(drafts)))
+        self.scheduler.update_draft_token_ids(drafts)
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+
     # steps
 
     def schedule(self, now: float) -> SchedulerOutput | None:
@@ -153,9 +186,10 @@ class RecordedScheduler(SchedulerInterface):
     ) -> dict[int, EngineCoreOutputs]:
         log = self.log
         result = model_runner_output
-        if result.logprobs or result.prompt_logprobs:
+        if result.logprobs or result.prompt_logprobs or result.drafts is not None:
             result = copy(result)
             result.logprobs = result.prompt_logprobs = []
+            result.drafts = result.drafts and without_tokens(result.drafts)
         event = Update(now, result)
         log.update(event)
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
@@ -173,10 +207,20 @@ class RecordedScheduler(SchedulerInterface):
     # what changes nothing
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
-        return self.scheduler.get_grammar_bitmask(scheduler_output)
+        num_events = len(self.log.events)
+        bitmask = self.scheduler.get_grammar_bitmask(scheduler_output)
+        # Nothing is decided by what grammars answer here.
+        del self.log.events[num_events:]
+        return bitmask
 
     def take_kv_events(self) -> list[KVCacheEvent]:
         return self.scheduler.take_kv_events()
+
+    def get_kv_connector(self) -> KVConnector | None:
+        return self.scheduler.get_kv_connector()
+
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests()
 
     def get_num_unfinished_requests(self) -> int:
         return self.scheduler.get_num_unfinished_requests()

@@ -15,7 +15,12 @@ import numpy as np
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.config import SchedulerConfig
-from ..protocol.messages import EngineCoreRequest, FinishedRequest, ModelRunnerOutput
+from ..protocol.messages import (
+    DraftTokenIds,
+    EngineCoreRequest,
+    FinishedRequest,
+    ModelRunnerOutput,
+)
 from . import snapshot as state
 from .events import AddRequest, Event, Hashed, TakeOutputs, Told, Update
 from .snapshot import Node, Snapshot, without_content
@@ -56,7 +61,7 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
                 return state.Text(pseudonyms.name(original))
             case bytes():
                 if len(node) % HASH_BYTES:
-                    return state.Blank(len(node))
+                    return state.Blank((len(node),))
                 return state.Digests(pseudonyms.numbers(node)) if node else node
             case state.Sequence(kind, items):
                 return state.Sequence(kind, [redact(item) for item in items])
@@ -110,6 +115,11 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         tenant=pseudonyms.name(message.tenant),
         deadline=message.deadline,
         request_id=message.request_id,
+        lora_name=pseudonyms.name(message.lora_name),
+        encoder_inputs=[
+            msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
+            for item in message.encoder_inputs
+        ],
     )
 
 
@@ -119,6 +129,7 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
         num_sampled=result.num_sampled,
         nan_slots=result.nan_slots,
         failed_slots=[(slot, "") for slot, _ in result.failed_slots],
+        drafts=result.drafts,
     )
 
 
@@ -137,6 +148,10 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
         prompt_token_ids=bytes(event.num_prompt_bytes),
         block_hashes=state.expand_digests(message.block_hashes),
         root_hash=state.expand_digests(message.root_hash),
+        encoder_inputs=[
+            msgspec.structs.replace(item, content_hash=state.expand_digests(item.content_hash))
+            for item in message.encoder_inputs
+        ],
     )
 
 
@@ -145,4 +160,15 @@ def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
     token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
     stops = int32_view(event.stops).reshape(-1, 2)
     token_ids[stops[:, 0]] = stops[:, 1]
-    return msgspec.structs.replace(event.result, sampled_token_ids=int32_bytes(token_ids))
+    drafts = event.result.drafts
+    return msgspec.structs.replace(
+        event.result,
+        sampled_token_ids=int32_bytes(token_ids),
+        drafts=drafts and expand_drafts(drafts),
+    )
+
+
+def expand_drafts(drafts: DraftTokenIds) -> DraftTokenIds:
+    """As many zeros as there were tokens."""
+    num_tokens = int(int32_view(drafts.token_ids)[0])
+    return msgspec.structs.replace(drafts, token_ids=bytes(4 * num_tokens))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.block_hash import PlacedInput
 from ..protocol.errors import EngineError
 from ..protocol.messages import EngineCoreOutputs, SchedulerOutput
 from ..protocol.sampling_params import StructuredOutput
@@ -23,6 +24,7 @@ from .events import (
     Event,
     FinishClient,
     FinishRequests,
+    GrammarAccepts,
     GrammarReady,
     GrammarRefused,
     Hashed,
@@ -31,9 +33,10 @@ from .events import (
     Schedule,
     TakeOutputs,
     Update,
+    UpdateDrafts,
 )
 from .recorded_scheduler import Setup
-from .redaction import expand_request, expand_result
+from .redaction import expand_drafts, expand_request, expand_result
 from .request import RequestKey
 from .scheduler import Scheduler
 from .snapshot import Outside, expand_digests, restore
@@ -65,7 +68,8 @@ class Replayer(Outside):
     ) -> None:
         if not segment.is_whole:
             raise EngineError(
-                "this part of the log has no state to start from: too many requests were alive"
+                "this part of the log has no state to start from: too many requests were alive, "
+                "or the log names a problem"
             )
         self._segment = segment
         self._answers: deque[Answer] = deque()
@@ -138,6 +142,8 @@ class Replayer(Outside):
                 scheduler.grammar_ready(key, None if ok else "the grammar could not be compiled")
             case ResetPrefixCache(reset_running_requests, now):
                 self._chain.answered(scheduler.reset_prefix_cache(reset_running_requests, now))
+            case UpdateDrafts(drafts):
+                scheduler.update_draft_token_ids(expand_drafts(drafts))
             case MakeStats():
                 scheduler.make_stats()
             case Schedule(now):
@@ -176,7 +182,13 @@ class Replayer(Outside):
             ]
             raise Difference("\n  ".join((f"{_place(index, event)}:", *differences)))
 
-    def _hash_blocks(self, token_ids: Int32Array, block_size: int, parent: bytes) -> bytes:
+    def _hash_blocks(
+        self,
+        token_ids: Int32Array,
+        block_size: int,
+        parent: bytes,
+        inputs: Sequence[PlacedInput] = (),
+    ) -> bytes:
         answer = self._answers[0] if self._answers else None
         num_blocks = len(token_ids) // block_size
         if isinstance(answer, Hashed) and len(answer.digests) // 4 == num_blocks:
@@ -200,6 +212,16 @@ class _RecordedOpinions(Outside):
         if self._answers and self._answers[0] == GrammarRefused(key):
             self._answers.popleft()
             return False
+        return True
+
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        answer = self._answers[0] if self._answers else None
+        if isinstance(answer, GrammarAccepts) and answer.key == key:
+            self._answers.popleft()
+            return answer.num_tokens
+        return len(token_ids)
+
+    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         return True
 
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> bytes:

@@ -7,13 +7,13 @@ and what must survive while it has no slot.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from ..protocol.arrays import Int32Array, int32_view
-from ..protocol.block_hash import HASH_BYTES
+from ..protocol.block_hash import HASH_BYTES, PlacedInput
 from ..protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 
 RequestKey: TypeAlias = tuple[int, int]
@@ -29,14 +29,15 @@ class RequestStatus(enum.IntEnum):
 
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH = 5
-    FINISHED_ABORTED = 6
-    FINISHED_IGNORED = 7
-    FINISHED_EXPIRED = 8
-    FINISHED_ERROR = 9
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_ABORTED = 7
+    FINISHED_IGNORED = 8
+    FINISHED_EXPIRED = 9
+    FINISHED_ERROR = 10
 
     @classmethod
     def finished(cls, reason: FinishReason) -> RequestStatus:
@@ -51,22 +52,30 @@ class Request:
 
     While the request has a slot (`slot` >= 0) its output tokens are in `Slots`; otherwise they are in
     `output_token_ids`, and `num_tokens` counts them and the prompt's. `num_cached_tokens` is -1 until
-    the first admission.
+    the first admission. Of its first `num_reserved_tokens` tokens the computed blocks are held for it while
+    it waits; with `computes_locally` nothing more is loaded for it. Blocks that are not trusted may hold anything,
+    and must not be found by others.
     """
 
     __slots__ = (
         "_block_hashes",
         "arrival",
         "client_index",
+        "computes_locally",
         "deadline",
+        "encoder_inputs",
         "eos_token_ids",
         "has_sampled",
+        "has_untrusted_blocks",
         "is_corrupted",
         "is_finished",
         "key",
+        "kv_transfer_params",
+        "lora_name",
         "num_admissions",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "num_reserved_tokens",
         "num_tokens",
         "output_token_ids",
         "params",
@@ -98,6 +107,9 @@ class Request:
         self.priority = message.priority
         self.tenant = message.tenant
         self.deadline = message.deadline
+        self.encoder_inputs = message.encoder_inputs
+        self.lora_name = message.lora_name
+        self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
@@ -116,7 +128,15 @@ class Request:
         self.num_cached_tokens = -1
         self.has_sampled = False
         self.is_corrupted = False
+        self.has_untrusted_blocks = False
+        self.computes_locally = False
+        self.num_reserved_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def transfer_id(self) -> int:
+        """What KV connectors call the request; never given to another one."""
+        return self.arrival
 
     @property
     def token_ids(self) -> bytes:
@@ -130,11 +150,15 @@ class Request:
             self._block_hashes = _split(self.prompt_block_hashes)
         return self._block_hashes
 
+    def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
+        """Whether a token ends the request as its so many-th one of output."""
+        return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens
+
     def hash_output_blocks(
         self,
         output_token_ids: Int32Array,
         block_size: int,
-        hash_blocks: Callable[[Int32Array, int, bytes], bytes],
+        hash_blocks: Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes],
     ) -> list[bytes]:
         """Extend `block_hashes` over all full blocks of the prompt followed by `output_token_ids`."""
         hashes = self.block_hashes
@@ -144,7 +168,12 @@ class Request:
             prompt = int32_view(self.prompt_token_ids)[start:]
             output = output_token_ids[max(0, start - self.num_prompt_tokens) :]
             parent = hashes[-1] if hashes else self.root_hash
-            digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent)
+            inputs = [
+                (item.position - start, item.num_tokens, item.content_hash)
+                for item in self.encoder_inputs
+                if item.position + item.num_tokens > start
+            ]
+            digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent, inputs)
             hashes += _split(digests)
         return hashes
 

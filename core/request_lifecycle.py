@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from typing import TYPE_CHECKING
 
 from ..protocol.messages import (
     EngineCoreRequest,
@@ -14,12 +15,16 @@ from ..protocol.messages import (
     SchedulerStats,
 )
 from .client_outputs import ClientOutputs
+from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
-from .kv_cache_manager import KVCacheManager
+from .kv_cache_manager import KVCacheManager, Prefix
 from .request import Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
+
+if TYPE_CHECKING:
+    from .kv_transfers import KVTransfers
 
 
 class RequestLifecycle:
@@ -34,6 +39,7 @@ class RequestLifecycle:
         queue: RequestQueue,
         clients: ClientOutputs,
         grammars: Grammars,
+        encoders: EncoderInputs,
     ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
@@ -41,7 +47,9 @@ class RequestLifecycle:
         self.running = running
         self.clients = clients
         self.grammars = grammars
-        self._manager = manager
+        self._encoders = encoders
+        self.manager = manager
+        self.transfers: KVTransfers | None = None
         self._requirements = requirements
         # The last token of a request is never computed, so it needs no place in the cache.
         self._max_total_tokens = min(requirements.max_model_len, manager.max_tokens + 1)
@@ -73,6 +81,8 @@ class RequestLifecycle:
         self.clients.event(request, EventKind.QUEUED, now)
         if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        if request.encoder_inputs:
+            self._encoders.are_in_use = True
         if self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         else:
@@ -93,7 +103,7 @@ class RequestLifecycle:
         """End the requests whose deadline has passed before they were given anything to compute."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, _, request = heapq.heappop(self._deadlines)
-            if request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR):
+            if request.status < RequestStatus.RUNNING and not request.num_admissions:
                 self.finish(
                     request,
                     FinishReason.EXPIRED,
@@ -101,26 +111,55 @@ class RequestLifecycle:
                     f"its deadline after {deadline - request.queued_at:.3f} s",
                 )
 
-    def start(
-        self, request: Request, blocks: list[int], num_cached_blocks: int, granted: int, now: float
-    ) -> NewRequestData:
-        """Give the first request of the queue a slot, its blocks and its first tokens to compute."""
+    def wait_for_load(self, request: Request) -> None:
+        """The first request of the queue waits for its blocks to be filled."""
         self.queue.pop()
-        num_tokens = request.num_tokens
-        num_cached = num_cached_blocks * self._manager.block_size
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def load_ended(self, request: Request) -> None:
+        """A request is to be admitted with what was loaded for it."""
+        was_running = request.num_admissions > 0
+        request.status = RequestStatus.PREEMPTED if was_running else RequestStatus.WAITING
+        self.queue.restore(request)
+
+    def count_lookup(self, request: Request, prefix: Prefix, num_external: int) -> None:
+        """Count once for each request what was found in the caches when it was first looked up."""
+        if request.num_cached_tokens >= 0:
+            return
+        request.num_cached_tokens = 0
+        if self.manager.reads_cache_for(request):
+            self.stats.prefix_cache_queries += request.num_tokens
+            self.stats.prefix_cache_hits += prefix.num_tokens
+        if self.transfers is not None:
+            stats = self.transfers.stats
+            stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
+            stats.prefix_cache_hits += num_external
+
+    def start(
+        self,
+        request: Request,
+        blocks: list[int],
+        prefix: Prefix,
+        num_external: int,
+        granted: int,
+        now: float,
+    ) -> NewRequestData:
+        """Give the first request of the queue a slot, its blocks and its first tokens to compute.
+
+        `num_external` tokens after the prefix are loaded by the step itself.
+        """
+        self.queue.pop()
+        num_cached = prefix.num_tokens + num_external
         num_computed = num_cached + granted
         output_token_ids = request.output_token_ids
-        self._num_queued_tokens -= num_tokens
-        if request.num_cached_tokens < 0:
+        self._num_queued_tokens -= request.num_tokens
+        if not request.num_admissions:
+            if request.num_cached_tokens < 0:
+                self.count_lookup(request, prefix, num_external)
             request.num_cached_tokens = num_cached
-            if self._manager.reads_cache_for(request):
-                self.stats.prefix_cache_queries += num_tokens
-                self.stats.prefix_cache_hits += num_cached
-        max_output = self._max_total_tokens - request.num_prompt_tokens
-        if request.params.max_tokens is not None:
-            max_output = min(max_output, request.params.max_tokens)
-        self.running.append(request, num_computed, max_output)
-        self._manager.assign(request, blocks, num_cached_blocks, num_computed)
+        request.has_untrusted_blocks = num_external > 0
+        self.running.append(request, num_computed, self.max_output_tokens(request))
+        self.manager.assign(request, blocks, prefix.num_cached_blocks, num_computed)
         self.queue.entering(request, num_cached)
         request.status = RequestStatus.RUNNING
         self.clients.event(request, EventKind.SCHEDULED, now)
@@ -133,7 +172,16 @@ class RequestLifecycle:
             block_ids=(array("i", blocks).tobytes(),),
             sampling_params=request.params,
             eos_token_ids=request.eos_token_ids,
+            lora_name=request.lora_name,
+            encoder_inputs=request.encoder_inputs,
         )
+
+    def max_output_tokens(self, request: Request) -> int:
+        """How many tokens a request may generate in all."""
+        max_output = self._max_total_tokens - request.num_prompt_tokens
+        if request.params.max_tokens is not None:
+            max_output = min(max_output, request.params.max_tokens)
+        return max_output
 
     def preempt(self, slot: int, now: float) -> None:
         """Take everything from a running request but its tokens, and let it wait in its old place."""
@@ -152,7 +200,8 @@ class RequestLifecycle:
     def fail(self, request: Request, message: str) -> None:
         """End a request whose computation went wrong."""
         if request.status is RequestStatus.RUNNING:
-            self._manager.distrust(request)
+            self.manager.distrust(request)
+            self._encoders.release(request, is_trusted=False)
             self.finish(request, FinishReason.ERROR, message=message)
 
     def finish(
@@ -165,6 +214,14 @@ class RequestLifecycle:
     ) -> None:
         """End a live request."""
         del self.requests[request.key]
+        params = None
+        if self.transfers is not None:
+            try:
+                params = self.transfers.ending(request, reason).params
+            except Exception as error:
+                if reason is not FinishReason.ABORT:
+                    reason, stop_reason = FinishReason.ERROR, None
+                    message = message or f"KV connector: {error}"
         was = request.status
         request.status = RequestStatus.finished(reason)
         request.is_finished = True
@@ -172,10 +229,10 @@ class RequestLifecycle:
             self._vacate(request)
         else:
             self._num_queued_tokens -= request.num_tokens
-            if was is not RequestStatus.WAITING_FOR_GRAMMAR:
+            if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 self.queue.discard(request)
         self.grammars.release(request)
-        finished = FinishedRequest(request.request_index, reason, stop_reason, message)
+        finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
         self.clients.finish(request.client_index, finished)
 
     def make_stats(self) -> SchedulerStats:
@@ -183,7 +240,9 @@ class RequestLifecycle:
         stats, self.stats = self.stats, SchedulerStats()
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
-        stats.kv_cache_usage = self._manager.pool.usage
+        stats.kv_cache_usage = self.manager.pool.usage
+        if self.transfers is not None:
+            stats.kv_connector = self.transfers.take_stats()
         return stats
 
     def _vacate(self, request: Request) -> None:
@@ -191,5 +250,7 @@ class RequestLifecycle:
         slot, state = request.slot, self.running.slots
         num_known = request.num_prompt_tokens + int(state.num_output_tokens[slot])
         num_certain = min(int(state.num_computed_tokens[slot]), num_known)
-        self._manager.free(request, num_certain)
+        self.manager.free(request, num_certain)
+        if self._encoders.are_in_use:
+            self._encoders.release(request)
         self.running.remove(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,6 +17,14 @@ _MIN_LEFT = 64
 """Entries of requests that ended while they waited are swept out when they outnumber the others by this."""
 
 
+class Obstacle(enum.IntEnum):
+    """Why a request is passed by others behind it."""
+
+    LONG_PREFILLS = 0
+    LORA_SLOTS = 1
+    CONNECTOR = 2
+
+
 class RequestQueue(ABC):
     """The order of admission, and against it that of preemption.
 
@@ -25,7 +34,7 @@ class RequestQueue(ABC):
     def __init__(self, running: RunningRequests) -> None:
         self._running = running
         self._num_waiting = 0
-        self._aside: dict[int, Request] = {}
+        self._aside: tuple[dict[int, Request], ...] = tuple({} for _ in Obstacle)
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -45,21 +54,22 @@ class RequestQueue(ABC):
         self._num_waiting -= 1
         return self._remove_first()
 
-    def set_aside(self) -> None:
+    def set_aside(self, obstacle: Obstacle) -> None:
         """Take the first request out of the order until `recall`; it still waits."""
         request = self._remove_first()
-        self._aside[request.arrival] = request
+        self._aside[obstacle][request.arrival] = request
 
-    def recall(self) -> None:
-        """Put every request that was set aside back in its place."""
-        for request in self._aside.values():
+    def recall(self, obstacle: Obstacle) -> None:
+        """Put every request that was set aside for this reason back in its place."""
+        aside = self._aside[obstacle]
+        for request in aside.values():
             self._reinsert(request)
-        self._aside = {}
+        aside.clear()
 
     def discard(self, request: Request) -> None:
         """A request in the queue has finished."""
         self._num_waiting -= 1
-        if self._aside.pop(request.arrival, None) is None:
+        if not any(aside.pop(request.arrival, None) for aside in self._aside):
             self._leave(request)
 
     @abstractmethod

@@ -23,6 +23,10 @@ class Requirements(NamedTuple):
     has_grammars: bool
     max_num_queued_reqs: int
     max_num_queued_tokens: int
+    max_encoder_input_size: int
+    max_step_tokens: int
+    splits_prompts: bool
+    splits_encoder_inputs: bool
 
     def refuse(
         self, request: EngineCoreRequest, num_queued_reqs: int, num_queued_tokens: int
@@ -36,6 +40,8 @@ class Requirements(NamedTuple):
             return Refusal(FinishReason.ERROR, problem)
         num_tokens = len(request.prompt_token_ids) // 4
         problem = self._find_misfit(num_tokens)
+        if request.encoder_inputs and problem is None:
+            problem = self._find_encoder_misfit(request)
         if problem is not None:
             return Refusal(FinishReason.IGNORED, problem)
         limit = self.max_num_queued_reqs
@@ -69,6 +75,24 @@ class Requirements(NamedTuple):
             )
         return None
 
+    def _find_encoder_misfit(self, request: EngineCoreRequest) -> str | None:
+        inputs = request.encoder_inputs
+        limit = self.max_encoder_input_size
+        at_once = [item.size for item in inputs if not (self.splits_prompts and item.num_tokens)]
+        largest = max((sum(at_once), *(item.size for item in inputs)), default=0)
+        if largest > limit:
+            return (
+                f"the encoder inputs make {largest} embeddings at once, and the encoder budget and "
+                f"cache hold {limit}"
+            )
+        longest = max((item.num_tokens for item in inputs), default=0)
+        if longest > self.max_step_tokens and not self.splits_encoder_inputs:
+            return (
+                f"an encoder input takes the place of {longest} tokens, which are not split, and "
+                f"max_num_batched_tokens={self.max_step_tokens}"
+            )
+        return None
+
     def _find_inconsistency(self, request: EngineCoreRequest) -> str | None:
         """What a sane frontend would never send."""
         if len(request.prompt_token_ids) % 4:
@@ -78,10 +102,30 @@ class Requirements(NamedTuple):
         expected = len(request.prompt_token_ids) // 4 // self.block_size * HASH_BYTES
         if request.root_hash and len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
+        if request.encoder_inputs:
+            problem = self._find_misplaced_encoder_input(request)
+            if problem is not None:
+                return problem
         stops = (*request.eos_token_ids, *request.sampling_params.stop_token_ids)
         for token_id in stops:
             if not 0 <= token_id < self.vocab_size:
                 return f"stop token {token_id} is outside of the vocabulary [0, {self.vocab_size})"
         if request.sampling_params.structured_output is not None and not self.has_grammars:
             return "structured_output is not available"
+        return None
+
+    def _find_misplaced_encoder_input(self, request: EngineCoreRequest) -> str | None:
+        num_tokens = len(request.prompt_token_ids) // 4
+        end = 0
+        for item in request.encoder_inputs:
+            if item.size < 1 or item.num_tokens < 0:
+                return f"an encoder input has num_tokens={item.num_tokens} and size={item.size}"
+            if not end <= item.position <= item.position + item.num_tokens <= num_tokens:
+                return (
+                    f"an encoder input of {item.num_tokens} tokens is at position {item.position}, "
+                    f"after {end} and within {num_tokens} expected"
+                )
+            if item.num_tokens == 0 and (item.position or request.root_hash):
+                return "the input of an encoder-decoder model needs position 0 and no root_hash"
+            end = item.position + item.num_tokens
         return None

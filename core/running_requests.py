@@ -19,6 +19,8 @@ class RunningRequests:
         self.slots = slots
         self.prefilling: dict[int, int] = {}
         self.num_constrained = 0
+        self.loras: dict[str, int] = {}
+        """Requests by adapter; no adapter without a request."""
         self._removed: list[int] = []
         self._completed_prefills: list[Tenure] = []
         self._max_num_seqs = max_num_seqs
@@ -65,6 +67,8 @@ class RunningRequests:
         self._order[self._num_ordered] = slot
         self._num_ordered += 1
         self.num_constrained += request.params.structured_output is not None
+        if request.lora_name:
+            self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
         if not is_prefilled:
             self.prefilling[slot] = num_tokens
         else:
@@ -74,6 +78,10 @@ class RunningRequests:
         self._removed.append(request.slot)
         self.prefilling.pop(request.slot, None)
         self.num_constrained -= request.params.structured_output is not None
+        if request.lora_name:
+            self.loras[request.lora_name] -= 1
+            if not self.loras[request.lora_name]:
+                del self.loras[request.lora_name]
         self.slots.vacate(request)
 
     def complete_prefill(self, request: Request) -> None:

@@ -97,6 +97,12 @@ class Slots:
             self._num_stopped_by[token_id] -= 1
         self._free.append(slot)
 
+    def num_known_tokens(self, slots: SlotArray) -> Int64Array:
+        """Tokens of the prompt and those that the workers have reported."""
+        num_prompt = self.max_computed_tokens[slots] + 1 - self.max_output_tokens[slots]
+        known: Int64Array = num_prompt + self.num_output_tokens[slots]
+        return known
+
     def output_token_ids(self, slot: int) -> Int32Array:
         """A view of the tokens that the request in `slot` has generated."""
         start = slot * self._output_capacity
@@ -116,8 +122,27 @@ class Slots:
         num_output += 1
         self.num_output_tokens[slots] = num_output
         may_end = num_output >= self.max_output_tokens[slots]
-        may_end |= self._num_stopped_by.take(token_ids, mode="clip") > 0
+        may_end |= self.may_stop(token_ids)
         return may_end.nonzero()[0]
+
+    def append_outputs(
+        self, slots: SlotArray, counts: Int64Array, token_ids: Int32Array
+    ) -> SlotArray:
+        """Append `counts[i]` tokens to `slots[i]`. Returns what `append_output` does."""
+        before = self.num_output_tokens[slots]
+        num_output = before + counts
+        self._reserve_output(int(num_output.max()) + 1)
+        starts = slots * self._output_capacity + before - (np.cumsum(counts) - counts)
+        self._output_token_ids[np.repeat(starts, counts) + np.arange(len(token_ids))] = token_ids
+        self.num_output_tokens[slots] = num_output
+        may_end = num_output >= self.max_output_tokens[slots]
+        may_end |= self.may_stop(token_ids[np.cumsum(counts) - 1])
+        return may_end.nonzero()[0]
+
+    def may_stop(self, token_ids: Int32Array) -> BoolArray:
+        """Which tokens some running request stops at."""
+        may_stop: BoolArray = self._num_stopped_by.take(token_ids, mode="clip") > 0
+        return may_stop
 
     def _reserve_output(self, length: int) -> None:
         capacity = self._output_capacity

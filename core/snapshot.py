@@ -24,13 +24,18 @@ import numpy as np
 
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.errors import EngineError
-from ..protocol.messages import TokenLogprobs
+from ..protocol.messages import EncoderInput, TokenLogprobs
 from ..protocol.sampling_params import SamplingParams, StructuredOutput
+from .batch import Tenure
+from .drafts import Drafts
 from .request import Request
 from .slots import Slots
 
 CONTENT: Final[dict[type, frozenset[str]]] = {
-    Request: frozenset({"prompt_token_ids", "output_token_ids"}),
+    Request: frozenset({"prompt_token_ids", "output_token_ids", "kv_transfer_params"}),
+    EncoderInput: frozenset({"data"}),
+    Drafts: frozenset({"_token_ids"}),
+    Tenure: frozenset({"draft_token_ids"}),
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }
@@ -62,9 +67,9 @@ class Ref(msgspec.Struct, tag=1, array_like=True, gc=False, frozen=True):
 
 
 class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
-    """So many zeros: bytes for an empty `dtype`."""
+    """Zeros: bytes for an empty `dtype`."""
 
-    length: int
+    shape: tuple[int, ...]
     dtype: str = ""
 
 
@@ -344,11 +349,14 @@ class _Capturer:
         return name
 
 
-def _blank(value: object) -> Blank:
-    if isinstance(value, np.ndarray):
-        return Blank(value.size, value.dtype.str)
-    assert isinstance(value, bytes)
-    return Blank(len(value))
+def _blank(value: object) -> Blank | None:
+    match value:
+        case np.ndarray():
+            return Blank(value.shape, value.dtype.str)
+        case bytes():
+            return Blank((len(value),))
+        case _:
+            return None
 
 
 class _Restorer:
@@ -367,8 +375,8 @@ class _Restorer:
                 return text
             case Ref(index):
                 return self._built[index]
-            case Blank(length, dtype):
-                return np.zeros(length, dtype) if dtype else bytes(length)
+            case Blank(shape, dtype):
+                return np.zeros(shape, dtype) if dtype else bytes(shape[0])
             case Digests(numbers):
                 return expand_digests(numbers)
             case Array(dtype, shape, data):

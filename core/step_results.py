@@ -4,31 +4,44 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..protocol.arrays import Int32Array, int32_view
+import numpy as np
+
+from ..protocol.arrays import Int32Array, Int64Array, int32_view
 from ..protocol.errors import EngineError
 from ..protocol.messages import (
+    DraftTokenIds,
     EngineCoreOutputs,
     EventKind,
     FinishReason,
     ModelRunnerOutput,
     RowLogprobs,
     SchedulerOutput,
+    SpecDecodingStats,
     TokenLogprobs,
 )
 from .batch import Batch, StepInFlight
+from .drafts import Drafts
 from .request import Request
 from .request_lifecycle import RequestLifecycle
+from .verification import cut_after_stops, subtract_rejections
 
 
 class StepResults:
     """Takes in outputs in the order of their steps; rows whose request has left meanwhile count for nothing."""
 
-    def __init__(self, lifecycle: RequestLifecycle) -> None:
+    def __init__(self, lifecycle: RequestLifecycle, drafts: Drafts | None) -> None:
         self._lifecycle = lifecycle
         self._running = lifecycle.running
         self._slots = lifecycle.running.slots
         self._clients = lifecycle.clients
+        self._drafts = drafts
+        self._last_batch: tuple[int, Batch | None] = 0, None
         self._in_flight: deque[StepInFlight] = deque()
+
+    @property
+    def is_anything_expected(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
 
     def expect(self, step: StepInFlight) -> None:
         """A step was sent."""
@@ -44,21 +57,52 @@ class StepResults:
         """Take in the oldest step's output. Returns that step, and what each client is to be told."""
         step = self._pop(scheduler_output, output)
         token_ids = int32_view(output.sampled_token_ids)
+        if self._lifecycle.transfers is not None:
+            self._lifecycle.transfers.take(step, output.kv_connector_output, now)
         if output.failed_slots:
             owners = step.batch.owners(self._slots)
             for slot, message in output.failed_slots:
                 if slot in owners:
                     self._lifecycle.fail(owners[slot], message)
-        if output.logprobs or output.prompt_logprobs or output.nan_slots:
-            self._take_row_reports(step, output)
-        sampling = step.sampling
+        sampling, num_drafts = step.sampling, step.num_drafts
+        counts = None
+        if num_drafts is not None:
+            counts = _num_sampled(output, len(num_drafts))
         if sampling.num_vacated != self._slots.num_vacated:
             alive = sampling.alive(self._slots)
             if not alive.all():
-                sampling, token_ids = sampling.select(alive), token_ids[alive]
+                sampling = sampling.select(alive)
+                if counts is None or num_drafts is None:
+                    token_ids = token_ids[alive]
+                else:
+                    token_ids = token_ids[np.repeat(alive, counts)]
+                    counts, num_drafts = counts[alive], num_drafts[alive]
+        cut: dict[int, int] = {}
+        if counts is not None and num_drafts is not None:
+            if self._lifecycle.stats.spec_decoding is None:
+                self._lifecycle.stats.spec_decoding = SpecDecodingStats()
+            stats = self._lifecycle.stats.spec_decoding
+            subtract_rejections(self._running, sampling, counts, num_drafts, stats)
+            sampled = cut_after_stops(self._running, sampling, token_ids, counts)
+            token_ids, counts, cut = sampled
+        if output.logprobs or output.prompt_logprobs or output.nan_slots:
+            self._take_row_reports(step, output, cut)
         if len(token_ids):
-            self._take_tokens(step, sampling, token_ids, now)
-        return step, self._clients.take(sampling, token_ids, now, self._lifecycle.make_stats)
+            self._take_tokens(step, sampling, token_ids, counts, now)
+        if self._drafts is not None:
+            self._drafts.forget(sampling.slots)
+            self._last_batch = step.step, step.batch
+            if output.drafts is not None:
+                self._drafts.propose(step.batch, output.drafts)
+        return step, self._clients.take(
+            sampling, token_ids, counts, now, self._lifecycle.make_stats
+        )
+
+    def take_drafts(self, drafts: DraftTokenIds) -> None:
+        """Take in drafts that come after the output of their step; they are late when another one has come in."""
+        step, batch = self._last_batch
+        if self._drafts is not None and batch is not None and step == drafts.step:
+            self._drafts.propose(batch, drafts)
 
     def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
         step = self._in_flight[0] if self._in_flight else None
@@ -68,13 +112,27 @@ class StepResults:
                 f"expected step {step.step if step else 'none'}"
             )
         num_tokens = len(output.sampled_token_ids) // 4
-        if num_tokens != len(step.sampling):
+        if step.num_drafts is not None:
+            counts = _num_sampled(output, len(step.num_drafts))
+            if (
+                len(counts) != len(step.num_drafts)
+                or counts.sum() != num_tokens
+                or (counts < 1).any()
+                or (counts > step.num_drafts + 1).any()
+            ):
+                raise EngineError(
+                    f"step {step.step} returned {num_tokens} tokens, {counts.tolist()} for rows "
+                    f"with {step.num_drafts.tolist()} drafts"
+                )
+        elif num_tokens != len(step.sampling):
             raise EngineError(
                 f"step {step.step} returned {num_tokens} tokens for {len(step.sampling)} rows"
             )
         return self._in_flight.popleft()
 
-    def _take_row_reports(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
+    def _take_row_reports(
+        self, step: StepInFlight, output: ModelRunnerOutput, cut: dict[int, int]
+    ) -> None:
         owners = step.batch.owners(self._slots)
         for slot in int32_view(output.nan_slots).tolist():
             if (request := owners.get(slot)) is not None and not request.is_corrupted:
@@ -83,15 +141,25 @@ class StepResults:
         for row in output.logprobs:
             if (request := owners.get(row.slot)) is not None:
                 outbox = self._clients[request.client_index]
-                outbox.logprobs.append(_token_logprobs(request, row))
+                num_kept = cut.get(row.slot, row.num_positions)
+                outbox.logprobs.append(_token_logprobs(request, _first_positions(row, num_kept)))
         for row in output.prompt_logprobs:
             if (request := owners.get(row.slot)) is not None and not request.has_sampled:
                 request.prompt_logprobs.append(_token_logprobs(request, row))
 
     def _take_tokens(
-        self, step: StepInFlight, sampling: Batch, token_ids: Int32Array, now: float
+        self,
+        step: StepInFlight,
+        sampling: Batch,
+        token_ids: Int32Array,
+        counts: Int64Array | None,
+        now: float,
     ) -> None:
-        may_end = self._slots.append_output(sampling.slots, token_ids)
+        if counts is None:
+            may_end = self._slots.append_output(sampling.slots, token_ids)
+        else:
+            may_end = self._slots.append_outputs(sampling.slots, counts, token_ids)
+            token_ids = token_ids[np.cumsum(counts) - 1]
         for row in step.prefilled:
             if row.is_alive and not row.request.has_sampled:
                 self._take_first_token(row.request, now)
@@ -108,9 +176,13 @@ class StepResults:
             )
             for slot, *end in ends:
                 self._check_stop(self._running[slot], *end)
-        for row in step.constrained:
-            if row.is_alive:
-                self._advance_grammar(row.request)
+        if step.constrained:
+            num_new = dict.fromkeys(sampling.slots.tolist(), 1)
+            if counts is not None:
+                num_new = dict(zip(num_new, counts.tolist(), strict=True))
+            for row in step.constrained:
+                if row.is_alive:
+                    self._advance_grammar(row.request, num_new[row.request.slot])
 
     def _take_first_token(self, request: Request, now: float) -> None:
         request.has_sampled = True
@@ -120,17 +192,38 @@ class StepResults:
             request.prompt_logprobs = []
 
     def _check_stop(self, request: Request, token_id: int, num_output: int, is_full: bool) -> None:
-        if token_id in request.stop_token_ids and num_output >= request.params.min_tokens:
+        if request.stops_at(token_id, num_output):
             stop_reason = None if token_id in request.eos_token_ids else token_id
             self._lifecycle.finish(request, FinishReason.STOP, stop_reason=stop_reason)
         elif is_full:
             self._lifecycle.finish(request, FinishReason.LENGTH)
 
-    def _advance_grammar(self, request: Request) -> None:
-        token_id = int(self._slots.output_token_ids(request.slot)[-1])
-        if not self._lifecycle.grammars.accept(request, (token_id,)):
-            message = f"token {token_id} was generated against the grammar"
+    def _advance_grammar(self, request: Request, num_new: int) -> None:
+        token_ids = self._slots.output_token_ids(request.slot)[-num_new:].tolist()
+        if not self._lifecycle.grammars.accept(request, token_ids):
+            tokens = ", ".join(map(str, token_ids))
+            message = f"token {tokens} was generated against the grammar"
             self._lifecycle.finish(request, FinishReason.ERROR, message=message)
+
+
+def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:
+    """The tokens of each row that sampled: one, unless the output says otherwise."""
+    if not output.num_sampled:
+        return np.ones(num_rows, np.int64)
+    return int32_view(output.num_sampled).astype(np.int64)
+
+
+def _first_positions(row: RowLogprobs, count: int) -> RowLogprobs:
+    if count == row.num_positions:
+        return row
+    width = len(row.token_ids) // row.num_positions
+    return RowLogprobs(
+        row.slot,
+        count,
+        row.token_ids[: count * width],
+        row.logprobs[: count * width],
+        row.ranks[: count * 4],
+    )
 
 
 def _token_logprobs(request: Request, row: RowLogprobs) -> TokenLogprobs:

@@ -7,14 +7,18 @@ chain is that of vLLM's automatic prefix caching; sha256 keeps a tenant from for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import sha256
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 HASH_BYTES: Final = 32
+
+PlacedInput: TypeAlias = tuple[int, int, bytes]
+"""(position, number of tokens, content hash) of a multimodal input; it may begin before position 0."""
 
 ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
 """The parent of every first block."""
@@ -28,18 +32,35 @@ def root_hash(*, cache_salt: str | None = None, lora_name: str | None = None) ->
 
 
 def hash_blocks(
-    token_ids: npt.NDArray[np.int32], block_size: int, parent: bytes = ROOT_HASH
+    token_ids: npt.NDArray[np.int32],
+    block_size: int,
+    parent: bytes = ROOT_HASH,
+    inputs: Iterable[PlacedInput] = (),
 ) -> bytes:
-    """Hash every full block of `token_ids` (int32[T]).
+    """Hash every full block of `token_ids` (int32[T]); `inputs` are in the place of some of them.
 
     Returns the concatenated digests, `HASH_BYTES` each, of the T // block_size full blocks.
     """
     stride = block_size * 4
     data = memoryview(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
     digests = []
-    for start in range(0, len(data) - stride + 1, stride):
+    keys = _input_keys(block_size, inputs)
+    for index, start in enumerate(range(0, len(data) - stride + 1, stride)):
         hasher = sha256(parent)
         hasher.update(data[start : start + stride])
+        if index in keys:
+            hasher.update(keys[index])
         parent = hasher.digest()
         digests.append(parent)
     return b"".join(digests)
+
+
+def _input_keys(block_size: int, inputs: Iterable[PlacedInput]) -> dict[int, bytes]:
+    """What each block with inputs in it is hashed with: their content, and where in the block they begin."""
+    keys: dict[int, bytes] = {}
+    for position, num_tokens, content_hash in inputs:
+        end = position + num_tokens
+        for index in range(max(0, position) // block_size, -(-end // block_size)):
+            key = msgspec.msgpack.encode((content_hash, position - index * block_size))
+            keys[index] = keys.get(index, b"") + key
+    return keys

@@ -93,6 +93,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
+    Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
+    in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
+    `disable_chunked_mm_input` the place of an encoder input is computed in one step.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -109,6 +112,48 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     scheduler_delay_factor: float = 0.0
     priority_preemption: bool = False
     tenant_weights: dict[str, float] = {}
+    max_loras: int = 1
+    max_num_encoder_input_tokens: int = 0
+    encoder_cache_size: int = 0
+    disable_chunked_mm_input: bool = False
+
+
+class ProposerMethod(enum.StrEnum):
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True):
+    """Who proposes how many tokens a step, for the model to verify."""
+
+    num_speculative_tokens: int
+    method: ProposerMethod = ProposerMethod.NGRAM
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions after the computed ones whose KV entries the proposer writes."""
+        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True):
+    """Which KV connector moves blocks in and out.
+
+    `kv_connector` is a registered name, or that of a class in `kv_connector_module_path`. Blocks that wait to be
+    fetched are given up after `transfer_timeout_s`.
+    """
+
+    kv_connector: str
+    kv_role: str = "kv_both"
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: dict[str, object] = {}
+    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    transfer_timeout_s: float = 480.0
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -176,6 +221,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
+    kv_transfer: KVTransferConfig | None = None
+    speculative: SpeculativeConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

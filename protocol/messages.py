@@ -54,13 +54,29 @@ class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
     client_index: int
 
 
+class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """An image, a sound or the like, in the place of the prompt's tokens [position, position + num_tokens).
+
+    `num_tokens` 0 stands for the input of an encoder-decoder model, which the first token needs already. `size` is
+    the number of embeddings that the encoder makes of `data`, which only the workers understand; equal
+    `content_hash` (32 bytes) mean equal embeddings.
+    """
+
+    position: int
+    num_tokens: int
+    content_hash: bytes
+    size: int
+    data: bytes = b""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One sequence to generate.
 
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full
     blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
-    set here. `request_id` is what people call it; several sequences may share one.
+    set here. `request_id` is what people call it; several sequences may share one. `kv_transfer_params` are for the
+    KV connector alone.
     """
 
     request_index: int
@@ -74,6 +90,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     tenant: str = ""
     deadline: float = 0.0
     request_id: str = ""
+    kv_transfer_params: dict[str, object] | None = None
+    lora_name: str = ""
+    encoder_inputs: list[EncoderInput] = []
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -116,12 +135,16 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
 
 
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """`stop_reason` is the stop token id, None for the end-of-sequence token."""
+    """`stop_reason` is the stop token id, None for the end-of-sequence token.
+
+    `kv_transfer_params` are the KV connector's, for whoever fetches the request's blocks.
+    """
 
     request_index: int
     reason: FinishReason
     stop_reason: int | None = None
     message: str = ""
+    kv_transfer_params: dict[str, object] | None = None
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -147,6 +170,28 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts since the last message with stats; queries and hits are in tokens, `counts` are the connector's own."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_failed_loads: int = 0
+    num_expired_transfers: int = 0
+    counts: dict[str, float] = {}
+
+
+class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts since the last message with stats.
+
+    `num_drafts` are verifications; `num_accepted_tokens_per_pos[i]` of them accepted more than i tokens.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Gauges are values at the end of the step; the rest counts since the last message with stats."""
 
@@ -161,6 +206,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
     num_violations: int = 0
+    kv_connector: KVConnectorStats | None = None
+    spec_decoding: SpecDecodingStats | None = None
 
 
 class EngineCoreOutputs(
@@ -217,6 +264,21 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: tuple[I32, ...]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    lora_name: str = ""
+    encoder_inputs: list[EncoderInput] = []
+
+
+class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What a step does to the encoder cache, before anything else is computed.
+
+    The outputs of `freed_hashes` leave it, then those of the inputs `computed` int32[k, 2], rows (slot, index of the
+    input), enter it, and of those `loaded` from elsewhere, of which `connector_metadata` tells.
+    """
+
+    freed_hashes: list[bytes] = []
+    computed: I32 = b""
+    loaded: I32 = b""
+    connector_metadata: bytes = b""
 
 
 class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
@@ -228,6 +290,10 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
     `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers'.
+    `drafts` int32[k, 2]: rows (position in the batch, number of drafts), drafts being the last tokens of such a chunk,
+    to be verified. `draft_token_ids` int32 are theirs, empty when the worker is to take those that it proposed last,
+    as many as there are.
     """
 
     step: int
@@ -237,10 +303,17 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     slots: I32 | None = None
     chunks: I32 = b""
     grammar_slots: I32 = b""
+    kv_connector_metadata: bytes = b""
+    drafts: I32 = b""
+    draft_token_ids: I32 = b""
+    encoders: EncoderWork | None = None
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
-    """Allowed tokens of the step's `grammar_slots`, in that order: int32[len, ceil(vocab / 32)] bitmasks."""
+    """Allowed tokens of the step's `grammar_slots`, in that order: int32[…, ceil(vocab / 32)] bitmasks.
+
+    A slot has one row, and one more for what follows each of its drafts.
+    """
 
     step: int
     bitmask: I32
@@ -289,6 +362,33 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class DraftTokenIds(
+    msgspec.Struct, tag="drafts", array_like=True, omit_defaults=True, gc=False, frozen=True
+):
+    """Tokens proposed after those that step `step` has sampled.
+
+    `slots` int32[N], `num_tokens` int32[N], `token_ids` int32[sum].
+    """
+
+    step: int
+    slots: I32 = b""
+    num_tokens: I32 = b""
+    token_ids: I32 = b""
+
+
+class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What the workers' half of the KV connector has to report, transfers by their id.
+
+    `finished_sending` need their blocks no more. `finished_recving` end asynchronous loads, well or badly.
+    `invalid_block_ids` int32 could not be loaded; they are named with or before the end of an asynchronous
+    load, and with the step that a synchronous one belongs to.
+    """
+
+    finished_sending: list[int] = []
+    finished_recving: list[int] = []
+    invalid_block_ids: I32 = b""
+
+
 class ModelRunnerOutput(
     msgspec.Struct, tag="output", array_like=True, omit_defaults=True, gc=False
 ):
@@ -306,6 +406,8 @@ class ModelRunnerOutput(
     prompt_logprobs: list[RowLogprobs] = []
     nan_slots: I32 = b""
     failed_slots: list[tuple[int, str]] = []
+    kv_connector_output: KVConnectorOutput | None = None
+    drafts: DraftTokenIds | None = None
 
 
 class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, frozen=True):
@@ -316,7 +418,7 @@ class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, fr
 
 
 WorkerMessage: TypeAlias = (
-    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | WorkerFailure
+    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds | WorkerFailure
 )
 
 

@@ -6,6 +6,7 @@ import random
 import stat
 import zlib
 from functools import partial
+from hashlib import sha256
 
 import msgspec
 import numpy as np
@@ -13,16 +14,19 @@ import pytest
 from engine.core import event_dump
 from engine.core import event_log as event_log_module
 from engine.core.block_pool import BlockPool
-from engine.core.event_dump import Dump, DumpError, read_dump, write_dump
+from engine.core.event_dump import Dump, DumpError, make_dump, read_dump, write_dump
 from engine.core.events import AddRequest, Schedule, Update
+from engine.core.recorded_scheduler import RecordedScheduler
 from engine.core.replay import main
 from engine.core.replayer import Difference, Replayer
 from engine.core.request_queue import FCFSQueue
 from engine.core.scheduler import Scheduler
 from engine.protocol import messages, sampling_params
-from engine.protocol.config import SchedulingPolicy
-from engine.protocol.messages import ModelRunnerOutput
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import KVTransferConfig, SchedulingPolicy, SpeculativeConfig
+from engine.protocol.messages import DraftTokenIds, EncoderInput, ModelRunnerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness, replay
 from support.traffic import Traffic, random_harness
 
@@ -83,7 +87,7 @@ def test_recording_changes_no_decision():
 def traffic_harness(**settings):
     from support.scheduler_harness import Harness
 
-    return Harness(**settings)
+    return Harness(**{**settings, "connector": None})
 
 
 def test_a_grammars_refusal_is_replayed():
@@ -98,6 +102,30 @@ def test_a_grammars_refusal_is_replayed():
     harness.step()
     assert harness.heard[key].finished is not None
     replay(harness.dump())
+
+
+def test_drafts_that_come_late_are_replayed():
+    harness = RecordedHarness(speculative=SpeculativeConfig(3), async_scheduling=False)
+    key = harness.add([1, 2, 3], 9)
+    harness.schedule()
+    harness.update()
+    slot = harness.request(key).slot
+    harness.scheduler.update_draft_token_ids(
+        DraftTokenIds(1, int32_bytes(slot), int32_bytes(3), int32_bytes([4, 5, 6]))
+    )
+    harness.schedule()
+    assert harness.batch[slot] == 4
+    replay(harness.dump())
+
+
+def test_a_log_with_connectors_says_that_it_cannot_be_replayed():
+    config = KVTransferConfig("model")
+    setup = RecordedHarness().scheduler.setup
+    recorded = RecordedScheduler(setup, kv_connector=ModelConnector(), kv_transfer=config)
+    dump = make_dump(recorded.log, recorded.setup, reason="test", wall_time=0.0, now=0.0)
+    assert "what connectors answer is not recorded" in dump.problem
+    with pytest.raises(event_dump.EngineError, match="no state to start from"):
+        Replayer(dump.setup, dump.segments[0])
 
 
 def test_memory_is_bounded_and_the_last_events_are_there():
@@ -316,20 +344,35 @@ def test_a_file_of_something_else_is_refused(data, problem, tmp_path, capsys):
 
 def test_nothing_of_what_was_said_is_in_a_dump():
     """Each of these words and tokens must be known to the core, and none of them may leave it."""
-    harness = RecordedHarness(
-        segment_bytes=6_000, vocab_size=2**18, policy=SchedulingPolicy.FAIR, log_kv_events=True
-    )
     rng = np.random.default_rng(5)
     secrets = ("tenant-secret", "salt-secret", "schema-secret", "stop-secret", "word-secret")
+    secrets += ("adapter-secret", "picture-secret")
+    picture = EncoderInput(2, 3, sha256(b"picture").digest(), 3, secrets[6].encode())
+    drafts = []
+
+    def propose(row):
+        drafts.append(rng.integers(200_004, 1 << 18, 2).tolist())
+        return drafts[-1]
+
+    harness = RecordedHarness(
+        segment_bytes=6_000,
+        vocab_size=2**18,
+        policy=SchedulingPolicy.FAIR,
+        log_kv_events=True,
+        speculative=SpeculativeConfig(2),
+        propose=propose,
+    )
     prompts = []
     for _ in range(30):
-        prompt = rng.integers(1 << 17, 1 << 18, 9).tolist()
+        prompt = rng.integers(200_004, 1 << 18, 9).tolist()
         prompts.append(prompt)
         harness.add(
             prompt,
             12,
             tenant=secrets[0],
             salt=secrets[1],
+            lora_name=secrets[5],
+            inputs=[picture],
             structured_output=None,
             stop=(secrets[3],),
             bad_words=(secrets[4],),
@@ -339,7 +382,8 @@ def test_nothing_of_what_was_said_is_in_a_dump():
         )
         harness.add([3], 2, structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, secrets[2]))
         harness.step()
-    hashes = [heard.message.block_hashes[:32] for heard in harness.heard.values()]
+    hashes = [picture.content_hash]
+    hashes += [heard.message.block_hashes[:32] for heard in harness.heard.values()]
     outputs = [heard.token_ids for heard in harness.heard.values()]
     dump = harness.dump()
     assert dump.segments[0].snapshot is not None
@@ -348,7 +392,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
         assert secret.encode() not in data
     for digest in filter(None, hashes):
         assert digest not in data
-    tokens = {token for sequence in (*prompts, *outputs, [200_003]) for token in sequence}
+    tokens = {token for sequence in (*prompts, *outputs, *drafts, [200_003]) for token in sequence}
     large = [token for token in tokens if token >= 1 << 17]
     assert len(large) > 300
     four_bytes = {data[start : start + 4] for start in range(len(data))}
@@ -361,11 +405,14 @@ def test_nothing_of_what_was_said_is_in_a_dump():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 11),
-        (messages.ModelRunnerOutput, 7),
-        (messages.SchedulerOutput, 7),
-        (messages.NewRequestData, 8),
+        (messages.EngineCoreRequest, 14),
+        (messages.ModelRunnerOutput, 9),
+        (messages.SchedulerOutput, 11),
+        (messages.NewRequestData, 10),
         (messages.EngineCoreOutputs, 12),
+        (messages.EncoderInput, 5),
+        (messages.EncoderWork, 4),
+        (messages.DraftTokenIds, 4),
         (sampling_params.SamplingParams, 24),
     ],
 )

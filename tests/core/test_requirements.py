@@ -5,7 +5,7 @@ from engine.core.requirements import Requirements
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import CacheConfig, SchedulerConfig
-from engine.protocol.messages import EngineCoreRequest, FinishReason
+from engine.protocol.messages import EncoderInput, EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 
 REQUIREMENTS = Requirements(
@@ -16,6 +16,10 @@ REQUIREMENTS = Requirements(
     has_grammars=False,
     max_num_queued_reqs=3,
     max_num_queued_tokens=60,
+    max_encoder_input_size=8,
+    max_step_tokens=20,
+    splits_prompts=True,
+    splits_encoder_inputs=True,
 )
 
 
@@ -23,6 +27,50 @@ def request(num_tokens: int = 5, **fields: object) -> EngineCoreRequest:
     fields.setdefault("prompt_token_ids", int32_bytes([1] * num_tokens))
     fields.setdefault("sampling_params", SamplingParams(max_tokens=4))
     return EngineCoreRequest(request_index=0, arrival_time=0.0, **fields)
+
+
+def place(position: int, num_tokens: int, size: int = 4) -> EncoderInput:
+    return EncoderInput(position, num_tokens, b"content", size)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "limits", "numbers"),
+    [
+        (
+            [place(0, 5, 9)],
+            {},
+            "make 9 embeddings at once, and the encoder budget and cache hold 8",
+        ),
+        ([place(0, 0, 5), place(0, 0, 5)], {}, "make 10 embeddings at once"),
+        ([place(0, 5, 5), place(5, 5, 5)], {"splits_prompts": False}, "make 10 embeddings at once"),
+        ([place(0, 25)], {"splits_encoder_inputs": False}, "25 tokens, which are not split"),
+    ],
+)
+def test_2_6_encoder_inputs_that_never_fit_are_ignored_with_the_numbers(inputs, limits, numbers):
+    requirements = REQUIREMENTS._replace(**limits)
+    reason, message = requirements.refuse(request(30, encoder_inputs=inputs), 0, 0)
+    assert reason is FinishReason.IGNORED
+    assert numbers in message
+
+
+@pytest.mark.parametrize(
+    ("inputs", "root_hash", "problem"),
+    [
+        ([place(3, 4)], b"", "4 tokens is at position 3, after 0 and within 5"),
+        ([place(0, 3), place(2, 2)], b"", "position 2, after 3 and within 5"),
+        ([place(-1, 2)], b"", "position -1"),
+        ([place(0, 2, 0)], b"", "num_tokens=2 and size=0"),
+        ([place(0, -1)], b"", "num_tokens=-1 and size=4"),
+        ([place(0, 0)], b"x", "position 0 and no root_hash"),
+        ([place(1, 0)], b"", "position 0 and no root_hash"),
+    ],
+)
+def test_misplaced_encoder_inputs_are_an_error(inputs, root_hash, problem):
+    hashes = b"\0" * 32 if root_hash else b""
+    message = request(5, encoder_inputs=inputs, root_hash=root_hash, block_hashes=hashes)
+    reason, text = refusal(message)
+    assert reason is FinishReason.ERROR
+    assert problem in text
 
 
 def refusal(message: EngineCoreRequest, reqs: int = 0, tokens: int = 0):

@@ -31,6 +31,16 @@ class ModelGrammar:
             self.num_accepted[key] += 1
         return True
 
+    def num_acceptable(self, key: Key, token_ids: Sequence[int]) -> int:
+        start = self.num_accepted[key]
+        wrong = (i for i, token_id in enumerate(token_ids) if token_id % 2 != (start + i) % 2)
+        return next(wrong, len(token_ids))
+
+    def rollback(self, key: Key, num_tokens: int) -> bool:
+        assert 0 < num_tokens <= self.num_accepted[key]
+        self.num_accepted[key] -= num_tokens
+        return True
+
     def fill_bitmask(self, keys: Sequence[Key]) -> bytes:
         width = -(-self.vocab_size // 32) * 32
         bits = np.zeros((len(keys), width), np.uint8)

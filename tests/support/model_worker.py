@@ -7,31 +7,22 @@ fingerprint, so a request's output is right exactly if it is the output of the r
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.messages import (
+    DraftTokenIds,
     GrammarOutput,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from engine.protocol.sampling_params import SamplingParams
-
-MASK = (1 << 64) - 1
-
-
-def extend(fingerprint: int, token_id: int) -> int:
-    x = (fingerprint ^ (token_id + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
-    return (x ^ x >> 29) * 0x94D049BB133111EB & MASK
-
-
-def seed_fingerprint(params: SamplingParams) -> int:
-    """What a test gives different seeds must never share a block."""
-    return extend(1, params.seed or 0)
+from support.fingerprints import BAD, extend, fingerprints
+from support.model_connector import ModelTransfers
 
 
 def choose_token(fingerprint: int, vocab_size: int, allowed: np.ndarray | None = None) -> int:
@@ -53,25 +44,61 @@ class Row:
         self.block_table = [0] * table_width
         for index, block in enumerate(int32_view(data.block_ids[0]).tolist()):
             self.block_table[index] = block
-        self.fingerprints: list[int] = []
-        fingerprint = seed_fingerprint(self.params)
-        for token_id in self.token_ids:
-            fingerprint = extend(fingerprint, token_id)
-            self.fingerprints.append(fingerprint)
+        self.lora_name = data.lora_name
+        self.drafts: list[int] = []
+        self.encoder_inputs = data.encoder_inputs
+        self.fingerprints = fingerprints(
+            self.token_ids, self.params.seed, data.lora_name, data.encoder_inputs
+        )
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.fingerprints.append(extend(self.fingerprints[-1], token_id))
 
 
-class ModelWorker:
-    """Every message passes through its encoding, as on a socket."""
+def propose_by_chance(rng: random.Random, vocab_size: int, most: int) -> Callable[[Row], list[int]]:
+    """Drafts that are right for a while, as often as not."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def propose(row: Row) -> list[int]:
+        fingerprint = row.fingerprints[-1]
+        drafts = []
+        for _ in range(rng.randrange(most + 1)):
+            token_id = choose_token(fingerprint, vocab_size)
+            if row.params.structured_output is not None and rng.random() < 0.5:
+                token_id = (token_id + 1) % vocab_size
+            drafts.append(token_id if rng.random() < 0.7 else rng.randrange(vocab_size))
+            fingerprint = extend(fingerprint, drafts[-1])
+        return drafts
+
+    return propose
+
+
+class ModelWorker:
+    """Every message passes through its encoding, as on a socket.
+
+    `propose` says which drafts follow a row's tokens; `remembers_drafts` when the scheduler leaves them to the worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        propose: Callable[[Row], list[int]] | None = None,
+        remembers_drafts: bool = False,
+    ) -> None:
+        self.propose = propose
+        self.remembers_drafts = remembers_drafts
+        self.rejected: deque[list[tuple[Row, int]]] = deque()
+        """Drafts that were rejected, for each output that was not taken yet."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
+        self.encoder_cache: dict[bytes, int] = {}
+        """Sizes of the outputs by content."""
+        self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
         self.fail_next: dict[int, str] = {}
@@ -95,16 +122,21 @@ class ModelWorker:
     def submit_grammar(self, grammar: GrammarOutput) -> None:
         step = self._waiting.popleft()
         assert step.step == grammar.step
-        num_slots = len(step.grammar_slots) // 4
-        words = np.frombuffer(grammar.bitmask, "<u4").reshape(num_slots, -1)
+        batch = self.batch if step.slots is None else int32_view(step.slots).tolist()
+        drafts = dict(int32_view(step.drafts).reshape(-1, 2).tolist())
+        slots = int32_view(step.grammar_slots).tolist()
+        num_rows = [1 + drafts.get(batch.index(slot), 0) for slot in slots]
+        words = np.frombuffer(grammar.bitmask, "<u4").reshape(sum(num_rows), -1)
         bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
-        allowed = bits.reshape(num_slots, -1)[:, : self.vocab_size].astype(bool)
-        masks = dict(zip(int32_view(step.grammar_slots).tolist(), allowed, strict=True))
+        allowed = bits.reshape(len(words), -1)[:, : self.vocab_size].astype(bool)
+        split = np.split(allowed, np.cumsum(num_rows)[:-1])
+        masks = dict(zip(slots, split, strict=True))
         self._outputs.append(self._execute(step, masks))
         while self._waiting and not self._waiting[0].grammar_slots:
             self._outputs.append(self._execute(self._waiting.popleft(), None))
 
     def next_output(self) -> ModelRunnerOutput:
+        self.rejected.popleft()
         return self._decode_output(self._encode(self._outputs.popleft()))
 
     def _execute(
@@ -128,9 +160,14 @@ class ModelWorker:
         chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
-        self._write_kv(counts)
-        sampled = []
-        failed = []
+        self.transfers.begin_step(step.kv_connector_metadata)
+        self._fill_encoder_cache(step)
+        drafts = self._find_drafts(step)
+        for position, tokens in drafts.items():
+            counts[position] -= len(tokens)
+        self._write_kv(counts, drafts)
+        sampled, num_sampled, failed = [], [], []
+        rejected = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
             row.num_computed_tokens += counts[position]
@@ -138,12 +175,78 @@ class ModelWorker:
             assert row.num_computed_tokens <= len(row.token_ids)
             if row.num_computed_tokens == len(row.token_ids):
                 allowed = masks.get(slot) if masks else None
-                token_id = choose_token(row.fingerprints[-1], self.vocab_size, allowed)
-                row.append(token_id)
-                sampled.append(token_id)
+                tokens = self._verify(row, drafts.get(position, []), allowed)
+                sampled += tokens
+                num_sampled.append(len(tokens))
+                rejected.append((row, len(drafts.get(position, [])) + 1 - len(tokens)))
+                row.drafts = self.propose(row) if self.propose else []
+            else:
+                assert position not in drafts
             if slot in self.fail_next:
                 failed.append((slot, self.fail_next.pop(slot)))
-        return ModelRunnerOutput(step.step, int32_bytes(sampled), failed_slots=failed)
+        self.rejected.append(rejected)
+        return ModelRunnerOutput(
+            step.step,
+            int32_bytes(sampled),
+            num_sampled=int32_bytes(num_sampled) if drafts else b"",
+            failed_slots=failed,
+            drafts=self._describe_drafts(),
+            kv_connector_output=self.transfers.end_step(),
+        )
+
+    def _fill_encoder_cache(self, step: SchedulerOutput) -> None:
+        work = step.encoders
+        if work is None:
+            return
+        for content_hash in work.freed_hashes:
+            del self.encoder_cache[content_hash]
+        computed = int32_view(work.computed).reshape(-1, 2).tolist()
+        loaded = int32_view(work.loaded).reshape(-1, 2).tolist()
+        for slot, index in computed + loaded:
+            item = self.rows[slot].encoder_inputs[index]
+            self.encoder_cache[item.content_hash] = item.size
+
+    def _check_encoder_inputs(self, row: Row, end: int) -> None:
+        for item in row.encoder_inputs:
+            start = row.num_computed_tokens
+            last = item.position + item.num_tokens
+            if (item.position < end and last > start) or (not item.num_tokens and not start):
+                assert item.content_hash in self.encoder_cache, "an encoder output is missing"
+
+    def _find_drafts(self, step: SchedulerOutput) -> dict[int, list[int | None]]:
+        """The drafts of each position in the batch; None for one that there is not."""
+        counts = int32_view(step.drafts).reshape(-1, 2).tolist()
+        if self.remembers_drafts:
+            assert not step.draft_token_ids
+            own = {position: self.rows[self.batch[position]].drafts for position, _ in counts}
+            return {
+                position: (own[position] + [None] * count)[:count] for position, count in counts
+            }
+        token_ids = iter(int32_view(step.draft_token_ids).tolist())
+        return {position: [next(token_ids) for _ in range(count)] for position, count in counts}
+
+    def _verify(self, row: Row, drafts: list[int | None], allowed: np.ndarray | None) -> list[int]:
+        """What the model says after the row's tokens, for as long as the drafts say the same."""
+        tokens: list[int] = []
+        for index, draft in enumerate((*drafts, None)):
+            mask = allowed[index] if allowed is not None else None
+            tokens.append(choose_token(row.fingerprints[-1], self.vocab_size, mask))
+            row.append(tokens[-1])
+            if tokens[-1] != draft:
+                break
+        row.num_computed_tokens += len(tokens) - 1
+        return tokens
+
+    def _describe_drafts(self) -> DraftTokenIds | None:
+        rows = {slot: self.rows[slot].drafts for slot in self.batch if self.rows[slot].drafts}
+        if not rows:
+            return None
+        return DraftTokenIds(
+            self.step,
+            int32_bytes(list(rows)),
+            int32_bytes([len(drafts) for drafts in rows.values()]),
+            int32_bytes([token_id for drafts in rows.values() for token_id in drafts]),
+        )
 
     def _places(self, row: Row, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         for position in range(start, end):
@@ -151,7 +254,7 @@ class ModelWorker:
             assert block != 0, "a token was scheduled without a block"
             yield position, block, position % self.block_size
 
-    def _write_kv(self, counts: dict[int, int]) -> None:
+    def _write_kv(self, counts: dict[int, int], drafts: dict[int, list[int | None]]) -> None:
         written = set()
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
@@ -159,11 +262,24 @@ class ModelWorker:
             self.num_prompt_tokens_computed += max(
                 0, min(start + counts[position], row.num_prompt_tokens) - start
             )
-            for index, block, offset in self._places(row, start, start + counts[position]):
+            self._check_encoder_inputs(row, start + counts[position])
+            is_bad = self._has_bad_kv(row, start)
+            entries = row.fingerprints[start : start + counts[position]]
+            for token_id in drafts.get(position, []):
+                entries.append(extend(entries[-1], -1 if token_id is None else token_id))
+            for index, block, offset in self._places(row, start, start + len(entries)):
                 assert (block, offset) not in written, "a block has two writers"
                 written.add((block, offset))
-                self.kv_cache[block][offset] = row.fingerprints[index]
+                self.kv_cache[block][offset] = BAD if is_bad else entries[index - start]
+
+    def _has_bad_kv(self, row: Row, end: int) -> bool:
+        places = self._places(row, 0, end)
+        return any(self.kv_cache[block][offset] == BAD for _, block, offset in places)
 
     def _check_kv(self, row: Row) -> None:
+        """Entries that depend on a failed load are known to be wrong; the scheduler must drop what comes of them."""
+        if self._has_bad_kv(row, row.num_computed_tokens):
+            row.fingerprints[-1] = 0
+            return
         for index, block, offset in self._places(row, 0, row.num_computed_tokens):
             assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"

@@ -23,7 +23,10 @@ class TransparentRecorder(RecordedScheduler):
 
 
 class RecordedHarness(Harness):
+    """There is no replay with connectors, so it goes without."""
+
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
+        settings["connector"] = None
         super().__init__(**settings)
         block_size = self.block_size
         caching = settings.get("enable_prefix_caching", True)
@@ -34,6 +37,7 @@ class RecordedHarness(Harness):
                 max_model_len=settings.get("max_model_len", 128),
                 vocab_size=self.vocab_size,
                 num_blocks=self.scheduler.kv_cache_manager.pool.num_blocks,
+                speculative=self.speculative,
             ),
             structured_output=self.grammar,
             log_kv_events=settings.get("log_kv_events", False),

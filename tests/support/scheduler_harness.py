@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from engine.core.encoder_cache_connector import EncoderCacheConnector
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
-from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.config import (
+    CacheConfig,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from engine.protocol.messages import (
+    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EventKind,
@@ -24,8 +33,10 @@ from engine.protocol.messages import (
     SchedulerStats,
 )
 from engine.protocol.sampling_params import SamplingParams
+from support.fingerprints import extend, fingerprints
+from support.model_connector import ModelConnector
 from support.model_grammar import ModelGrammar, allowed_tokens
-from support.model_worker import ModelWorker, choose_token, extend, seed_fingerprint
+from support.model_worker import ModelWorker, Row, choose_token
 
 Key = tuple[int, int]
 
@@ -54,10 +65,8 @@ def run_alone(
 ) -> tuple[list[int], FinishReason, int | None]:
     """What a request generates by itself: tokens, finish reason, stop reason."""
     params = message.sampling_params
-    fingerprint = seed_fingerprint(params)
     prompt = int32_view(message.prompt_token_ids).tolist()
-    for token_id in prompt:
-        fingerprint = extend(fingerprint, token_id)
+    fingerprint = fingerprints(prompt, params.seed, message.lora_name, message.encoder_inputs)[-1]
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
@@ -87,6 +96,12 @@ class Harness:
         max_in_flight: int = 2,
         enable_prefix_caching: bool = True,
         log_kv_events: bool = False,
+        connector: ModelConnector | None = None,
+        load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+        transfer_timeout_s: float = 1000.0,
+        speculative: SpeculativeConfig | None = None,
+        propose: Callable[[Row], list[int]] | None = None,
+        encoder_connector: EncoderCacheConnector | None = None,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -102,10 +117,25 @@ class Harness:
             num_blocks=num_blocks,
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
+            kv_connector=connector,
+            kv_transfer=KVTransferConfig(
+                "model",
+                kv_load_failure_policy=load_failure_policy,
+                transfer_timeout_s=transfer_timeout_s,
+            )
+            if connector
+            else None,
+            speculative=speculative,
+            encoder_cache_connector=encoder_connector,
         )
+        self.speculative = speculative
         self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
         self.worker = ModelWorker(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            propose=propose,
+            remembers_drafts=self.config.async_scheduling,
         )
         self.heard: dict[Key, Heard] = {}
         self.stats: list[SchedulerStats] = []
@@ -130,22 +160,33 @@ class Harness:
         priority: int = 0,
         tenant: str = "",
         deadline: float = 0.0,
+        lora_name: str = "",
+        inputs: Sequence[EncoderInput] = (),
+        kv_transfer_params: dict[str, object] | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
         token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
-        root = root_hash(cache_salt=salt)
+        root = root_hash(cache_salt=salt, lora_name=lora_name or None)
+        places = [(item.position, item.num_tokens, item.content_hash) for item in inputs]
+        token_array = np.array(token_ids, np.int32)
+        hashes = hash_blocks(token_array, self.block_size, root, places)
+        if any(item.num_tokens == 0 for item in inputs):
+            root = hashes = b""
         message = EngineCoreRequest(
             request_index=len(self.heard),
             prompt_token_ids=int32_bytes(token_ids),
             sampling_params=SamplingParams(max_tokens=max_tokens, **params),
             arrival_time=self.now,
             eos_token_ids=eos,
-            block_hashes=hash_blocks(np.array(token_ids, np.int32), self.block_size, root),
+            block_hashes=hashes,
             root_hash=root,
             priority=priority,
             tenant=tenant,
             deadline=deadline,
+            lora_name=lora_name,
+            encoder_inputs=list(inputs),
+            kv_transfer_params=kv_transfer_params,
         )
         key = (client, message.request_index)
         self.heard[key] = Heard(message)
@@ -165,6 +206,10 @@ class Harness:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests()
 
     def compile_grammars(self) -> None:
         for key in list(self.grammar.compiling):
@@ -226,10 +271,13 @@ class Harness:
                 self.stats.append(message.stats)
             indices = int32_view(message.request_indices).tolist()
             token_ids = int32_view(message.token_ids).tolist()
-            for index, token_id in zip(indices, token_ids, strict=True):
+            counts = int32_view(message.num_tokens).tolist() or [1] * len(indices)
+            assert sum(counts) == len(token_ids)
+            tokens = iter(token_ids)
+            for index, count in zip(indices, counts, strict=True):
                 heard = self.heard[client, index]
                 assert not heard.is_over, "a token after the end"
-                heard.token_ids.append(token_id)
+                heard.token_ids += [next(tokens) for _ in range(count)]
             for event in message.events:
                 self.heard[client, event.request_index].events.append(event)
             over = int32_view(message.finished_set).tolist()
@@ -249,6 +297,16 @@ class Harness:
             self.batch[slots[position]] = count
         assert sum(self.batch.values()) <= self.config.max_num_batched_tokens
         assert self.scheduler.get_request_counts()[0] <= self.config.max_num_seqs
+        inputs = {
+            (slot, index): request.encoder_inputs[index].size
+            for slot, index in int32_view(step.encoders.computed if step.encoders else b"")
+            .reshape(-1, 2)
+            .tolist()
+            if (request := self.scheduler.slots.requests[slot]) is not None
+        }
+        config = self.config
+        budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
+        assert sum(inputs.values()) <= budget
 
     def check(self) -> None:
         """Invariants I1, I2 and I5 of the scheduler's state."""
@@ -262,17 +320,37 @@ class Harness:
             held = manager.blocks[slot]
             assert 0 not in held
             ref_counts[held] += 1
-            assert len(held) * self.block_size >= scheduler.slots.num_computed_tokens[slot]
+            state = scheduler.slots
+            lookahead = self.speculative.num_lookahead_tokens if self.speculative else 0
+            most = state.max_computed_tokens[slot]
+            needed = min(int(state.num_computed_tokens[slot]) + lookahead, most)
+            assert len(held) * self.block_size >= needed
+        for blocks in manager.reserved.values():
+            assert 0 not in blocks
+            ref_counts[blocks] += 1
+        loras = {request.lora_name for request in running.values() if request.lora_name}
+        assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
+        config = self.config
+        encoder_cache_size = config.encoder_cache_size or config.max_num_batched_tokens
+        assert sum(self.worker.encoder_cache.values()) <= encoder_cache_size
         if self.worker.is_idle and not scheduler.has_finished_requests():
             assert self.worker.rows.keys() == running.keys()
             for slot, row in self.worker.rows.items():
                 held = manager.blocks[slot]
                 assert row.request_id == running[slot].key
                 assert row.block_table[: len(held)] == held
-                assert row.num_computed_tokens == scheduler.slots.num_computed_tokens[slot]
-                assert len(row.token_ids) == scheduler.slots.num_expected_tokens[slot]
+                rejected = sum(
+                    count
+                    for output in self.worker.rejected
+                    for rejecting, count in output
+                    if rejecting is row
+                )
+                num_computed = scheduler.slots.num_computed_tokens[slot]
+                assert row.num_computed_tokens == num_computed - rejected
+                num_expected = scheduler.slots.num_expected_tokens[slot]
+                assert len(row.token_ids) == num_expected - rejected
                 output = scheduler.slots.output_token_ids(slot).tolist()
                 assert row.token_ids[row.num_prompt_tokens :][: len(output)] == output
 
@@ -286,6 +364,9 @@ class Harness:
             == scheduler.kv_cache_manager.pool.num_blocks - 1
         )
         assert not self.worker.rows
+        assert not scheduler.kv_cache_manager.reserved
+        assert scheduler._encoders.cache.num_referenced == 0
+        assert scheduler._encoders.cache.num_available == scheduler._encoders.cache.cache_size
         assert not self.grammar.num_accepted
         for heard in self.heard.values():
             assert heard.is_over, "a request was lost"

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from hashlib import sha256
 from typing import TypeVar
 
-from engine.protocol.config import SchedulingPolicy
+from engine.protocol.config import (
+    LoadFailurePolicy,
+    ProposerMethod,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
+from engine.protocol.messages import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import chance_connector, find_bad_blocks_by_chance
+from support.model_worker import propose_by_chance
 from support.scheduler_harness import Harness
 
 H = TypeVar("H", bound=Harness)
@@ -19,13 +28,17 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
     """Limits between comfortable and absurd."""
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
+    has_connector = rng.random() < 0.5
+    vocab_size = rng.choice((16, 64, 512))
+    num_drafts = rng.choice((0, 0, 1, 4))
+    proposer = rng.choice(tuple(ProposerMethod))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
-    return make_harness(
+    harness = make_harness(
         num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
-        vocab_size=rng.choice((16, 64, 512)),
+        vocab_size=vocab_size,
         max_in_flight=rng.choice((1, 2, 2, 3, 4)),
         enable_prefix_caching=rng.random() < 0.8,
         max_num_seqs=rng.choice((1, 2, 5, 16)),
@@ -38,7 +51,20 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         max_num_partial_prefills=rng.choice((0, 0, 1, 3)),
         max_long_partial_prefills=rng.choice((0, 1)),
         scheduler_delay_factor=rng.choice((0.0, 0.0, 0.5, 3.0)),
+        max_loras=rng.choice((1, 2)),
+        connector=chance_connector(rng) if has_connector else None,
+        load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
+        transfer_timeout_s=rng.choice((3.0, 1000.0)),
+        max_num_encoder_input_tokens=rng.choice((0, 4, 9)),
+        encoder_cache_size=rng.choice((0, 4, 12)),
+        disable_chunked_mm_input=rng.random() < 0.3,
+        async_scheduling=rng.random() < 0.5,
+        speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts else None,
+        propose=propose_by_chance(rng, vocab_size, num_drafts) if num_drafts else None,
     )
+    harness.worker.transfers.find_bad_blocks = find_bad_blocks_by_chance(rng)
+    harness.worker.transfers.get_delay = lambda: rng.choice((0, 1, 5))
+    return harness
 
 
 class Traffic:
@@ -64,6 +90,8 @@ class Traffic:
             tenant=rng.choice("abcd"),
             deadline=rng.choice((0.0, 0.0, 0.0, harness.now + rng.randrange(200))),
             salt=salt,
+            inputs=self.encoder_inputs(length) if rng.random() < 0.2 else (),
+            lora_name=rng.choice(("", "", "", "x", "y", "z")),
             seed=SALTS.index(salt),
             eos=rng.choice(((), (3,), (2, 5))),
             stop_token_ids=rng.choice(((), (7, 9))),
@@ -73,6 +101,22 @@ class Traffic:
                 StructuredOutput(GrammarKind.JSON_OBJECT) if rng.random() < 0.15 else None
             ),
         )
+
+    def encoder_inputs(self, length: int) -> list[EncoderInput]:
+        """Contents that come again, in places of any length; some requests are of an encoder-decoder model."""
+        rng = self.rng
+        if rng.random() < 0.2:
+            return [EncoderInput(0, 0, sha256(b"sound").digest(), rng.choice((1, 6)))]
+        inputs, position = [], 0
+        while True:
+            position += rng.randrange(6)
+            num_tokens = rng.choice((1, 4, 9))
+            if position + num_tokens > length:
+                return inputs
+            content = rng.choice((b"cat", b"dog", b"sea", b"%d" % rng.randrange(1000)))
+            content_hash = sha256(content).digest()
+            inputs.append(EncoderInput(position, num_tokens, content_hash, len(content) + 1))
+            position += num_tokens
 
     def abort(self) -> None:
         live = list(self.harness.scheduler.requests)

@@ -1,0 +1,104 @@
+"""Tokens that were proposed for running requests, until a step verifies them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
+from ..protocol.config import SpeculativeConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import DraftTokenIds
+from .batch import Batch
+from .grammars import Grammars
+from .running_requests import RunningRequests
+from .slots import SlotArray
+
+
+class Drafts:
+    """The last proposals for each slot.
+
+    With `uses_placeholders` steps are scheduled before the proposals for them are known: every decoding request
+    is taken to have as many as possible, and the workers put in what they have.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        running: RunningRequests,
+        grammars: Grammars,
+        *,
+        uses_placeholders: bool,
+    ) -> None:
+        max_num_seqs = len(running.slots.requests)
+        self.num_lookahead_tokens = config.num_lookahead_tokens
+        self._most = config.num_speculative_tokens
+        self._running = running
+        self._slots = running.slots
+        self._grammars = grammars
+        self._uses_placeholders = uses_placeholders
+        self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
+        self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
+
+    def count(self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array) -> Int64Array:
+        """How many drafts each decoding slot may have verified, within its `room`."""
+        if self._uses_placeholders:
+            counts = np.where(is_decoding, self._most, 0)
+        else:
+            is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
+            counts = np.where(is_known, self._num_tokens[slots], 0)
+        return np.clip(counts, 0, room)
+
+    def take(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
+        """The first `counts` drafts of each slot, for a step. What is left of them is of no use."""
+        if self._uses_placeholders:
+            return np.zeros(0, np.int32)
+        self.forget(slots)
+        taken: Int32Array = self._token_ids[slots][np.arange(self._most) < counts[:, None]]
+        return taken
+
+    def forget(self, slots: SlotArray) -> None:
+        """Each slot has other last tokens than those that its drafts follow."""
+        self._num_tokens[slots] = 0
+
+    def find(self, slot: int) -> list[int]:
+        """What was proposed last for a slot."""
+        if self._generation[slot] != self._slots.generation[slot]:
+            return []
+        found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
+        return found
+
+    def propose(self, batch: Batch, drafts: DraftTokenIds) -> None:
+        """Take in what was proposed after a step. Raises EngineError when the arrays do not fit together."""
+        state = self._slots
+        slots = int32_view(drafts.slots).astype(np.intp)
+        counts = int32_view(drafts.num_tokens).astype(np.int64)
+        token_ids = int32_view(drafts.token_ids)
+        if len(slots) != len(counts) or (counts < 0).any() or counts.sum() != len(token_ids):
+            raise EngineError(
+                f"step {drafts.step} returned {len(token_ids)} drafts, "
+                f"{counts.tolist()} for slots {slots.tolist()}"
+            )
+        first = np.cumsum(counts) - counts
+        is_usable = np.isin(slots, batch.slots[batch.alive(state)])
+        slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+        if not self._uses_placeholders:
+            # What is in flight goes on without these drafts.
+            is_usable = state.num_expected_tokens[slots] == state.num_known_tokens(slots)
+            slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+        columns = np.arange(self._most)
+        is_filled = columns < counts[:, None]
+        rows = np.zeros(is_filled.shape, np.int32)
+        rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
+        self._token_ids[slots] = rows
+        self._num_tokens[slots] = np.minimum(counts, self._most)
+        self._generation[slots] = state.generation[slots]
+        if self._running.num_constrained:
+            self._validate(slots)
+
+    def _validate(self, slots: SlotArray) -> None:
+        """Drop what the grammars of constrained requests forbid."""
+        for slot in slots.tolist():
+            request = self._running[slot]
+            if request.params.structured_output is not None:
+                self._num_tokens[slot] = self._grammars.num_acceptable(request, self.find(slot))

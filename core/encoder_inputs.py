@@ -1,0 +1,177 @@
+"""When encoder inputs are computed: as the decoder reaches them, within a step's budget and the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..protocol.arrays import Int64Array, int32_bytes
+from ..protocol.messages import EncoderInput, EncoderWork, SchedulerOutput
+from .encoder_cache_connector import EncoderCacheConnector
+from .encoder_cache_manager import EncoderCacheManager
+from .request import Request
+
+
+class _Need(NamedTuple):
+    """An input that a request will hold, and what that takes of room and budget."""
+
+    request: Request
+    input_index: int
+    room: int
+    budget: int
+    is_external: bool
+
+
+class EncoderPlan:
+    """What a step in the making takes, and what is left; nothing has happened until it is carried out."""
+
+    def __init__(self, budget: int, room: int) -> None:
+        self.budget = budget
+        self.room = room
+        self.needs: list[_Need] = []
+        self.hashes: set[bytes] = set()
+        self.failed: dict[Request, str] = {}
+
+    def add(self, need: _Need) -> None:
+        self.needs.append(need)
+        self.hashes.add(need.request.encoder_inputs[need.input_index].content_hash)
+        self.room -= need.room
+        self.budget -= need.budget
+
+    def undo(self, num_needs: int) -> None:
+        """Take back all but the first needs."""
+        for need in self.needs[num_needs:]:
+            self.room += need.room
+            self.budget += need.budget
+        del self.needs[num_needs:]
+        self.hashes = {
+            need.request.encoder_inputs[need.input_index].content_hash for need in self.needs
+        }
+
+
+class EncoderInputs:
+    """Which inputs running requests hold in the cache: those that their computed tokens have not passed."""
+
+    def __init__(
+        self,
+        cache: EncoderCacheManager,
+        budget: int,
+        *,
+        may_split: bool,
+        connector: EncoderCacheConnector | None = None,
+    ) -> None:
+        self.cache = cache
+        self.connector = connector
+        self.are_in_use = False
+        """Whether there ever was a request with an encoder input."""
+        self._budget = budget
+        self._may_split = may_split
+        self._held: dict[Request, set[int]] = {}
+        self._to_compute: list[tuple[int, int]] = []
+        self._to_load: list[tuple[Request, int]] = []
+
+    def begin_plan(self) -> EncoderPlan:
+        return EncoderPlan(self._budget, self.cache.num_available)
+
+    def fit(self, plan: EncoderPlan, request: Request, start: int, end: int, most: int) -> int:
+        """How far of [start, end) the request's tokens can be computed in the step, `start` if not at all.
+
+        It may be beyond `end`, but not beyond `most`, where an input must not be split. The plan takes what that needs.
+        """
+        num_needs = len(plan.needs)
+        for index, item in enumerate(request.encoder_inputs):
+            first, last = item.position, item.position + item.num_tokens
+            if _is_passed(item, start):
+                continue
+            if first >= end:
+                break
+            if last > end and not self._may_split:
+                if last > most:
+                    end = max(start, first)
+                    break
+                end = last
+            if not self._take(plan, request, index):
+                end = max(start, first)
+                break
+        if end == start:
+            plan.undo(num_needs)
+        return end
+
+    def carry_out(self, plan: EncoderPlan) -> None:
+        """Hold what is planned, for requests that are in their slots by now."""
+        for need in plan.needs:
+            self.cache.revive(need.request.encoder_inputs[need.input_index].content_hash)
+        for request, index, _, _, is_external in plan.needs:
+            item = request.encoder_inputs[index]
+            if self.cache.refer(item.content_hash, item.size):
+                if is_external:
+                    self._to_load.append((request, index))
+                else:
+                    self._to_compute.append((request.slot, index))
+            self._held.setdefault(request, set()).add(index)
+        plan.needs.clear()
+        plan.hashes.clear()
+
+    def begin_step(self, num_computed_tokens: Int64Array) -> None:
+        """Let go what the steps so far have computed past; `num_computed_tokens` are by slot."""
+        for request, held in list(self._held.items()):
+            num_computed = int(num_computed_tokens[request.slot])
+            for index in sorted(held):
+                item = request.encoder_inputs[index]
+                if _is_passed(item, num_computed):
+                    held.remove(index)
+                    self.cache.release(item.content_hash)
+            if not held:
+                del self._held[request]
+
+    def release(self, request: Request, *, is_trusted: bool = True) -> None:
+        """A request leaves its slot."""
+        for index in sorted(self._held.pop(request, ())):
+            content_hash = request.encoder_inputs[index].content_hash
+            if not is_trusted:
+                self.cache.distrust(content_hash)
+            self.cache.release(content_hash)
+
+    def describe(self, step: SchedulerOutput) -> None:
+        """Tell the workers what leaves the encoder cache and what enters it."""
+        work = EncoderWork(self.cache.take_freed(), int32_bytes(self._to_compute))
+        self._to_compute = []
+        if self.connector is not None:
+            loads, self._to_load = self._to_load, []
+            work.loaded = int32_bytes([(request.slot, index) for request, index in loads])
+            work.connector_metadata = self.connector.build_connector_meta(step, loads)
+        step.encoders = work
+
+    def _take(self, plan: EncoderPlan, request: Request, index: int) -> bool:
+        """Plan to hold an input. False when there is no budget or no room for it."""
+        if index in self._held.get(request, ()):
+            return True
+        item = request.encoder_inputs[index]
+        content_hash = item.content_hash
+        if content_hash in plan.hashes:
+            plan.add(_Need(request, index, 0, 0, False))
+            return True
+        room = 0 if self.cache.is_referenced(content_hash) else item.size
+        if room > plan.room:
+            return False
+        if self.cache.has(content_hash):
+            plan.add(_Need(request, index, room, 0, False))
+            return True
+        is_external = False
+        if self.connector is not None:
+            try:
+                is_external = self.connector.has_cache_item(request, index)
+            except Exception as error:
+                plan.failed[request] = f"encoder-cache connector: {error}"
+                return False
+        budget = 0 if is_external else item.size
+        if budget > plan.budget:
+            return False
+        plan.add(_Need(request, index, room, budget, is_external))
+        return True
+
+
+def _is_passed(item: EncoderInput, num_computed_tokens: int) -> bool:
+    """Whether no token still to be computed needs the input itself."""
+    if item.num_tokens == 0:
+        return num_computed_tokens > 0
+    return item.position + item.num_tokens <= num_computed_tokens

@@ -1,0 +1,72 @@
+"""What becomes of tokens that came by drafts: rejections are subtracted, and nothing follows a stop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocol.arrays import Int32Array, Int64Array
+from ..protocol.messages import SpecDecodingStats
+from .batch import Batch
+from .running_requests import RunningRequests
+
+
+class SampledTokens(NamedTuple):
+    """`counts[i]` tokens of row i; `cut` has the number of tokens of slots that had more before a stop."""
+
+    token_ids: Int32Array
+    counts: Int64Array
+    cut: dict[int, int]
+
+
+def subtract_rejections(
+    running: RunningRequests,
+    sampling: Batch,
+    counts: Int64Array,
+    num_drafts: Int64Array,
+    stats: SpecDecodingStats,
+) -> None:
+    """Correct the counts of requests whose drafts were all expected to be accepted."""
+    state, slots = running.slots, sampling.slots
+    rejected = num_drafts + 1 - counts
+    state.num_computed_tokens[slots] -= rejected
+    state.num_expected_tokens[slots] -= rejected
+    accepted = counts[num_drafts > 0] - 1
+    stats.num_drafts += len(accepted)
+    stats.num_draft_tokens += int(num_drafts.sum())
+    stats.num_accepted_tokens += int(accepted.sum())
+    for position in range(int(num_drafts.max(initial=0))):
+        if position == len(stats.num_accepted_tokens_per_pos):
+            stats.num_accepted_tokens_per_pos.append(0)
+        num_accepted = np.count_nonzero(accepted > position)
+        stats.num_accepted_tokens_per_pos[position] += int(num_accepted)
+
+
+def cut_after_stops(
+    running: RunningRequests, sampling: Batch, token_ids: Int32Array, counts: Int64Array
+) -> SampledTokens:
+    """Drop what follows the first token that ends a request."""
+    state, slots = running.slots, sampling.slots
+    row_of_token = np.repeat(np.arange(len(counts)), counts)
+    last = np.cumsum(counts) - 1
+    is_inner = np.ones(len(token_ids), np.bool_)
+    is_inner[last] = False
+    candidates = (state.may_stop(token_ids) & is_inner).nonzero()[0]
+    first = last + 1 - counts
+    cut: dict[int, int] = {}
+    for position in candidates.tolist():
+        row = int(row_of_token[position])
+        slot = int(slots[row])
+        request = running[slot]
+        num_kept = position - int(first[row]) + 1
+        num_output = int(state.num_output_tokens[slot]) + num_kept
+        if slot not in cut and request.stops_at(int(token_ids[position]), num_output):
+            cut[slot] = num_kept
+    if not cut:
+        return SampledTokens(token_ids, counts, cut)
+    kept = np.array(
+        [cut.get(slot, count) for slot, count in zip(slots.tolist(), counts.tolist(), strict=True)]
+    )
+    offsets = np.arange(len(token_ids)) - first[row_of_token]
+    return SampledTokens(token_ids[offsets < kept[row_of_token]], kept, cut)

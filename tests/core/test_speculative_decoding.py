@@ -1,0 +1,288 @@
+"""Drafts and their verification. Tests are named for the lines of the scheduler's specification."""
+
+from __future__ import annotations
+
+import pytest
+from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
+from engine.protocol.config import ProposerMethod, SpeculativeConfig
+from engine.protocol.errors import EngineError
+from engine.protocol.messages import (
+    DraftTokenIds,
+    FinishReason,
+    ModelRunnerOutput,
+    RowLogprobs,
+    SpecDecodingStats,
+)
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.fingerprints import extend
+from support.model_worker import Row, choose_token
+from support.scheduler_harness import Harness
+
+VOCAB_SIZE = 512
+
+
+def foresee(row: Row, count: int) -> list[int]:
+    """What the model will say."""
+    fingerprint, tokens = row.fingerprints[-1], []
+    for _ in range(count):
+        tokens.append(choose_token(fingerprint, VOCAB_SIZE))
+        fingerprint = extend(fingerprint, tokens[-1])
+    return tokens
+
+
+def right(count: int, num_right: int | None = None):
+    """Proposes `count` drafts of which only the first `num_right` are right."""
+
+    def propose(row: Row) -> list[int]:
+        tokens = foresee(row, count)
+        for index in range(count if num_right is None else num_right, count):
+            tokens[index] = (tokens[index] + 1) % VOCAB_SIZE
+        return tokens
+
+    return propose
+
+
+def speculating(num_drafts: int, propose=None, **limits: object) -> Harness:
+    """Drafts come with the outputs, and every output is awaited."""
+    defaults = {"async_scheduling": False, "max_in_flight": 1}
+    return Harness(
+        vocab_size=VOCAB_SIZE,
+        speculative=SpeculativeConfig(num_drafts),
+        propose=propose or right(num_drafts),
+        **{**defaults, **limits},
+    )
+
+
+def total(harness: Harness) -> SpecDecodingStats:
+    summed = SpecDecodingStats()
+    for stats in filter(None, (stats.spec_decoding for stats in harness.stats)):
+        summed.num_drafts += stats.num_drafts
+        summed.num_draft_tokens += stats.num_draft_tokens
+        summed.num_accepted_tokens += stats.num_accepted_tokens
+    return summed
+
+
+def test_5_1_accepted_drafts_save_steps():
+    harness = speculating(3)
+    key = harness.add(6, 9)
+    harness.drain()
+    # One token by the prompt, then four a step.
+    assert len(harness.heard[key].token_ids) == 9
+    assert len([step for step in harness.steps if step.slots != b""]) == 3
+    assert total(harness).num_draft_tokens == total(harness).num_accepted_tokens == 6
+
+
+def test_5_1_rejections_are_subtracted_when_the_output_arrives():
+    harness = speculating(3, right(3, num_right=1))
+    harness.add(6, 30)
+    harness.step()
+    state = harness.scheduler.slots
+    step = harness.schedule()
+    assert int32_view(step.drafts).tolist() == [0, 3]
+    assert int32_view(step.chunks).tolist() == [0, 4]
+    assert len(int32_view(step.draft_token_ids)) == 3
+    assert (state.num_computed_tokens[0], state.num_expected_tokens[0]) == (10, 11)
+    harness.update()
+    assert (state.num_computed_tokens[0], state.num_expected_tokens[0]) == (8, 9)
+    harness.drain()
+
+
+def test_5_1_drafts_are_trimmed_to_the_budget_and_the_length():
+    harness = speculating(4, max_num_batched_tokens=8)
+    harness.add([1] * 3, 20)
+    harness.add([2] * 3, 20)
+    harness.step()
+    harness.schedule()
+    assert harness.batch == {0: 5, 1: 3}
+    harness.update()
+    harness.drain()
+    short = speculating(4)
+    short.add(5, 3)
+    short.step()
+    short.schedule()
+    # One token is known, one more may be drafted: the third is the last.
+    assert short.batch == {0: 2}
+    short.drain()
+
+
+def test_5_1_a_request_whose_drafts_do_not_fit_into_the_budget_still_samples():
+    harness = speculating(4, max_num_batched_tokens=2)
+    keys = [harness.add([n + 1], 6) for n in range(2)]
+    harness.drain()
+    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in keys)
+
+
+def test_5_1_drafts_may_come_apart_from_the_output():
+    harness = speculating(2, lambda row: [])
+    harness.add(5, 20)
+    harness.step()
+    scheduler = harness.scheduler
+    drafts = int32_bytes(foresee(harness.worker.rows[0], 2))
+    one, two = int32_bytes([1]), int32_bytes([2])
+    scheduler.update_draft_token_ids(DraftTokenIds(1, int32_bytes([0]), two, drafts))
+    step = harness.schedule()
+    assert step.draft_token_ids == drafts
+    # Drafts of a step before the last one are of no use; nor are those of a request that has left.
+    scheduler.update_draft_token_ids(DraftTokenIds(0, int32_bytes([0]), one, int32_bytes([7])))
+    harness.update()
+    scheduler.update_draft_token_ids(DraftTokenIds(1, int32_bytes([0]), one, int32_bytes([7])))
+    assert harness.schedule().drafts == b""
+    harness.update()
+    harness.abort((0, 0))
+    scheduler.update_draft_token_ids(DraftTokenIds(3, int32_bytes([0]), one, int32_bytes([7])))
+    harness.add(5, 4)
+    harness.step()
+    assert harness.steps[-1].drafts == b""
+    harness.drain()
+
+
+def test_5_1_nothing_follows_a_stop_among_accepted_drafts():
+    probe = Harness(vocab_size=VOCAB_SIZE)
+    probe.add(5, 9)
+    probe.drain()
+    tokens = probe.heard[0, 0].token_ids
+    harness = speculating(4)
+    key = harness.add(5, 9, stop_token_ids=(tokens[2],))
+    later = harness.add(5, 9, eos=(tokens[0], tokens[3]), min_tokens=2)
+    harness.drain()
+    assert harness.heard[key].token_ids == tokens[:3]
+    assert harness.heard[key].finished.stop_reason == tokens[2]
+    assert harness.heard[later].token_ids == tokens[:4]
+
+
+def test_5_1_logprobs_end_with_the_tokens():
+    harness = speculating(3, lambda row: [])
+    scheduler = harness.scheduler
+    harness.add(5, 9, stop_token_ids=(42,))
+    first = scheduler.schedule(0.0)
+    drafts = DraftTokenIds(1, int32_bytes([0]), int32_bytes([3]), int32_bytes([41, 42, 43]))
+    scheduler.update_from_output(first, ModelRunnerOutput(1, int32_bytes([40]), drafts=drafts), 0.0)
+    second = scheduler.schedule(0.0)
+    row = RowLogprobs(
+        0, 4, int32_bytes([41, 42, 43, 44]), float32_bytes([-1, -2, -3, -4]), int32_bytes([1] * 4)
+    )
+    result = ModelRunnerOutput(2, int32_bytes([41, 42, 43, 44]), int32_bytes([4]), logprobs=[row])
+    outputs = scheduler.update_from_output(second, result, 0.0)[0]
+    assert int32_view(outputs.token_ids).tolist() == [41, 42]
+    assert int32_view(outputs.num_tokens).tolist() == [2]
+    (logprobs,) = outputs.logprobs
+    assert logprobs.num_positions == 2
+    assert int32_view(logprobs.token_ids).tolist() == [41, 42]
+    assert len(logprobs.logprobs) == len(logprobs.ranks) == 8
+
+
+def test_5_1_tokens_are_split_between_clients():
+    harness = speculating(3, right(3, num_right=2))
+    keys = [harness.add([n + 1] * 4, 10, client=n % 2) for n in range(4)]
+    harness.drain()
+    assert all(len(harness.heard[key].token_ids) == 10 for key in keys)
+
+
+def test_5_1_drafts_are_validated_by_the_grammar_and_every_position_is_masked():
+    harness = speculating(4, lambda row: [3, 2, 4, 6])
+    key = harness.add(4, 12, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
+    harness.compile_grammars()
+    harness.step()
+    step = harness.schedule()
+    # The grammar wants even and odd tokens in turn, and the first one is known.
+    assert int32_view(step.drafts).tolist() == [0, 2]
+    harness.update()
+    harness.drain()
+    tokens = harness.heard[key].token_ids
+    assert [token_id % 2 for token_id in tokens] == [0, 1] * 6
+
+
+@pytest.mark.parametrize("uses_placeholders", [False, True])
+def test_5_1_constrained_requests_take_several_tokens_a_step(uses_placeholders):
+    def propose(row: Row) -> list[int]:
+        parity = (len(row.token_ids) - row.num_prompt_tokens) % 2
+        fingerprint, drafts = row.fingerprints[-1], []
+        for index in range(3):
+            allowed = [token_id % 2 == (parity + index) % 2 for token_id in range(VOCAB_SIZE)]
+            drafts.append(choose_token(fingerprint, VOCAB_SIZE, allowed))
+            fingerprint = extend(fingerprint, drafts[-1])
+        return drafts
+
+    harness = speculating(3, propose, async_scheduling=uses_placeholders)
+    harness.add(4, 13, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
+    harness.drain()
+    assert total(harness).num_accepted_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("method", "num_blocks"), [(ProposerMethod.NGRAM, 2), (ProposerMethod.EAGLE, 3)]
+)
+def test_5_2_lookahead_slots_are_reserved_for_those_who_write_ahead(method, num_blocks):
+    harness = Harness(block_size=4, speculative=SpeculativeConfig(3, method))
+    harness.add(7, 20)
+    harness.schedule()
+    assert len(harness.scheduler.kv_cache_manager.blocks[0]) == num_blocks
+    harness.drain()
+
+
+def test_5_2_lookahead_never_asks_for_more_than_the_request_can_use():
+    harness = Harness(
+        num_blocks=4, block_size=4, speculative=SpeculativeConfig(4, ProposerMethod.DRAFT_MODEL)
+    )
+    key = harness.add(11, None)
+    harness.drain()
+    assert len(harness.heard[key].token_ids) == 3 * 4 + 1 - 11
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_5_3_drafts_are_scheduled_as_placeholders_and_filled_in_by_the_worker(depth):
+    harness = speculating(3, right(3, 2), async_scheduling=True, max_in_flight=depth)
+    key = harness.add(6, 16)
+    while harness.num_in_flight < depth:
+        harness.schedule()
+    for step in harness.steps[1:]:
+        assert step.draft_token_ids == b""
+    assert [int32_view(step.drafts).tolist() for step in harness.steps[1:]] == [[0, 3]] * (
+        depth - 1
+    )
+    harness.drain()
+    assert len(harness.heard[key].token_ids) == 16
+    assert total(harness).num_accepted_tokens >= 8
+
+
+def test_5_3_a_worker_with_fewer_drafts_than_placeholders_rejects_the_others():
+    harness = speculating(4, right(1), async_scheduling=True, max_in_flight=2)
+    key = harness.add(6, 11)
+    harness.drain()
+    assert len(harness.heard[key].token_ids) == 11
+    assert total(harness).num_accepted_tokens >= 4
+
+
+def test_4_5_acceptance_is_counted_by_position():
+    harness = speculating(3, right(3, num_right=2))
+    harness.add(6, 10)
+    harness.drain()
+    per_position = [0, 0, 0]
+    for stats in filter(None, (stats.spec_decoding for stats in harness.stats)):
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            per_position[position] += count
+    # Three times two of three drafts.
+    assert per_position == [3, 3, 0]
+    assert total(harness).num_drafts == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"), [([1, 2], [1]), ([1] * 5, [5]), ([], [0]), ([1, 2], [1, 1])]
+)
+def test_an_output_that_does_not_fit_its_drafts_is_an_error(tokens, counts):
+    harness = speculating(3)
+    harness.add(6, 20)
+    harness.step()
+    step = harness.schedule()
+    result = ModelRunnerOutput(step.step, int32_bytes(tokens), int32_bytes(counts))
+    with pytest.raises(EngineError, match="for rows with \\[3\\] drafts"):
+        harness.scheduler.update_from_output(step, result, 0.0)
+
+
+def test_drafts_that_do_not_fit_together_are_an_error():
+    harness = speculating(3)
+    harness.add(6, 20)
+    harness.step()
+    wrong = DraftTokenIds(1, int32_bytes([0]), int32_bytes([2]), int32_bytes([1]))
+    with pytest.raises(EngineError, match="step 1 returned 1 drafts"):
+        harness.scheduler.update_draft_token_ids(wrong)

@@ -1,0 +1,47 @@
+"""What the model worker keeps as KV entries: a position's entry stands for all tokens up to it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+from engine.protocol.messages import EncoderInput
+
+MASK = (1 << 64) - 1
+
+BAD = -1
+"""The entry of a position that was not loaded, or was computed from such a one."""
+
+
+def extend(fingerprint: int, token_id: int) -> int:
+    x = (fingerprint ^ (token_id + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
+    return (x ^ x >> 29) * 0x94D049BB133111EB & MASK
+
+
+def seed_fingerprint(seed: int | None, lora_name: str = "") -> int:
+    """What a test gives different seeds must never share a block; nor may two adapters."""
+    return extend(extend(1, seed or 0), zlib.crc32(lora_name.encode()))
+
+
+def fingerprints(
+    token_ids: Iterable[int],
+    seed: int | None,
+    lora_name: str = "",
+    inputs: Sequence[EncoderInput] = (),
+) -> list[int]:
+    """The entry of each position."""
+    fingerprint = seed_fingerprint(seed, lora_name)
+    places = {}
+    for item in inputs:
+        content = zlib.crc32(item.content_hash)
+        if item.num_tokens == 0:
+            fingerprint = extend(fingerprint, content)
+        for offset in range(item.num_tokens):
+            places[item.position + offset] = content + offset
+    entries = []
+    for position, token_id in enumerate(token_ids):
+        fingerprint = extend(fingerprint, token_id)
+        if position in places:
+            fingerprint = extend(fingerprint, places[position])
+        entries.append(fingerprint)
+    return entries

@@ -1,0 +1,227 @@
+"""Both halves of a KV connector to a store that holds every prefix there could be.
+
+What it answers is up to the test: callables decide, or chance does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from engine.core.kv_connector import EndOfRequest, ExternalMatch, KVConnector
+from engine.core.request import Request
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import KVTransferConfig
+from engine.protocol.messages import EncoderInput, FinishReason, KVConnectorOutput, SchedulerOutput
+from support.fingerprints import BAD, fingerprints
+
+
+class Transfer(msgspec.Struct, array_like=True):
+    """Positions [start, end) of a request, in `block_ids`."""
+
+    transfer_id: int
+    token_ids: bytes
+    seed: int | None
+    lora_name: str
+    inputs: list[EncoderInput]
+    block_ids: list[int]
+    start: int
+    end: int
+    is_async: bool = False
+
+
+class Metadata(msgspec.Struct, array_like=True):
+    loads: list[Transfer]
+    sends: list[Transfer]
+    expired: list[int]
+
+
+def load_nothing(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    return ExternalMatch(0)
+
+
+class ModelConnector(KVConnector):
+    def __init__(
+        self,
+        match: Callable[[Request, int], ExternalMatch | None] = load_nothing,
+        delays_free: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
+        self.match = match
+        self.delays_free = delays_free
+        self.ended: list[tuple[tuple[int, int], FinishReason]] = []
+        self.expired: list[int] = []
+        self._matched: dict[int, tuple[int, bool]] = {}
+        self._metadata = Metadata([], [], [])
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        match = self.match(request, num_computed_tokens)
+        if match is not None:
+            self._matched[request.transfer_id] = num_computed_tokens, match.is_async
+        return match
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        start, is_async = self._matched.pop(request.transfer_id)
+        self._metadata.loads.append(
+            _transfer(
+                request, request.token_ids, block_ids, start, start + num_external_tokens, is_async
+            )
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        metadata, self._metadata = self._metadata, Metadata([], [], [])
+        if not (metadata.loads or metadata.sends or metadata.expired):
+            return b""
+        return msgspec.msgpack.encode(metadata)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> EndOfRequest:
+        self.ended.append((request.key, reason))
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_whole and self.delays_free(request)):
+            return EndOfRequest()
+        send = _transfer(request, request.prompt_token_ids, block_ids, 0, request.num_prompt_tokens)
+        self._metadata.sends.append(send)
+        return EndOfRequest(True, {"remote_id": request.transfer_id})
+
+    def transfer_expired(self, transfer_id: int) -> None:
+        self.expired.append(transfer_id)
+        self._metadata.expired.append(transfer_id)
+
+
+def _transfer(
+    request: Request,
+    token_ids: bytes,
+    block_ids: Sequence[int],
+    start: int,
+    end: int,
+    is_async: bool = False,
+) -> Transfer:
+    return Transfer(
+        request.transfer_id,
+        token_ids,
+        request.params.seed,
+        request.lora_name,
+        request.encoder_inputs,
+        list(block_ids),
+        start,
+        end,
+        is_async,
+    )
+
+
+@dataclass
+class ModelTransfers:
+    """The workers' half: fills blocks, and sees that blocks to be fetched stay as they are.
+
+    `find_bad_blocks` gives the indices of a load's blocks that fail; `get_delay` the steps that a transfer takes.
+    """
+
+    kv_cache: list[list[int]]
+    find_bad_blocks: Callable[[Transfer], set[int]] = lambda load: set()
+    get_delay: Callable[[], int] = lambda: 1
+    _under_way: list[tuple[int, Transfer, bool]] = field(default_factory=list)
+    _report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    _invalid: list[int] = field(default_factory=list)
+
+    def begin_step(self, metadata: bytes) -> None:
+        if metadata:
+            decoded = msgspec.msgpack.decode(metadata, type=Metadata)
+            for send in decoded.sends:
+                self._under_way.append((self.get_delay(), send, True))
+            for load in decoded.loads:
+                if load.is_async:
+                    self._under_way.append((self.get_delay(), load, False))
+                else:
+                    self._load(load)
+            self._under_way = [
+                entry
+                for entry in self._under_way
+                if not entry[2] or entry[1].transfer_id not in decoded.expired
+            ]
+
+    def end_step(self) -> KVConnectorOutput | None:
+        left = []
+        for delay, transfer, is_send in self._under_way:
+            if delay > 0:
+                left.append((delay - 1, transfer, is_send))
+            elif is_send:
+                self._check(transfer)
+                self._report.finished_sending.append(transfer.transfer_id)
+            else:
+                self._load(transfer)
+                self._report.finished_recving.append(transfer.transfer_id)
+        self._under_way = left
+        report, self._report = self._report, KVConnectorOutput()
+        if self._invalid:
+            report.invalid_block_ids = int32_bytes(self._invalid)
+            self._invalid = []
+        return report if report != KVConnectorOutput() else None
+
+    def _load(self, load: Transfer) -> None:
+        values = self._values(load)
+        bad = {index for index in self.find_bad_blocks(load) if self._has(load, index)}
+        size = len(self.kv_cache[0])
+        for position in range(load.start, load.end):
+            index, offset = divmod(position, size)
+            block = load.block_ids[index]
+            self.kv_cache[block][offset] = BAD if index in bad else values[position]
+        self._invalid += [load.block_ids[index] for index in sorted(bad)]
+
+    def _has(self, load: Transfer, index: int) -> bool:
+        size = len(self.kv_cache[0])
+        return load.start // size <= index <= (load.end - 1) // size
+
+    def _check(self, send: Transfer) -> None:
+        values = self._values(send)
+        size = len(self.kv_cache[0])
+        for position in range(send.start, send.end):
+            index, offset = divmod(position, size)
+            found = self.kv_cache[send.block_ids[index]][offset]
+            assert found == values[position], "a block was overwritten before it was fetched"
+
+    @staticmethod
+    def _values(transfer: Transfer) -> list[int]:
+        tokens = int32_view(transfer.token_ids).tolist()
+        return fingerprints(tokens, transfer.seed, transfer.lora_name, transfer.inputs)
+
+
+def chance_connector(rng: random.Random) -> ModelConnector:
+    """Answers of every kind, a few of them absurd."""
+
+    def match(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        draw = rng.random()
+        if draw < 0.15:
+            return None
+        if draw < 0.16:
+            raise RuntimeError("the store is not reachable")
+        if draw < 0.17:
+            return ExternalMatch(request.num_tokens + 1)
+        num_left = request.num_tokens - num_computed_tokens
+        num_tokens = rng.choice((0, num_left, rng.randrange(num_left + 1)))
+        return ExternalMatch(num_tokens, rng.random() < 0.5)
+
+    return ModelConnector(match, lambda request: rng.random() < 0.3)
+
+
+def find_bad_blocks_by_chance(rng: random.Random) -> Callable[[Transfer], set[int]]:
+    def find_bad_blocks(load: Transfer) -> set[int]:
+        if rng.random() < 0.7:
+            return set()
+        return {rng.randrange(len(load.block_ids)) for _ in range(rng.choice((1, 2)))}
+
+    return find_bad_blocks
+
+
+class ConfiguredConnector(ModelConnector):
+    """As a connector is made from its configuration."""
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        super().__init__()
+        self.config = config
