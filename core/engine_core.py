@@ -207,7 +207,7 @@ class EngineCore:
                     self._client_ids[message.client_index] = identity
                     self._scheduler.add_client(message.client_index)
                 self._clients.send(identity, self._ready)
-            elif client_index is None:
+            elif client_index is None or not _is_well_formed(message):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 now = time.monotonic()
@@ -315,3 +315,8 @@ class EngineCore:
 
     def _poll_timeout_ms(self) -> int | None:
         return GRAMMAR_POLL_MS if self._grammars.is_compiling else None
+
+
+def _is_well_formed(message: ClientMessage) -> bool:
+    """Arrays are raw bytes, whose length the decoder does not check."""
+    return not isinstance(message, AbortRequests) or len(message.request_indices) % 4 == 0

