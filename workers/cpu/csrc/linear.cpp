@@ -30,12 +30,15 @@ constexpr float kSplitRatio = 3;
 void split_group(const float* x, ActivationGroup& group, int8_t* high) {
   const float amax = group.scale * 127.0f, inverse = float(127 * kHighUnit) / amax;
   int32_t sums[2] = {0, 0};
-  for (int i = 0; i < kGroup; i++) {
-    // Adding 1.5 * 2^23 rounds to the nearest integer.
-    const int32_t q = int32_t((x[i] * inverse + 0x1.8p23f) - 0x1.8p23f);
-    high[i] = int8_t((q + kHighUnit / 2) >> kHighShift);
-    group.q[i] = int8_t(q - high[i] * kHighUnit);
-    sums[i / 16] += q;
+  for (int half = 0; half < 2; half++) {
+    for (int i = 16 * half; i < 16 * half + 16; i++) {
+      // Adding 1.5 * 2^23 rounds to the nearest integer.
+      const int32_t q = int32_t((x[i] * inverse + 0x1.8p23f) - 0x1.8p23f);
+      const int32_t above = (q + kHighUnit / 2) >> kHighShift;
+      high[i] = int8_t(above);
+      group.q[i] = int8_t(q - above * kHighUnit);
+      sums[half] += q;
+    }
   }
   set_sums(group, amax / float(127 * kHighUnit), sums[0], sums[1]);
 }
@@ -73,8 +76,7 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
   auto* row = static_cast<uint8_t*>(out);
   for (int r = 0; r < rows; r++, x += x_stride, row += row_bytes) {
     if (is_int8(kind)) kernels().quantize_int8(x, k, row);
-    if (kind == ActivationKind::int8_split)
-      split_groups(x, k / kGroup, row);
+    if (kind == ActivationKind::int8_split) split_groups(x, k / kGroup, row);
     else if (kind == ActivationKind::bf16)
       kernels().quantize_bf16(x, k, row);
     else if (kind == ActivationKind::f32)
