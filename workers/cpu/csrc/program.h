@@ -53,7 +53,8 @@ inline size_t activation_offset(ActivationKind kind, int column) {
 
 struct Op {
   OpKind kind;
-  ActivationKind activation_kind;  // of what the operation writes
+  ActivationKind input_kind;       // of the activations it reads
+  ActivationKind activation_kind;  // of those it writes
   int32_t source;
   LinearTarget target;
   int32_t layer, group;  // of the KV cache
