@@ -22,6 +22,7 @@ FORMATS = {
     "float16": {"dtype": torch.float16, "cache_dtype": torch.float16},
     "int8": {"quantization": "int8", "cache_dtype": torch.bfloat16},
     "int4": {"quantization": "int4", "cache_dtype": torch.bfloat16},
+    "int8 cache": {"quantization": "int8", "cache_dtype": torch.int8},
 }
 NUM_ISAS = 4
 
@@ -127,7 +128,7 @@ def test_what_blocks_held_before_has_no_effect(decoders):
     tokens = prompt(100)
     engine = Engine(decoders[1])
     for cache in engine.kv_caches:
-        cache.fill_(1e3)
+        cache.fill_(100 if cache.dtype == torch.int8 else 1e3)
     blocks = list(range(1, 8))
     for start, stop in ((0, 50), (50, 51), (51, 100)):
         (state,) = engine.step([(tokens, start, stop, blocks)])
@@ -144,7 +145,7 @@ def test_logits_and_tokens_do_not_depend_on_the_batch(decoders):
             assert tokens == logits[list(rows)].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int4"])
+@pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])
 def test_every_instruction_set_of_this_machine(name, checkpoint):
     library = native_library()
     selected = library.engine_isa()

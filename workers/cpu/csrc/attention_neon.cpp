@@ -9,6 +9,7 @@ namespace engine::neon {
 #define ENGINE_NEON
 #include "vectors.inc"
 
+#include "attention_formats.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::neon
 #endif
