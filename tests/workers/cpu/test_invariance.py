@@ -124,6 +124,21 @@ def test_several_partitions_and_slices(decoders):
         start = stop
 
 
+def test_one_long_context_beside_many_short_ones(decoders):
+    """It is shared out among threads, and the short ones are not."""
+    long, short = prompt(2300), [prompt(40, seed) for seed in range(20)]
+    engine, blocks = Engine(decoders[1]), list(range(1, 146))
+    tails = [[150 + 3 * i, 151 + 3 * i, 152 + 3 * i] for i in range(20)]
+    engine.step([(long, 0, 2297, blocks)])
+    engine.step([(tokens, 0, 37, tail) for tokens, tail in zip(short, tails, strict=True)])
+    expected = [whole(decoders[0], tokens) for tokens in (*short, long)]
+    for i in range(3):
+        requests = [(t, 37 + i, 38 + i, tail) for t, tail in zip(short, tails, strict=True)]
+        states = engine.step([*requests, (long, 2297 + i, 2298 + i, blocks)])
+        for state, whole_state, start in zip(states, expected, [37] * 20 + [2297], strict=True):
+            assert_same_bits(state, whole_state[start + i : start + i + 1])
+
+
 def test_what_blocks_held_before_has_no_effect(decoders):
     tokens = prompt(100)
     engine = Engine(decoders[1])
@@ -160,5 +175,20 @@ def test_every_instruction_set_of_this_machine(name, checkpoint):
                 (state,) = engine.step([(tokens, start, stop, blocks)])
                 assert_same_bits(state, expected[start:stop])
                 start = stop
+    finally:
+        library.engine_select_isa(selected)
+
+
+def test_sets_with_fused_products_agree_on_integer_formats(checkpoint):
+    """Sums of integers are exact, and sums of floats have one order: only fusing tells sets apart."""
+    library = native_library()
+    selected, tokens, states = library.engine_isa(), prompt(150), []
+    try:
+        for isa in filter(library.engine_select_isa, range(1, NUM_ISAS)):
+            decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS["int8 cache"])
+            assert library.engine_isa() == isa
+            states.append(whole(decoder, tokens))
+        for state in states:
+            assert_same_bits(state, states[0])
     finally:
         library.engine_select_isa(selected)

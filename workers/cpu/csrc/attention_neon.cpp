@@ -1,9 +1,12 @@
-// The attention kernels for NEON.
+// The attention kernels for NEON with the dot product.
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
 #include "attention.h"
 #include "rounding.h"
+#include "target_neon.h"
+// GCC 12 crashes on these kernels with -O3.
+#pragma GCC optimize("O2")
 
 namespace engine::neon {
 #define ENGINE_NEON
