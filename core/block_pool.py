@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from .kv_event_log import KVEventLog
@@ -62,9 +62,15 @@ class BlockPool:
             ref_counts[block] = 1
         return blocks
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest prefix of `hashes`."""
-        found = list(map(self._block_of.get, hashes))
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with that content."""
+        return self._block_of.get(digest)
+
+    def find(
+        self, hashes: Iterable[bytes], lookup: Callable[[bytes], int | None] | None = None
+    ) -> list[int]:
+        """The blocks that hold the longest prefix of `hashes`, as `lookup` finds them."""
+        found = list(map(lookup or self._block_of.get, hashes))
         if None in found:
             del found[found.index(None) :]
         return found  # type: ignore[return-value]
@@ -109,12 +115,17 @@ class BlockPool:
             if block_of.setdefault(digest, block) == block:
                 hash_of[block] = digest
 
-    def uncache(self, blocks: Iterable[int]) -> None:
-        """Make held blocks unfindable: their content is not to be trusted."""
-        for block in blocks:
-            digest = self._hash_of[block]
-            if digest is not None:
-                self._forget(block, digest)
+    def uncache(self, hashes: Iterable[bytes]) -> None:
+        """Make blocks unfindable: their content is not to be trusted."""
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                continue
+            self._forget(block, digest)
+            if not self.ref_counts[block]:
+                self._serial_of[block] = -1
+                self._num_evictable -= 1
+                self._blank.append(block)
 
     def reset(self) -> bool:
         """Forget every cached block. Does nothing and returns False while any block is held."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..protocol.arrays import Int32Array, Int64Array, int32_view
-from .block_pool import BlockPool
+from ..protocol.arrays import Int64Array, int32_bytes, int32_view
+from ..protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
+from .block_pool import NULL_BLOCK, BlockPool
+from .cached_prefix import CachedPrefix, find_cached_prefix, group_key, group_keys
 from .kv_event_log import KVEventLog
 from .request import Request
 from .slots import SlotArray, Slots
-
-FULL_ATTENTION_GROUP: Final = 0
+from .windows import Window, windows_of
 
 
 class Growth(NamedTuple):
-    """Blocks that some slots need in addition: `slots[i]` needs `counts[i]` > 0 of them."""
+    """Blocks of tokens that some slots need in addition: `slots[i]` needs `counts[i]` > 0 of them.
+
+    `total` counts them in all groups.
+    """
 
     slots: SlotArray
     counts: Int64Array
@@ -27,7 +31,7 @@ class Growth(NamedTuple):
 
 
 class KVCacheManager:
-    """Blocks by slot over one `BlockPool`. Allocation is all or nothing."""
+    """Blocks by group and slot over one `BlockPool`. Allocation is all or nothing."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class KVCacheManager:
         block_size: int,
         slots: Slots,
         enable_prefix_caching: bool,
+        groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
         events: KVEventLog | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
@@ -44,77 +49,207 @@ class KVCacheManager:
         max_num_seqs = len(slots.requests)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        """The blocks of each slot in the order of its tokens."""
+        self.groups = groups
+        self.blocks: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in groups]
+        """The blocks of each group and slot in the order of its tokens, the null block where none is needed."""
+        kinds = [group.kind for group in groups]
+        self._is_simple = kinds == [AttentionKind.FULL]
+        self._state_groups = [
+            i for i, kind in enumerate(kinds) if kind is AttentionKind.STATE_SPACE
+        ]
+        self._cross_groups = [i for i, kind in enumerate(kinds) if kind is AttentionKind.CROSS]
+        self._token_groups = [
+            i
+            for i in range(len(groups))
+            if i not in self._state_groups and i not in self._cross_groups
+        ]
+        self._num_cross_blocks = [-(-groups[i].size // block_size) for i in self._cross_groups]
+        self._windows = windows_of(groups, block_size, max_num_seqs)
+        self._no_prefix = CachedPrefix(0, ([],) * len(groups))
+        self.has_windows = bool(self._windows)
+        self._dropped: list[tuple[int, int, int]] = []
+        self._new_states: list[tuple[int, bytes]] = []
+        self._updates = b""
         self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._num_cached_blocks = [0] * max_num_seqs
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that fit when one request holds every block."""
-        return (self.pool.num_blocks - 1) * self.block_size
-
-    def find_computed_blocks(self, request: Request) -> list[int]:
+    def find_computed_blocks(self, request: Request) -> CachedPrefix:
         """The cached blocks of the longest known prefix, which leaves at least one token to compute."""
         limit = (request.num_tokens - 1) // self.block_size
         if not limit or not self.reads_cache_for(request):
-            return []
-        return self.pool.find(request.block_hashes[:limit])
+            return self._no_prefix
+        digests = request.block_hashes[:limit]
+        if self._is_simple:
+            found = self.pool.find(digests)
+            return CachedPrefix(len(found), (found,))
+        return find_cached_prefix(
+            self.pool, self.groups, self.block_size, digests, self.pool.lookup
+        )
 
     def reads_cache_for(self, request: Request) -> bool:
-        """Prompt log-probabilities need the whole prompt to be computed."""
+        """Prompt log-probabilities need the whole prompt to be computed, once."""
         return (
             self.enable_prefix_caching
             and bool(request.root_hash)
-            and request.params.prompt_logprobs is None
+            and (request.params.prompt_logprobs is None or request.has_sampled)
         )
 
-    def allocate(self, computed_blocks: list[int], num_tokens: int) -> list[int] | None:
-        """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit."""
-        num_new = -(-num_tokens // self.block_size) - len(computed_blocks)
-        num_revived = self.pool.count_free(computed_blocks) if computed_blocks else 0
-        if num_new + num_revived > self.pool.num_free:
+    def allocate(self, prefix: CachedPrefix, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit.
+
+        Returns the block table of each group.
+        """
+        pool = self.pool
+        num_blocks = -(-num_tokens // self.block_size)
+        num_new = self._count_new(prefix.num_blocks, num_blocks)
+        found = self._all_blocks(prefix)
+        num_revived = pool.count_free(found) if found else 0
+        if num_new + num_revived > pool.num_free:
             return None
-        if computed_blocks:
-            self.pool.hold(computed_blocks, num_revived)
-        return computed_blocks + self.pool.allocate(num_new)
+        if found:
+            pool.hold(found, num_revived)
+        new = pool.allocate(num_new)
+        if self._is_simple:
+            return (prefix.blocks[0] + new,)
+        return self._lay_out(prefix, num_blocks, new)
+
+    def _count_new(self, num_found: int, num_blocks: int) -> int:
+        """Blocks to allocate for a request whose first `num_found` of `num_blocks` are in the cache."""
+        num_more = num_blocks - num_found
+        if self._is_simple:
+            return num_more
+        return (
+            num_more * len(self._token_groups)
+            + len(self._state_groups)
+            + sum(self._num_cross_blocks)
+        )
+
+    def _all_blocks(self, prefix: CachedPrefix) -> list[int]:
+        return prefix.blocks[0] if self._is_simple else list(chain.from_iterable(prefix.blocks))
+
+    def _lay_out(
+        self, prefix: CachedPrefix, num_blocks: int, new: list[int]
+    ) -> tuple[list[int], ...]:
+        """The block tables of a request that was found a prefix and given new blocks."""
+        tables = [
+            [NULL_BLOCK] * (prefix.num_blocks - len(found)) + found for found in prefix.blocks
+        ]
+        num_more = num_blocks - prefix.num_blocks
+        start = 0
+        for group in self._token_groups:
+            tables[group] += new[start : start + num_more]
+            start += num_more
+        for group in self._state_groups:
+            tables[group] += [NULL_BLOCK] * (num_more - 1) + new[start : start + 1]
+            start += 1
+        for group, count in zip(self._cross_groups, self._num_cross_blocks, strict=True):
+            tables[group] = new[start : start + count]
+            start += count
+        return tuple(tables)
 
     def count_needed(
-        self, computed_blocks: list[int], num_tokens: int, without: Sequence[int] = ()
+        self, prefix: CachedPrefix, num_tokens: int, without: Sequence[int] = ()
     ) -> int:
         """How many free blocks `allocate` would take, less those that vacating some slots would free."""
-        num_new = -(-num_tokens // self.block_size) - len(computed_blocks)
-        needed = num_new + self.pool.count_free(computed_blocks)
+        needed = self._count_new(prefix.num_blocks, -(-num_tokens // self.block_size))
+        found = self._all_blocks(prefix)
+        needed += self.pool.count_free(found)
         if without:
-            held = Counter(chain.from_iterable(self.blocks[slot] for slot in without))
-            kept = set(computed_blocks)
+            held = Counter(
+                chain.from_iterable(tables[slot] for tables in self.blocks for slot in without)
+            )
+            del held[NULL_BLOCK]
+            kept = set(found)
             needed -= sum(
                 count == self.pool.ref_counts[block] and block not in kept
                 for block, count in held.items()
             )
         return needed
 
-    def assign(self, request: Request, blocks: list[int], num_cached: int, num_tokens: int) -> None:
-        """Give a request its blocks: `num_cached` found ones, and those that `num_tokens` tokens will fill."""
+    def assign(
+        self,
+        request: Request,
+        tables: tuple[list[int], ...],
+        prefix: CachedPrefix,
+        num_tokens: int,
+    ) -> None:
+        """Give a request its blocks: the found ones, and those that `num_tokens` tokens will fill."""
         slot = request.slot
-        self.blocks[slot] = blocks
-        self._capacity[slot] = len(blocks) * self.block_size
-        self._num_cached_blocks[slot] = num_cached
+        for group, table in enumerate(tables):
+            self.blocks[group][slot] = table
+        for window in self._windows:
+            window.first_held[slot] = prefix.num_blocks - len(prefix.blocks[window.groups[0]])
+        self._capacity[slot] = -(-num_tokens // self.block_size) * self.block_size
+        self._num_cached_blocks[slot] = prefix.num_blocks
         self.cache_blocks(request, num_tokens)
+
+    def begin_step(self, slots: SlotArray) -> None:
+        """Free the blocks of windowed groups that no token still to be computed in `slots` will see."""
+        self._cache_states()
+        num_computed = self._slots.num_computed_tokens[slots]
+        for window in self._windows:
+            for slot, start, end in window.advance(slots, num_computed):
+                self._drop(window, slot, start, end)
+
+    def _drop(self, window: Window, slot: int, start: int, end: int) -> None:
+        for group in window.groups:
+            table = self.blocks[group][slot]
+            held = [index for index in range(start, end) if table[index] != NULL_BLOCK]
+            self.pool.release([table[index] for index in held])
+            for index in held:
+                table[index] = NULL_BLOCK
+                self._dropped.append((group, slot, index))
 
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
         """What `slots` lack to hold `num_tokens` tokens each."""
         missing = num_tokens - self._capacity[slots]
         rows = (missing > 0).nonzero()[0]
         counts = -(-missing[rows] // self.block_size)
-        return Growth(slots[rows], counts, int(counts.sum()) if len(rows) else 0)
+        total = int(counts.sum()) if len(rows) else 0
+        if not self._is_simple:
+            total = total * len(self._token_groups) + len(rows) * len(self._state_groups)
+        return Growth(slots[rows], counts, total)
 
-    def grow(self, growth: Growth) -> Int32Array:
-        """Carry out a planned growth that fits. Returns rows (group, slot, index, block)."""
+    def take_block_updates(self) -> bytes:
+        """Int32 rows (group, slot, index, block): what has changed in block tables since the last call."""
+        updates, self._updates = self._updates, b""
+        if self._dropped:
+            updates += int32_bytes([(*place, NULL_BLOCK) for place in self._dropped])
+            self._dropped = []
+        return updates
+
+    def grow(self, growth: Growth) -> None:
+        """Carry out a planned growth that fits. The step in the making must `take_block_updates`."""
+        if not growth.total:
+            return
+        if self._is_simple:
+            self._grow_simple(growth)
+            return
+        updates: list[tuple[int, int, int, int]] = []
+        blocks = iter(self.pool.allocate(growth.total))
+        num_held = self._capacity[growth.slots] // self.block_size
+        self._capacity[growth.slots] = (num_held + growth.counts) * self.block_size
+        rows = zip(growth.slots.tolist(), num_held.tolist(), growth.counts.tolist(), strict=True)
+        for slot, start, count in rows:
+            updates += [
+                (group, slot, index, next(blocks))
+                for group in self._token_groups
+                for index in range(start, start + count)
+            ]
+            last = start + count - 1
+            updates += [(group, slot, last, next(blocks)) for group in self._state_groups]
+            for group, tables in enumerate(self.blocks):
+                if group not in self._cross_groups:
+                    tables[slot] += [NULL_BLOCK] * count
+        for group, slot, index, block in updates:
+            self.blocks[group][slot][index] = block
+        self._updates = int32_bytes(updates)
+
+    def _grow_simple(self, growth: Growth) -> None:
         slots, counts, total = growth
         blocks = self.pool.allocate(total)
         updates = np.empty((total, 4), np.int32)
-        updates[:, 0] = FULL_ATTENTION_GROUP
+        updates[:, 0] = 0
         updates[:, 3] = blocks
         num_held = self._capacity[slots] // self.block_size
         self._capacity[slots] = (num_held + counts) * self.block_size
@@ -124,9 +259,10 @@ class KVCacheManager:
             slots = np.repeat(slots, counts)
         updates[:, 1] = slots
         updates[:, 2] = num_held
+        (tables,) = self.blocks
         for slot, block in zip(slots.tolist(), blocks, strict=True):
-            self.blocks[slot].append(block)
-        return updates
+            tables[slot].append(block)
+        self._updates = updates.tobytes()
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the full, hashed blocks among the request's first `num_tokens` tokens findable."""
@@ -139,8 +275,39 @@ class KVCacheManager:
         if end > start:
             if self._events is not None:
                 self._log_stored(self._events, request, start, end)
-            self.pool.cache(self.blocks[slot][start:end], hashes[start:end])
+            if self._is_simple:
+                self.pool.cache(self.blocks[0][slot][start:end], hashes[start:end])
+            else:
+                for group in range(len(self.groups)):
+                    self._cache_group(group, slot, start, end, hashes, num_tokens)
             self._num_cached_blocks[slot] = end
+
+    def _cache_group(
+        self, group: int, slot: int, start: int, end: int, hashes: list[bytes], num_tokens: int
+    ) -> None:
+        kind = self.groups[group].kind
+        if kind is AttentionKind.CROSS:
+            return
+        if kind is AttentionKind.STATE_SPACE:
+            # The block holds the state that its digest stands for only while its last token is the last one computed.
+            block = self.blocks[group][slot][end - 1]
+            if num_tokens == end * self.block_size and block != NULL_BLOCK:
+                self._new_states.append((block, group_key(hashes[end - 1], group)))
+            return
+        blocks, keys = self.blocks[group][slot][start:end], group_keys(hashes[start:end], group)
+        if NULL_BLOCK in blocks:
+            held = [(block, key) for block, key in zip(blocks, keys, strict=True) if block]
+            blocks, keys = [block for block, _ in held], [key for _, key in held]
+        self.pool.cache(blocks, keys)
+
+    def _cache_states(self) -> None:
+        """Make the states findable that the steps sent so far leave behind.
+
+        Unlike keys, a state is there for others only when the step that computes it has ended.
+        """
+        for block, key in self._new_states:
+            self.pool.cache([block], [key])
+        self._new_states.clear()
 
     def free(self, request: Request, num_tokens: int) -> None:
         """Release the blocks of a request, the first `num_tokens` tokens of it staying findable.
@@ -153,13 +320,23 @@ class KVCacheManager:
             output = self._slots.output_token_ids(slot)[:num_output]
             request.hash_output_blocks(output, self.block_size)
             self.cache_blocks(request, num_tokens)
-        self.pool.release(self.blocks[slot])
-        self.blocks[slot] = []
         self._capacity[slot] = 0
+        if self._is_simple:
+            self.pool.release(self.blocks[0][slot])
+            self.blocks[0][slot] = []
+            return
+        self._cache_states()
+        for tables in self.blocks:
+            self.pool.release([block for block in tables[slot] if block != NULL_BLOCK])
+            tables[slot] = []
+        self._dropped = [place for place in self._dropped if place[1] != slot]
 
     def distrust(self, request: Request) -> None:
         """Let nobody find the blocks of a request whose computation failed."""
-        self.pool.uncache(self.blocks[request.slot])
+        self._cache_states()
+        digests = request.block_hashes[: self._num_cached_blocks[request.slot]]
+        for group in range(len(self.groups)):
+            self.pool.uncache(group_keys(digests, group))
         request.root_hash = b""
 
     def reset_prefix_cache(self) -> bool:
@@ -171,7 +348,12 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         output = self._slots.output_token_ids(request.slot)
         token_ids = np.concatenate((int32_view(request.prompt_token_ids), output))
-        fresh = (index for index in range(start, end) if not self.pool.is_cached(hashes[index]))
+        table = self.blocks[0][request.slot]
+        fresh = (
+            index
+            for index in range(start, end)
+            if table[index] != NULL_BLOCK and not self.pool.is_cached(hashes[index])
+        )
         for _, run in groupby(enumerate(fresh), lambda item: item[1] - item[0]):
             indices = [index for _, index in run]
             first, last = indices[0], indices[-1] + 1

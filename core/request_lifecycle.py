@@ -13,6 +13,7 @@ from ..protocol.messages import (
     NewRequestData,
     SchedulerStats,
 )
+from .cached_prefix import CachedPrefix
 from .client_outputs import ClientOutputs
 from .grammars import Grammars
 from .kv_cache_manager import KVCacheManager
@@ -43,8 +44,7 @@ class RequestLifecycle:
         self.grammars = grammars
         self._manager = manager
         self._requirements = requirements
-        # The last token of a request is never computed, so it needs no place in the cache.
-        self._max_total_tokens = min(requirements.max_model_len, manager.max_tokens + 1)
+        self._max_total_tokens = requirements.max_total_tokens
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -102,12 +102,17 @@ class RequestLifecycle:
                 )
 
     def start(
-        self, request: Request, blocks: list[int], num_cached_blocks: int, granted: int, now: float
+        self,
+        request: Request,
+        tables: tuple[list[int], ...],
+        prefix: CachedPrefix,
+        granted: int,
+        now: float,
     ) -> NewRequestData:
         """Give the first request of the queue a slot, its blocks and its first tokens to compute."""
         self.queue.pop()
         num_tokens = request.num_tokens
-        num_cached = num_cached_blocks * self._manager.block_size
+        num_cached = prefix.num_blocks * self._manager.block_size
         num_computed = num_cached + granted
         output_token_ids = request.output_token_ids
         self._num_queued_tokens -= num_tokens
@@ -120,7 +125,7 @@ class RequestLifecycle:
         if request.params.max_tokens is not None:
             max_output = min(max_output, request.params.max_tokens)
         self.running.append(request, num_computed, max_output)
-        self._manager.assign(request, blocks, num_cached_blocks, num_computed)
+        self._manager.assign(request, tables, prefix, num_computed)
         self.queue.entering(request, num_cached)
         request.status = RequestStatus.RUNNING
         self.clients.event(request, EventKind.SCHEDULED, now)
@@ -130,7 +135,7 @@ class RequestLifecycle:
             token_ids=request.prompt_token_ids + output_token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_cached,
-            block_ids=(array("i", blocks).tobytes(),),
+            block_ids=tuple([array("i", table).tobytes() for table in tables]),
             sampling_params=request.params,
             eos_token_ids=request.eos_token_ids,
         )

@@ -16,6 +16,7 @@ import numpy as np
 from ..protocol.arrays import BoolArray, Int64Array, int32_bytes
 from ..protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ..protocol.errors import ConfigError
+from ..protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup, max_request_tokens
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
     EngineCoreOutputs,
@@ -72,7 +73,7 @@ class _Admissions(NamedTuple):
 
 
 class Scheduler(SchedulerInterface):
-    """One replica's scheduler over a KV cache of `num_blocks` blocks.
+    """One replica's scheduler over a KV cache of `num_blocks` blocks, which the `kv_cache_groups` share.
 
     Raises ConfigError for limits that contradict each other.
     """
@@ -85,6 +86,7 @@ class Scheduler(SchedulerInterface):
         max_model_len: int,
         vocab_size: int,
         num_blocks: int,
+        kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
@@ -106,6 +108,7 @@ class Scheduler(SchedulerInterface):
             block_size=cache_config.block_size,
             slots=self.slots,
             enable_prefix_caching=cache_config.enable_prefix_caching,
+            groups=kv_cache_groups,
             events=self._kv_events,
         )
         self._running = RunningRequests(self.slots, config.max_num_seqs)
@@ -121,6 +124,13 @@ class Scheduler(SchedulerInterface):
                 has_grammars=structured_output is not None,
                 max_num_queued_reqs=config.max_num_queued_reqs,
                 max_num_queued_tokens=config.max_num_queued_tokens,
+                max_computed_tokens=max_request_tokens(
+                    kv_cache_groups,
+                    num_blocks - 1,
+                    config.max_num_batched_tokens,
+                    cache_config.block_size,
+                    max_model_len,
+                ),
             ),
             manager=self.kv_cache_manager,
             running=self._running,
@@ -173,6 +183,8 @@ class Scheduler(SchedulerInterface):
     def schedule(self, now: float) -> SchedulerOutput | None:
         self._lifecycle.expire(now)
         may_admit = not self._inject_preemption(now)
+        if self.kv_cache_manager.has_windows:
+            self.kv_cache_manager.begin_step(self._running.order)
         plan = self._plan_running()
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
             self._lifecycle.preempt(self._queue.victim(), now)
@@ -183,11 +195,11 @@ class Scheduler(SchedulerInterface):
             displaced = self._displace(plan, now)
             if displaced is not None:
                 plan, max_admitted = displaced, 1
-        samples, block_updates = self._carry_out(plan)
+        samples = self._carry_out(plan)
         admitted = self._admit(plan, max_admitted, now)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
             return None
-        return self._make_step(plan, samples, block_updates, admitted, now)
+        return self._make_step(plan, samples, admitted, now)
 
     def _plan_running(self, without: Sequence[int] = ()) -> _RunningPlan:
         """What the running requests may compute. The blocks for it may be lacking."""
@@ -250,7 +262,7 @@ class Scheduler(SchedulerInterface):
         if budget <= 0 or not (self.slots.num_free or without):
             return False
         found = manager.find_computed_blocks(request)
-        num_cached = len(found) * manager.block_size
+        num_cached = found.num_blocks * manager.block_size
         granted = self._first_chunk(request.num_tokens - num_cached, budget, plan.share)
         if not granted:
             return False
@@ -270,22 +282,22 @@ class Scheduler(SchedulerInterface):
         blocked, num_openings = self._blocked
         return blocked is request and num_openings == self.kv_cache_manager.pool.num_openings
 
-    def _carry_out(self, plan: _RunningPlan) -> tuple[BoolArray, bytes]:
-        """Give the running requests what was planned. Returns which of them sample, and the block updates."""
+    def _carry_out(self, plan: _RunningPlan) -> BoolArray:
+        """Give the running requests what was planned. Returns which of them sample."""
         slots, state = plan.slots, self.slots
         samples: BoolArray = plan.granted > 0
         if plan.granted is not plan.wanted:
             samples &= plan.granted == plan.wanted
         state.num_computed_tokens[slots] = plan.computed
         state.num_expected_tokens[slots] += samples
-        updates = self.kv_cache_manager.grow(plan.growth).tobytes() if plan.growth.total else b""
+        self.kv_cache_manager.grow(plan.growth)
         for slot, num_prefill_tokens in list(self._running.prefilling.items()):
             request = self._running[slot]
             num_computed = int(state.num_computed_tokens[slot])
             self.kv_cache_manager.cache_blocks(request, num_computed)
             if num_computed >= num_prefill_tokens:
                 self._running.complete_prefill(request)
-        return samples, updates
+        return samples
 
     def _admit(self, plan: _RunningPlan, max_admitted: int, now: float) -> _Admissions:
         """Admit waiting requests while tokens, slots and blocks last."""
@@ -305,7 +317,7 @@ class Scheduler(SchedulerInterface):
             if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
                 break
             found = manager.find_computed_blocks(request)
-            num_cached = len(found) * manager.block_size
+            num_cached = found.num_blocks * manager.block_size
             wanted = request.num_tokens - num_cached
             granted = self._first_chunk(wanted, budget, plan.share)
             is_partial = granted < wanted
@@ -315,13 +327,13 @@ class Scheduler(SchedulerInterface):
             if is_long and limits.are_long_at_limit(num_long):
                 queue.set_aside()
                 continue
-            blocks = manager.allocate(found, num_cached + granted)
-            if blocks is None:
+            tables = manager.allocate(found, num_cached + granted)
+            if tables is None:
                 self._blocked = request, manager.pool.num_openings
                 break
             num_partial += is_partial
             num_long += is_long
-            data = self._lifecycle.start(request, blocks, len(found), granted, now)
+            data = self._lifecycle.start(request, tables, found, granted, now)
             admitted.requests.append(data)
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)
@@ -332,7 +344,6 @@ class Scheduler(SchedulerInterface):
         self,
         plan: _RunningPlan,
         samples: BoolArray,
-        block_updates: bytes,
         admitted: _Admissions,
         now: float,
     ) -> SchedulerOutput:
@@ -368,7 +379,7 @@ class Scheduler(SchedulerInterface):
             step=self._step,
             removed_slots=int32_bytes(removed) if removed else b"",
             new_requests=admitted.requests,
-            block_updates=block_updates,
+            block_updates=self.kv_cache_manager.take_block_updates(),
             slots=None if is_same else batch.slot_bytes,
             chunks=int32_bytes(np.stack((chunked, granted[chunked]), 1)) if len(chunked) else b"",
             grammar_slots=int32_bytes([row.request.slot for row in constrained])

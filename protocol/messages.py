@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .sampling_params import SamplingParams
 
 I32: TypeAlias = bytes
@@ -211,7 +212,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     """What changed, and what to execute. Apply in the order of the fields.
 
     `step` counts from 1. `removed_slots` int32 are free again. `new_requests` fill slots.
-    `block_updates` int32[k, 4] set `block_table[group][slot, index] = block`, rows (group, slot, index, block).
+    `block_updates` int32[k, 4] set `block_table[group][slot, index] = block`, rows (group, slot, index, block); the
+    null block, 0, replaces one that no later token sees.
     `slots` int32[S] is the batch in order, None when it is that of the previous step. Each slot computes one token,
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
@@ -255,10 +257,11 @@ class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
 
 
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
-    """The model is loaded; `num_blocks` KV-cache blocks fit into this worker."""
+    """The model is loaded; `num_blocks` KV-cache blocks, which the `groups` share, fit into this worker."""
 
     rank: int
     num_blocks: int
+    groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):

@@ -7,6 +7,12 @@ import torch
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ConfigError
+from ..protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    KVCacheGroup,
+    max_request_blocks,
+    max_request_tokens,
+)
 
 CPU_SHARE = 0.25
 """Of the free memory; the rest belongs to the machine's other work and to the page cache."""
@@ -14,14 +20,22 @@ CPU_SHARE = 0.25
 GIB = 1024**3
 
 
-def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -> int:
+def count_kv_blocks(
+    config: EngineConfig,
+    device: torch.device,
+    block_bytes: int,
+    groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+) -> int:
     """Blocks that fit, the null block included.
 
     Never more than `max_num_seqs` full-length requests can use. Raises ConfigError when not even one
     request of `max_model_len` fits, with the memory that would do and the length that does.
     """
     cache = config.cache
-    blocks_per_request = -(-config.model.max_model_len // cache.block_size)
+    max_step_tokens = config.scheduler.max_num_batched_tokens
+    blocks_per_request = max_request_blocks(
+        groups, config.model.max_model_len, max_step_tokens, cache.block_size
+    )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
@@ -33,7 +47,13 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         num_blocks = min(_free_bytes(config, device) // block_bytes, useful)
         origin = "the free memory"
     if num_blocks < blocks_per_request + 1:
-        fits = max(num_blocks - 1, 0) * cache.block_size
+        fits = max_request_tokens(
+            groups,
+            max(num_blocks - 1, 0),
+            max_step_tokens,
+            cache.block_size,
+            config.model.max_model_len,
+        )
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
             f"{origin} holds a KV cache of {fits} tokens but one request may have "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutpu
 from . import host_memory
 from .attention import AttentionBatch
 from .batch import PersistentBatch, StepPlan
+from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
 from .model_loader import load_model
 from .prompt_logprobs import PromptLogprobs
@@ -37,6 +39,8 @@ class ModelRunner:
         self._model = load_model(config, device, checkpoint, on_progress)
         self._spec = self._model.spec
         self._attention = self._model.attention
+        self.kv_cache_groups = kv_cache_groups(self._spec, config.model.max_model_len)
+        self._layers_by_group = Counter(layer.kv_cache_group for layer in self._spec.layers)
         self._windows_by_group = self._spec.windows_by_group
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
@@ -51,15 +55,19 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers of a group."""
         elements = int(np.prod(self._attention.kv_cache_shape(1)))
-        return elements * self._attention.dtype.itemsize * len(self._spec.layers)
+        return elements * self._attention.dtype.itemsize * max(self._layers_by_group.values())
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
+        """The n-th layers of all groups share a tensor, for a block belongs to one group."""
         shape = self._attention.kv_cache_shape(num_blocks)
-        self._kv_caches = [
-            _zeros(shape, self._attention.dtype, self._device) for _ in self._spec.layers
+        tensors = [
+            _zeros(shape, self._attention.dtype, self._device)
+            for _ in range(max(self._layers_by_group.values()))
         ]
+        next_tensor = {group: iter(tensors) for group in self._layers_by_group}
+        self._kv_caches = [next(next_tensor[layer.kv_cache_group]) for layer in self._spec.layers]
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -55,8 +55,8 @@ class Worker:
         device = open_device(config.device)
         checkpoint = open_checkpoint(config.model.path)
         runner = ModelRunner(config, device, checkpoint, self._report_loading)
-        num_blocks = count_kv_blocks(config, device, runner.block_bytes)
-        self._core.send(WorkerMemory(self._rank, num_blocks))
+        num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
+        self._core.send(WorkerMemory(self._rank, num_blocks, runner.kv_cache_groups))
         allocate = self._receive()
         if isinstance(allocate, Shutdown):
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import HealthCheck, settings
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 from support.scheduler_harness import Harness
-from support.traffic import SALTS, Traffic, random_harness, run_traffic
+from support.traffic import HYBRIDS, SALTS, Traffic, random_harness, run_traffic
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -30,12 +31,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from((0, 0, 3)),
         max_in_flight=st.integers(1, 4),
         caching=st.booleans(),
+        groups=st.sampled_from((FULL_ATTENTION, *HYBRIDS)),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, budget, threshold, max_in_flight, caching
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        budget,
+        threshold,
+        max_in_flight,
+        caching,
+        groups,
     ):
         self.harness = Harness(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(groups),
+            groups=groups,
             block_size=block_size,
             max_model_len=40,
             vocab_size=32,

@@ -66,6 +66,27 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
         assert text["prompt"].removeprefix("<bos>") == TEXT
 
 
+def test_a_window_keeps_few_blocks(tmp_path: Path) -> None:
+    path, model = gemma3_gguf(tmp_path)
+    rng = random.Random(7)
+    prompt = [rng.randrange(4, 300) for _ in range(330)]
+    # Six of the seven layers have a window of 16 tokens. 470 tokens in blocks of 16 are 30 blocks a layer, 210 in all.
+    flags = (
+        "--num-gpu-blocks-override",
+        "64",
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "8",
+    )
+    with Server(str(path), *EXACT, *flags) as server:
+        assert serve_greedy(server, prompt, 140) == greedy(model, prompt, 140)
+        again = serve_greedy(server, [*prompt, 5], 8)
+        assert again == greedy(model, [*prompt, 5], 8)
+        assert server.metric("engine:prefix_cache_hits_total") > 0
+        assert server.metric("engine:num_preemptions_total") == 0
+
+
 def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     rng = random.Random(6)

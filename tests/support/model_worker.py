@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import (
     GrammarOutput,
     ModelRunnerOutput,
@@ -50,9 +51,10 @@ class Row:
         self.num_prompt_tokens = data.num_prompt_tokens
         self.token_ids = int32_view(data.token_ids).tolist()
         self.num_computed_tokens = data.num_computed_tokens
-        self.block_table = [0] * table_width
-        for index, block in enumerate(int32_view(data.block_ids[0]).tolist()):
-            self.block_table[index] = block
+        self.block_tables = []
+        for block_ids in data.block_ids:
+            blocks = int32_view(block_ids).tolist()
+            self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
         self.fingerprints: list[int] = []
         fingerprint = seed_fingerprint(self.params)
         for token_id in self.token_ids:
@@ -67,10 +69,19 @@ class Row:
 class ModelWorker:
     """Every message passes through its encoding, as on a socket."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+    ) -> None:
+        self.groups = groups
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
+        self.table_width = 256
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
         self.batch: list[int] = []
         self.step = 0
@@ -116,11 +127,12 @@ class ModelWorker:
             del self.rows[slot]
         for data in step.new_requests:
             assert data.slot not in self.rows, "a slot with a request was given away"
-            self.rows[data.slot] = Row(data, len(self.kv_cache))
+            assert len(data.block_ids) == len(self.groups)
+            self.rows[data.slot] = Row(data, self.table_width)
         for group, slot, index, block in int32_view(step.block_updates).reshape(-1, 4).tolist():
-            assert group == 0
-            assert self.rows[slot].block_table[index] == 0, "a block was replaced"
-            self.rows[slot].block_table[index] = block
+            table = self.rows[slot].block_tables[group]
+            assert (table[index] == 0) != (block == 0), "a block was replaced"
+            table[index] = block
         if step.slots is not None:
             self.batch = int32_view(step.slots).tolist()
         assert len(set(self.batch)) == len(self.batch)
@@ -128,13 +140,14 @@ class ModelWorker:
         chunks = int32_view(step.chunks).reshape(-1, 2).tolist()
         assert all(count > 1 for _, count in chunks)
         counts.update(chunks)
+        self._check_states()
         self._write_kv(counts)
+        self._check_visible(counts)
         sampled = []
         failed = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
             row.num_computed_tokens += counts[position]
-            self._check_kv(row)
             assert row.num_computed_tokens <= len(row.token_ids)
             if row.num_computed_tokens == len(row.token_ids):
                 allowed = masks.get(slot) if masks else None
@@ -145,25 +158,55 @@ class ModelWorker:
                 failed.append((slot, self.fail_next.pop(slot)))
         return ModelRunnerOutput(step.step, int32_bytes(sampled), failed_slots=failed)
 
-    def _places(self, row: Row, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        for position in range(start, end):
-            block = row.block_table[position // self.block_size]
-            assert block != 0, "a token was scheduled without a block"
-            yield position, block, position % self.block_size
+    def _place(self, table: list[int], position: int) -> tuple[int, int]:
+        block = table[position // self.block_size]
+        assert block != 0, "a token has no block"
+        return block, position % self.block_size
+
+    def _check_states(self) -> None:
+        """A state is read before any of the step is written: no request may rely on another's of the same step."""
+        for row in map(self.rows.__getitem__, self.batch):
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                last = row.num_computed_tokens - 1
+                if group.kind is AttentionKind.STATE_SPACE and last >= 0:
+                    state = self.kv_cache[self._place(table, last)[0]][self.block_size - 1]
+                    assert state == row.fingerprints[last], "wrong state"
+
+    def _check_visible(self, counts: dict[int, int]) -> None:
+        """Keys and values that the step's tokens see: others of the same step may have written them."""
+        for position, row in enumerate(map(self.rows.__getitem__, self.batch)):
+            start = row.num_computed_tokens
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                if group.kind in (AttentionKind.STATE_SPACE, AttentionKind.CROSS):
+                    continue
+                for index in range(group.first_visible(start), start + counts[position]):
+                    block, offset = self._place(table, index)
+                    assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"
 
     def _write_kv(self, counts: dict[int, int]) -> None:
         written = set()
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
-            start = row.num_computed_tokens
+            start, count = row.num_computed_tokens, counts[position]
             self.num_prompt_tokens_computed += max(
-                0, min(start + counts[position], row.num_prompt_tokens) - start
+                0, min(start + count, row.num_prompt_tokens) - start
             )
-            for index, block, offset in self._places(row, start, start + counts[position]):
-                assert (block, offset) not in written, "a block has two writers"
-                written.add((block, offset))
-                self.kv_cache[block][offset] = row.fingerprints[index]
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                for index, place in self._written(group, table, start, start + count):
+                    assert place not in written, "a block has two writers"
+                    written.add(place)
+                    self.kv_cache[place[0]][place[1]] = row.fingerprints[index]
 
-    def _check_kv(self, row: Row) -> None:
-        for index, block, offset in self._places(row, 0, row.num_computed_tokens):
-            assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"
+    def _written(
+        self, group: KVCacheGroup, table: list[int], start: int, end: int
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The tokens of a chunk that are written, and where to."""
+        if group.kind is AttentionKind.CROSS:
+            num_blocks = -(-group.size // self.block_size)
+            assert all(table[:num_blocks]) and not any(table[num_blocks:])
+            if start == 0:
+                yield from ((0, (block, 0)) for block in table[:num_blocks])
+        elif group.kind is AttentionKind.STATE_SPACE:
+            yield end - 1, (self._place(table, end - 1)[0], self.block_size - 1)
+        else:
+            yield from ((index, self._place(table, index)) for index in range(start, end))

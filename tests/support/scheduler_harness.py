@@ -12,6 +12,12 @@ from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    AttentionKind,
+    KVCacheGroup,
+    max_request_tokens,
+)
 from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -87,6 +93,7 @@ class Harness:
         max_in_flight: int = 2,
         enable_prefix_caching: bool = True,
         log_kv_events: bool = False,
+        groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -100,12 +107,23 @@ class Harness:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             num_blocks=num_blocks,
+            kv_cache_groups=groups,
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
         )
-        self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
+        self.max_total_tokens = min(
+            max_model_len,
+            1
+            + max_request_tokens(
+                groups,
+                num_blocks - 1,
+                self.config.max_num_batched_tokens,
+                block_size,
+                max_model_len,
+            ),
+        )
         self.worker = ModelWorker(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size
+            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, groups=groups
         )
         self.heard: dict[Key, Heard] = {}
         self.stats: list[SchedulerStats] = []
@@ -259,18 +277,25 @@ class Harness:
         ref_counts = np.zeros(manager.pool.num_blocks, np.int32)
         for slot, request in running.items():
             assert scheduler.requests[request.key] is request
-            held = manager.blocks[slot]
-            assert 0 not in held
-            ref_counts[held] += 1
-            assert len(held) * self.block_size >= scheduler.slots.num_computed_tokens[slot]
+            num_computed = int(scheduler.slots.num_computed_tokens[slot])
+            for group, tables in zip(manager.groups, manager.blocks, strict=True):
+                table = np.array(tables[slot])
+                if group.kind is not AttentionKind.CROSS:
+                    assert len(table) * self.block_size >= num_computed
+                if group.kind is AttentionKind.FULL:
+                    assert table.all()
+                np.add.at(ref_counts, table[table != 0], 1)
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)
         if self.worker.is_idle and not scheduler.has_finished_requests():
             assert self.worker.rows.keys() == running.keys()
             for slot, row in self.worker.rows.items():
-                held = manager.blocks[slot]
                 assert row.request_id == running[slot].key
-                assert row.block_table[: len(held)] == held
+                for group, tables in enumerate(manager.blocks):
+                    told = row.block_tables[group][: len(tables[slot])]
+                    for _, _, index in (d for d in manager._dropped if d[:2] == (group, slot)):
+                        told[index] = 0
+                    assert told == tables[slot]
                 assert row.num_computed_tokens == scheduler.slots.num_computed_tokens[slot]
                 assert len(row.token_ids) == scheduler.slots.num_expected_tokens[slot]
                 output = scheduler.slots.output_token_ids(slot).tolist()

@@ -5,8 +5,26 @@ from __future__ import annotations
 import random
 
 from engine.protocol.config import SchedulingPolicy
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.scheduler_harness import Harness
+
+FULL = KVCacheGroup()
+HYBRIDS = (
+    (KVCacheGroup(AttentionKind.SLIDING_WINDOW, 6),),
+    (FULL, KVCacheGroup(AttentionKind.SLIDING_WINDOW, 5)),
+    (FULL, *(KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9),) * 2),
+    (FULL, KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 8)),
+    (FULL, KVCacheGroup(AttentionKind.STATE_SPACE)),
+    (FULL, KVCacheGroup(AttentionKind.CROSS, 7)),
+    (
+        KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 7),
+        KVCacheGroup(AttentionKind.SLIDING_WINDOW, 1),
+        KVCacheGroup(AttentionKind.STATE_SPACE),
+        KVCacheGroup(AttentionKind.STATE_SPACE),
+    ),
+)
+"""Groups of layers that see different parts of a sequence."""
 
 SALTS = (None, None, "red", "blue")
 
@@ -17,8 +35,10 @@ def random_harness(rng: random.Random) -> Harness:
     budget = rng.choice((1, 3, 16, 64, 256))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
+    groups = rng.choice((FULL_ATTENTION, FULL_ATTENTION, *HYBRIDS))
     return Harness(
-        num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
+        groups=groups,
+        num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) * len(groups) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
         vocab_size=rng.choice((16, 64, 512)),
