@@ -20,9 +20,15 @@ class BlockPool:
     second block filled with the same content stays out of the map.
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        events: KVEventLog | None = None,
+        on_evict: Callable[[bytes, int], None] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self._events = events
+        self._on_evict = on_evict
         self.ref_counts = [0] * num_blocks
         self.num_openings = 0
         """Grows whenever an allocation that failed before might succeed now."""
@@ -66,11 +72,13 @@ class BlockPool:
         """The block with that content."""
         return self._block_of.get(digest)
 
-    def find(
-        self, hashes: Iterable[bytes], lookup: Callable[[bytes], int | None] | None = None
-    ) -> list[int]:
-        """The blocks that hold the longest prefix of `hashes`, as `lookup` finds them."""
-        found = list(map(lookup or self._block_of.get, hashes))
+    def key_of(self, block: int) -> bytes | None:
+        """What the block is found by."""
+        return self._hash_of[block]
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest prefix of `hashes`."""
+        found = list(map(self._block_of.get, hashes))
         if None in found:
             del found[found.index(None) :]
         return found  # type: ignore[return-value]
@@ -173,6 +181,8 @@ class BlockPool:
                 digest = self._hash_of[block]
                 assert digest is not None
                 self._forget(block, digest)
+                if self._on_evict is not None:
+                    self._on_evict(digest, block)
                 blocks.append(block)
                 count -= 1
 

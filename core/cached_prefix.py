@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from .block_pool import BlockPool
@@ -11,14 +11,36 @@ from .block_pool import BlockPool
 Lookup: TypeAlias = Callable[[bytes], int | None]
 
 
+ON_HOST: Final = -1
+"""Stands for a block whose content is in the host tier."""
+
+
+class Load(NamedTuple):
+    """A found block that is `ON_HOST`, at `blocks[group][position]`."""
+
+    group: int
+    position: int
+    key: bytes
+
+
 class CachedPrefix(NamedTuple):
     """The first `num_blocks` blocks of a request need not be computed.
 
-    `blocks[group]` are those of them that the tokens after them will see, the last one last.
+    `blocks[group]` are those of them that the tokens after them will see, the last one last; `loads` those
+    that have to be copied back from the host tier.
     """
 
     num_blocks: int
     blocks: tuple[list[int], ...]
+    loads: Sequence[Load] = ()
+
+    @property
+    def num_present(self) -> int:
+        """The first blocks for which nothing has to be copied back."""
+        firsts = (
+            self.num_blocks - len(self.blocks[load.group]) + load.position for load in self.loads
+        )
+        return min(firsts, default=self.num_blocks)
 
 
 def group_key(digest: bytes, group: int) -> bytes:
@@ -49,7 +71,7 @@ def find_cached_prefix(
     windowed: list[tuple[int, KVCacheGroup]] = []
     for number, group in enumerate(groups):
         if group.kind is AttentionKind.FULL:
-            found[number] = pool.find(group_keys(digests[:num_blocks], number), lookup)
+            found[number] = _find_all(pool, group_keys(digests[:num_blocks], number), lookup)
             num_blocks = len(found[number])
         elif group.kind is AttentionKind.CROSS:
             found[number] = []
@@ -63,13 +85,34 @@ def find_cached_prefix(
             found[number] = tail.blocks
             if tail.num_blocks < num_blocks:
                 num_blocks, settled = tail.num_blocks, False
-    return CachedPrefix(
-        num_blocks,
-        tuple(
-            found[number][:num_blocks] if group.kind is AttentionKind.FULL else found[number]
-            for number, group in enumerate(groups)
-        ),
+    blocks = tuple(
+        found[number][:num_blocks] if group.kind is AttentionKind.FULL else found[number]
+        for number, group in enumerate(groups)
     )
+    return CachedPrefix(num_blocks, blocks, _find_loads(num_blocks, blocks, digests))
+
+
+def _find_all(pool: BlockPool, keys: Sequence[bytes], lookup: Lookup) -> list[int]:
+    """The longest prefix of `keys`."""
+    found = pool.find(keys)
+    for key in keys[len(found) :]:
+        block = lookup(key)
+        if block is None:
+            break
+        found.append(block)
+    return found
+
+
+def _find_loads(
+    num_blocks: int, blocks: tuple[list[int], ...], digests: Sequence[bytes]
+) -> list[Load]:
+    return [
+        Load(number, position, group_key(digests[num_blocks - len(found) + position], number))
+        for number, found in enumerate(blocks)
+        if ON_HOST in found
+        for position, block in enumerate(found)
+        if block == ON_HOST
+    ]
 
 
 class _Tail(NamedTuple):

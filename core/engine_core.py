@@ -143,7 +143,7 @@ class EngineCore:
                         memories[message.rank] = message
                         if len(memories) == expected:
                             memory = _common_memory(list(memories.values()))
-                            allocate = AllocateKVCache(memory.num_blocks)
+                            allocate = AllocateKVCache(memory.num_blocks, memory.num_host_blocks)
                             self._workers.send_all(self._worker_ids, allocate)
                     case WorkerReady():
                         ready.add(message.rank)
@@ -161,6 +161,7 @@ class EngineCore:
             max_model_len=config.model.max_model_len,
             vocab_size=config.model.vocab_size,
             num_blocks=num_blocks,
+            num_host_blocks=memory.num_host_blocks,
             kv_cache_groups=memory.groups,
             core_index=self._core_index,
             structured_output=self._grammars,
@@ -284,5 +285,7 @@ def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
                 f"worker {memories[0].rank} has {groups}"
             )
     return msgspec.structs.replace(
-        memories[0], num_blocks=min(memory.num_blocks for memory in memories)
+        memories[0],
+        num_blocks=min(memory.num_blocks for memory in memories),
+        num_host_blocks=min(memory.num_host_blocks for memory in memories),
     )

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..protocol.arrays import Int64Array, int32_bytes, int32_view
+from ..protocol.config import PreemptionMode
 from ..protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from .block_pool import NULL_BLOCK, BlockPool
-from .cached_prefix import CachedPrefix, find_cached_prefix, group_key, group_keys
+from .cached_prefix import ON_HOST, CachedPrefix, find_cached_prefix, group_key, group_keys
+from .host_tier import HostTier
 from .kv_event_log import KVEventLog
 from .request import Request
 from .slots import SlotArray, Slots
@@ -41,9 +43,14 @@ class KVCacheManager:
         slots: Slots,
         enable_prefix_caching: bool,
         groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        num_host_blocks: int = 0,
+        preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         events: KVEventLog | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, events)
+        self.host = HostTier(num_host_blocks) if num_host_blocks else None
+        self._preemption_mode = preemption_mode
+        self._unwanted: set[int] = set()
+        self.pool = BlockPool(num_blocks, events, self._keep_evicted if self.host else None)
         self._events = events
         self._slots = slots
         max_num_seqs = len(slots.requests)
@@ -79,12 +86,23 @@ class KVCacheManager:
         if not limit or not self.reads_cache_for(request):
             return self._no_prefix
         digests = request.block_hashes[:limit]
-        if self._is_simple:
+        if self._is_simple and self.host is None:
             found = self.pool.find(digests)
             return CachedPrefix(len(found), (found,))
         return find_cached_prefix(
-            self.pool, self.groups, self.block_size, digests, self.pool.lookup
+            self.pool,
+            self.groups,
+            self.block_size,
+            digests,
+            self.pool.lookup if self.host is None else self._lookup,
         )
+
+    def _lookup(self, key: bytes) -> int | None:
+        """Where a block's content is; the host is asked last."""
+        block = self.pool.lookup(key)
+        if block is None and self.host is not None and self.host.find(key) is not None:
+            return ON_HOST
+        return block
 
     def reads_cache_for(self, request: Request) -> bool:
         """Prompt log-probabilities need the whole prompt to be computed, once."""
@@ -101,14 +119,21 @@ class KVCacheManager:
         """
         pool = self.pool
         num_blocks = -(-num_tokens // self.block_size)
-        num_new = self._count_new(prefix.num_blocks, num_blocks)
-        found = self._all_blocks(prefix)
+        num_new = self._count_new(prefix.num_blocks, num_blocks) + len(prefix.loads)
+        found = self._present_blocks(prefix)
         num_revived = pool.count_free(found) if found else 0
         if num_new + num_revived > pool.num_free:
             return None
         if found:
             pool.hold(found, num_revived)
+        if self.host is not None:
+            self._unwanted.difference_update(found)
+            self.host.reserve(load.key for load in prefix.loads)
         new = pool.allocate(num_new)
+        if self.host is not None:
+            for load in prefix.loads:
+                block = prefix.blocks[load.group][load.position] = new.pop()
+                self.host.load(load.key, block)
         if self._is_simple:
             return (prefix.blocks[0] + new,)
         return self._lay_out(prefix, num_blocks, new)
@@ -124,8 +149,11 @@ class KVCacheManager:
             + sum(self._num_cross_blocks)
         )
 
-    def _all_blocks(self, prefix: CachedPrefix) -> list[int]:
-        return prefix.blocks[0] if self._is_simple else list(chain.from_iterable(prefix.blocks))
+    def _present_blocks(self, prefix: CachedPrefix) -> list[int]:
+        """The found blocks that are in the workers' cache."""
+        if self._is_simple and not prefix.loads:
+            return prefix.blocks[0]
+        return [block for block in chain.from_iterable(prefix.blocks) if block != ON_HOST]
 
     def _lay_out(
         self, prefix: CachedPrefix, num_blocks: int, new: list[int]
@@ -152,7 +180,8 @@ class KVCacheManager:
     ) -> int:
         """How many free blocks `allocate` would take, less those that vacating some slots would free."""
         needed = self._count_new(prefix.num_blocks, -(-num_tokens // self.block_size))
-        found = self._all_blocks(prefix)
+        needed += len(prefix.loads)
+        found = self._present_blocks(prefix)
         needed += self.pool.count_free(found)
         if without:
             held = Counter(
@@ -180,7 +209,7 @@ class KVCacheManager:
         for window in self._windows:
             window.first_held[slot] = prefix.num_blocks - len(prefix.blocks[window.groups[0]])
         self._capacity[slot] = -(-num_tokens // self.block_size) * self.block_size
-        self._num_cached_blocks[slot] = prefix.num_blocks
+        self._num_cached_blocks[slot] = prefix.num_present
         self.cache_blocks(request, num_tokens)
 
     def begin_step(self, slots: SlotArray) -> None:
@@ -309,7 +338,7 @@ class KVCacheManager:
             self.pool.cache([block], [key])
         self._new_states.clear()
 
-    def free(self, request: Request, num_tokens: int) -> None:
+    def free(self, request: Request, num_tokens: int, *, is_preempted: bool = False) -> None:
         """Release the blocks of a request, the first `num_tokens` tokens of it staying findable.
 
         Blocks filled with output are hashed only here, where the request stops writing to them.
@@ -321,27 +350,61 @@ class KVCacheManager:
             request.hash_output_blocks(output, self.block_size)
             self.cache_blocks(request, num_tokens)
         self._capacity[slot] = 0
+        self._cache_states()
+        if is_preempted and self.host is not None:
+            self._swap(slot)
         if self._is_simple:
             self.pool.release(self.blocks[0][slot])
             self.blocks[0][slot] = []
             return
-        self._cache_states()
         for tables in self.blocks:
             self.pool.release([block for block in tables[slot] if block != NULL_BLOCK])
             tables[slot] = []
         self._dropped = [place for place in self._dropped if place[1] != slot]
+
+    def _swap(self, slot: int) -> None:
+        """Decide what becomes of the blocks of a request that is being preempted.
+
+        With `swap` they are copied to the host at once, with `auto` as they are evicted, with `recompute` never.
+        """
+        blocks = [block for tables in self.blocks for block in tables[slot] if block != NULL_BLOCK]
+        if self._preemption_mode is PreemptionMode.RECOMPUTE:
+            self._unwanted.update(
+                block
+                for block in blocks
+                if self.pool.ref_counts[block] == 1 and self.pool.key_of(block) is not None
+            )
+        elif self._preemption_mode is PreemptionMode.SWAP and self.host is not None:
+            for block in reversed(blocks):
+                key = self.pool.key_of(block)
+                if key is not None:
+                    self.host.store(key, block)
+
+    def _keep_evicted(self, key: bytes, block: int) -> None:
+        if block in self._unwanted:
+            self._unwanted.remove(block)
+        elif self.host is not None:
+            self.host.store(key, block)
 
     def distrust(self, request: Request) -> None:
         """Let nobody find the blocks of a request whose computation failed."""
         self._cache_states()
         digests = request.block_hashes[: self._num_cached_blocks[request.slot]]
         for group in range(len(self.groups)):
-            self.pool.uncache(group_keys(digests, group))
+            keys = group_keys(digests, group)
+            self.pool.uncache(keys)
+            if self.host is not None:
+                self.host.forget(keys)
         request.root_hash = b""
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Does nothing and returns False while any block is held."""
-        return self.pool.reset()
+        if not self.pool.reset():
+            return False
+        if self.host is not None:
+            self.host.clear()
+            self._unwanted.clear()
+        return True
 
     def _log_stored(self, events: KVEventLog, request: Request, start: int, end: int) -> None:
         """Log the runs of blocks that are about to become findable."""

@@ -146,7 +146,7 @@ class RequestLifecycle:
         output_token_ids = self.running.slots.output_token_ids(slot)
         request.output_token_ids = output_token_ids.tobytes()
         request.num_tokens = request.num_prompt_tokens + len(output_token_ids)
-        self._vacate(request)
+        self._vacate(request, is_preempted=True)
         request.status = RequestStatus.PREEMPTED
         request.prompt_logprobs = []
         self._num_queued_tokens += request.num_tokens
@@ -189,12 +189,15 @@ class RequestLifecycle:
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
         stats.kv_cache_usage = self._manager.pool.usage
+        if (host := self._manager.host) is not None:
+            stats.host_cache_usage = host.usage
+            stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()
         return stats
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, *, is_preempted: bool = False) -> None:
         self.queue.leaving(request)
         slot, state = request.slot, self.running.slots
         num_known = request.num_prompt_tokens + int(state.num_output_tokens[slot])
         num_certain = min(int(state.num_computed_tokens[slot]), num_known)
-        self._manager.free(request, num_certain)
+        self._manager.free(request, num_certain, is_preempted=is_preempted)
         self.running.remove(request)

@@ -86,6 +86,7 @@ class Scheduler(SchedulerInterface):
         max_model_len: int,
         vocab_size: int,
         num_blocks: int,
+        num_host_blocks: int = 0,
         kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
@@ -109,6 +110,8 @@ class Scheduler(SchedulerInterface):
             slots=self.slots,
             enable_prefix_caching=cache_config.enable_prefix_caching,
             groups=kv_cache_groups,
+            num_host_blocks=num_host_blocks,
+            preemption_mode=config.preemption_mode,
             events=self._kv_events,
         )
         self._running = RunningRequests(self.slots, config.max_num_seqs)
@@ -375,6 +378,8 @@ class Scheduler(SchedulerInterface):
         stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
         chunked = (granted != 1).nonzero()[0]
         removed = self._running.take_removed()
+        host = self.kv_cache_manager.host
+        copies_out, copies_in = host.take_copies() if host is not None else (b"", b"")
         return SchedulerOutput(
             step=self._step,
             removed_slots=int32_bytes(removed) if removed else b"",
@@ -385,6 +390,8 @@ class Scheduler(SchedulerInterface):
             grammar_slots=int32_bytes([row.request.slot for row in constrained])
             if constrained
             else b"",
+            host_copies_out=copies_out,
+            host_copies_in=copies_in,
         )
 
     def _constrained_rows(self, sampling: Batch) -> list[Tenure]:

@@ -34,6 +34,13 @@ GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     ),
 }
 
+OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
+    "host_cache_usage_perc": (
+        "Share of the host tier's blocks with content, 0 to 1.",
+        lambda s: s.host_cache_usage,
+    ),
+}
+
 COUNTERS: Final = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -47,6 +54,8 @@ OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps that the scheduler made.",
     "scheduled_tokens": "Tokens computed in all steps.",
     "conservation_violations": "Blocks or requests that the core's own checks found miscounted.",
+    "kv_blocks_copied_out": "KV-cache blocks copied to the host tier.",
+    "kv_blocks_copied_in": "KV-cache blocks copied back from the host tier.",
 }
 
 FIRST_TOKEN_BOUNDS: Final = (
@@ -163,6 +172,8 @@ class Metrics(Collector):
         counters["scheduler_steps"] += stats.num_steps
         counters["scheduled_tokens"] += stats.num_scheduled_tokens
         counters["conservation_violations"] += stats.num_violations
+        counters["kv_blocks_copied_out"] += stats.num_blocks_copied_out
+        counters["kv_blocks_copied_in"] += stats.num_blocks_copied_in
         if stats.num_steps:
             core.histograms["iteration_tokens_total"].observe(
                 stats.num_scheduled_tokens / stats.num_steps, stats.num_steps
@@ -179,10 +190,12 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         cores = self._shared.total(self._recorded())
-        yield from self._families("engine", cores, {**COUNTERS, **OWN_COUNTERS})
+        yield from self._families(
+            "engine", cores, {**GAUGES, **OWN_GAUGES}, {**COUNTERS, **OWN_COUNTERS}
+        )
         yield self._dropped_frames(cores)
         if "vllm" in self._config.frontend.metrics_compat:
-            yield from self._families("vllm", cores, COUNTERS)
+            yield from self._families("vllm", cores, GAUGES, COUNTERS)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
@@ -193,12 +206,16 @@ class Metrics(Collector):
         return self._cores
 
     def _families(
-        self, prefix: str, all_cores: list[CoreMetrics], counters: dict[str, str]
+        self,
+        prefix: str,
+        all_cores: list[CoreMetrics],
+        gauges: dict[str, tuple[str, Callable[[SchedulerStats], float]]],
+        counters: dict[str, str],
     ) -> Iterator[Family]:
         labels = ["model_name", "engine"]
         cores = [([self._model_name, str(index)], core) for index, core in enumerate(all_cores)]
         family: Family
-        for name, (documentation, value_of) in GAUGES.items():
+        for name, (documentation, value_of) in gauges.items():
             family = GaugeMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
             for values, core in cores:
                 family.add_metric(values, value_of(core.stats))

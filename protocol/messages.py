@@ -153,6 +153,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
     num_violations: int = 0
+    host_cache_usage: float = 0.0
+    num_blocks_copied_out: int = 0
+    num_blocks_copied_in: int = 0
 
 
 class EngineCoreOutputs(
@@ -218,6 +221,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
     `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    Before anything is computed, `host_copies_out` int32[k, 2] copies blocks to host blocks, then `host_copies_in`
+    int32[k, 2] host blocks to blocks.
     """
 
     step: int
@@ -227,6 +232,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     slots: I32 | None = None
     chunks: I32 = b""
     grammar_slots: I32 = b""
+    host_copies_out: I32 = b""
+    host_copies_in: I32 = b""
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
@@ -238,6 +245,7 @@ class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, fr
 
 class AllocateKVCache(msgspec.Struct, tag="allocate", array_like=True, gc=False, frozen=True):
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False, frozen=True):
@@ -257,11 +265,15 @@ class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
 
 
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
-    """The model is loaded; `num_blocks` KV-cache blocks, which the `groups` share, fit into this worker."""
+    """The model is loaded; `num_blocks` KV-cache blocks, which the `groups` share, fit into this worker.
+
+    `num_host_blocks` blocks fit into the host tier, 0 without one.
+    """
 
     rank: int
     num_blocks: int
     groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
+    num_host_blocks: int = 0
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):

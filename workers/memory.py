@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from ..protocol.config import EngineConfig
+from ..protocol.config import CacheConfig, EngineConfig
 from ..protocol.errors import ConfigError
 from ..protocol.kv_cache_groups import (
     FULL_ATTENTION,
@@ -61,6 +61,26 @@ def count_kv_blocks(
             f"(--kv-cache-memory-bytes {needed}), or use --max-model-len {fits}"
         )
     return int(num_blocks)
+
+
+def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
+    """Blocks of the host tier; 0 without one.
+
+    Raises ConfigError when it is larger than the machine's free memory, or too small for a block.
+    """
+    if not cache.host_gib:
+        return 0
+    num_bytes = int(cache.host_gib * GIB)
+    free = psutil.virtual_memory().available
+    if num_bytes > free:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} is more than the {free / GIB:.2f} GiB of free memory"
+        )
+    if num_bytes < block_bytes:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} holds no KV-cache block: one takes {block_bytes} bytes"
+        )
+    return num_bytes // block_bytes
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

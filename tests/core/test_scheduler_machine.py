@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine.protocol.config import PreemptionMode
 from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
@@ -32,6 +33,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 4),
         caching=st.booleans(),
         groups=st.sampled_from((FULL_ATTENTION, *HYBRIDS)),
+        num_host_blocks=st.sampled_from((0, 2, 100)),
+        preemption_mode=st.sampled_from(PreemptionMode),
     )
     def start(
         self,
@@ -43,10 +46,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight,
         caching,
         groups,
+        num_host_blocks,
+        preemption_mode,
     ):
         self.harness = Harness(
             num_blocks=num_blocks * len(groups),
             groups=groups,
+            num_host_blocks=num_host_blocks,
+            preemption_mode=preemption_mode,
             block_size=block_size,
             max_model_len=40,
             vocab_size=32,

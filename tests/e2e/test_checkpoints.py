@@ -102,6 +102,21 @@ def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
         assert server.metric("engine:kv_cache_usage_perc") == 0
 
 
+def test_swapped_requests_give_the_same_tokens(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
+    expected = [greedy(model, prompt, 60) for prompt in prompts]
+    flags = ("--max-model-len", "128", "--num-gpu-blocks-override", "16")
+    swap = ("--kv-host-gib", "0.01", "--preemption-mode", "swap", "--inject-preemption", "0.05")
+    with Server(str(path), *EXACT, *flags, *swap) as server:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            served = list(pool.map(lambda p: serve_greedy(server, p, 60), prompts))
+        assert served == expected
+        assert server.metric("engine:kv_blocks_copied_out_total") > 0
+        assert server.metric("engine:kv_blocks_copied_in_total") > 0
+
+
 def test_too_long_prompt_names_the_limit(tmp_path: Path) -> None:
     path, _ = qwen3_directory(tmp_path)
     with Server(str(path), *EXACT, "--max-model-len", "64") as server:

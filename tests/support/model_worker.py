@@ -76,6 +76,7 @@ class ModelWorker:
         block_size: int,
         vocab_size: int,
         groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        num_host_blocks: int = 0,
     ) -> None:
         self.groups = groups
         self.block_size = block_size
@@ -83,6 +84,7 @@ class ModelWorker:
         self.rows: dict[int, Row] = {}
         self.table_width = 256
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
+        self.host_cache = [[0] * block_size for _ in range(num_host_blocks)]
         self.batch: list[int] = []
         self.step = 0
         self.fail_next: dict[int, str] = {}
@@ -123,6 +125,7 @@ class ModelWorker:
     ) -> ModelRunnerOutput:
         assert step.step == self.step + 1
         self.step = step.step
+        self._copy_blocks(step)
         for slot in int32_view(step.removed_slots).tolist():
             del self.rows[slot]
         for data in step.new_requests:
@@ -157,6 +160,19 @@ class ModelWorker:
             if slot in self.fail_next:
                 failed.append((slot, self.fail_next.pop(slot)))
         return ModelRunnerOutput(step.step, int32_bytes(sampled), failed_slots=failed)
+
+    def _copy_blocks(self, step: SchedulerOutput) -> None:
+        copies_out = int32_view(step.host_copies_out).reshape(-1, 2).tolist()
+        copies_in = int32_view(step.host_copies_in).reshape(-1, 2).tolist()
+        for copies in (copies_out, copies_in):
+            targets = [target for _, target in copies]
+            assert len(set(targets)) == len(targets), "two copies to one block"
+        for block, host_block in copies_out:
+            assert block != 0
+            self.host_cache[host_block] = list(self.kv_cache[block])
+        for host_block, block in copies_in:
+            assert block != 0
+            self.kv_cache[block] = list(self.host_cache[host_block])
 
     def _place(self, table: list[int], position: int) -> tuple[int, int]:
         block = table[position // self.block_size]

@@ -94,6 +94,7 @@ class Harness:
         enable_prefix_caching: bool = True,
         log_kv_events: bool = False,
         groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        num_host_blocks: int = 0,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -108,6 +109,7 @@ class Harness:
             vocab_size=vocab_size,
             num_blocks=num_blocks,
             kv_cache_groups=groups,
+            num_host_blocks=num_host_blocks,
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
         )
@@ -123,7 +125,11 @@ class Harness:
             ),
         )
         self.worker = ModelWorker(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, groups=groups
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            groups=groups,
+            num_host_blocks=num_host_blocks,
         )
         self.heard: dict[Key, Heard] = {}
         self.stats: list[SchedulerStats] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine.protocol.config import SchedulingPolicy
+from engine.protocol.config import PreemptionMode, SchedulingPolicy
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.scheduler_harness import Harness
@@ -38,6 +38,8 @@ def random_harness(rng: random.Random) -> Harness:
     groups = rng.choice((FULL_ATTENTION, FULL_ATTENTION, *HYBRIDS))
     return Harness(
         groups=groups,
+        num_host_blocks=rng.choice((0, 0, 3, 50)),
+        preemption_mode=rng.choice(tuple(PreemptionMode)),
         num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) * len(groups) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
