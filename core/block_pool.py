@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from .block_lifetimes import BlockLifetimes
 from .kv_event_log import KVEventLog
 
 NULL_BLOCK: Final = 0
@@ -30,6 +31,7 @@ class BlockPool:
         self._events = events
         self._on_evict = on_evict
         self.ref_counts = [0] * num_blocks
+        self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_openings = 0
         """Grows whenever an allocation that failed before might succeed now."""
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -93,6 +95,8 @@ class BlockPool:
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
+        if num_free:
+            self.lifetimes.held()
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference on each of a request's blocks, given in the order of its tokens.
@@ -107,6 +111,7 @@ class BlockPool:
             if not ref_counts[block]:
                 (self._blank if hash_of[block] is None else evictable).append(block)
         self._make_evictable(evictable)
+        self.lifetimes.released(evictable)
 
     def count_cached(self) -> int:
         """`num_cached`, counted block by block."""
@@ -122,6 +127,7 @@ class BlockPool:
         for block, digest in zip(blocks, hashes, strict=True):
             if block_of.setdefault(digest, block) == block:
                 hash_of[block] = digest
+        self.lifetimes.cached(blocks, hash_of)
 
     def uncache(self, hashes: Iterable[bytes]) -> None:
         """Make blocks unfindable: their content is not to be trusted."""
@@ -130,6 +136,7 @@ class BlockPool:
             if block is None:
                 continue
             self._forget(block, digest)
+            self.lifetimes.forgotten(block)
             if not self.ref_counts[block]:
                 self._serial_of[block] = -1
                 self._num_evictable -= 1
@@ -144,6 +151,7 @@ class BlockPool:
         self._block_of.clear()
         self._freed.clear()
         self._num_evictable = 0
+        self.lifetimes.reset()
         if self._events is not None:
             self._events.cleared()
         return True
@@ -181,6 +189,7 @@ class BlockPool:
                 digest = self._hash_of[block]
                 assert digest is not None
                 self._forget(block, digest)
+                self.lifetimes.evicted(block)
                 if self._on_evict is not None:
                     self._on_evict(digest, block)
                 blocks.append(block)

@@ -37,10 +37,12 @@ class CachedPrefix(NamedTuple):
     @property
     def num_present(self) -> int:
         """The first blocks for which nothing has to be copied back."""
+        if not self.loads:
+            return self.num_blocks
         firsts = (
             self.num_blocks - len(self.blocks[load.group]) + load.position for load in self.loads
         )
-        return min(firsts, default=self.num_blocks)
+        return min(firsts)
 
 
 def group_key(digest: bytes, group: int) -> bytes:

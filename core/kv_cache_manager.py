@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ class KVCacheManager:
         self._num_cross_blocks = [-(-groups[i].size // block_size) for i in self._cross_groups]
         self._windows = windows_of(groups, block_size, max_num_seqs)
         self._no_prefix = CachedPrefix(0, ([],) * len(groups))
+        self._full_group = kinds.index(AttentionKind.FULL) if AttentionKind.FULL in kinds else None
         self.has_windows = bool(self._windows)
         self._dropped: list[tuple[int, int, int]] = []
         self._new_states: list[tuple[int, bytes]] = []
@@ -88,7 +89,7 @@ class KVCacheManager:
         digests = request.block_hashes[:limit]
         if self._is_simple and self.host is None:
             found = self.pool.find(digests)
-            return CachedPrefix(len(found), (found,))
+            return CachedPrefix(len(found), (found,)) if found else self._no_prefix
         return find_cached_prefix(
             self.pool,
             self.groups,
@@ -119,8 +120,8 @@ class KVCacheManager:
         """
         pool = self.pool
         num_blocks = -(-num_tokens // self.block_size)
-        num_new = self._count_new(prefix.num_blocks, num_blocks) + len(prefix.loads)
-        found = self._present_blocks(prefix)
+        num_new = self._count_new(prefix, num_blocks)
+        found = self._present_blocks(prefix) if prefix.num_blocks else []
         num_revived = pool.count_free(found) if found else 0
         if num_new + num_revived > pool.num_free:
             return None
@@ -138,13 +139,14 @@ class KVCacheManager:
             return (prefix.blocks[0] + new,)
         return self._lay_out(prefix, num_blocks, new)
 
-    def _count_new(self, num_found: int, num_blocks: int) -> int:
-        """Blocks to allocate for a request whose first `num_found` of `num_blocks` are in the cache."""
-        num_more = num_blocks - num_found
+    def _count_new(self, prefix: CachedPrefix, num_blocks: int) -> int:
+        """Blocks to allocate for a request of `num_blocks`, the found ones on the host included."""
+        num_more = num_blocks - prefix.num_blocks
         if self._is_simple:
-            return num_more
+            return num_more + len(prefix.loads)
         return (
             num_more * len(self._token_groups)
+            + len(prefix.loads)
             + len(self._state_groups)
             + sum(self._num_cross_blocks)
         )
@@ -179,8 +181,7 @@ class KVCacheManager:
         self, prefix: CachedPrefix, num_tokens: int, without: Sequence[int] = ()
     ) -> int:
         """How many free blocks `allocate` would take, less those that vacating some slots would free."""
-        needed = self._count_new(prefix.num_blocks, -(-num_tokens // self.block_size))
-        needed += len(prefix.loads)
+        needed = self._count_new(prefix, -(-num_tokens // self.block_size))
         found = self._present_blocks(prefix)
         needed += self.pool.count_free(found)
         if without:
@@ -350,7 +351,8 @@ class KVCacheManager:
             request.hash_output_blocks(output, self.block_size)
             self.cache_blocks(request, num_tokens)
         self._capacity[slot] = 0
-        self._cache_states()
+        if self._new_states:
+            self._cache_states()
         if is_preempted and self.host is not None:
             self._swap(slot)
         if self._is_simple:
@@ -396,6 +398,19 @@ class KVCacheManager:
             if self.host is not None:
                 self.host.forget(keys)
         request.root_hash = b""
+
+    def count_common_blocks(self, slots: SlotArray) -> int:
+        """The first blocks that all of several slots share, where every block is kept."""
+        ref_counts, num_slots = self.pool.ref_counts, len(slots)
+        if num_slots < 2 or self._full_group is None:
+            return 0
+        tables = self.blocks[self._full_group]
+        if ref_counts[tables[slots[0]][0]] < num_slots:
+            return 0
+        rows = [tables[slot] for slot in slots.tolist()]
+        # Whatever the least and the greatest of the tables have in common, those between them have, too.
+        ends = zip(min(rows), max(rows), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Does nothing and returns False while any block is held."""

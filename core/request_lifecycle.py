@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 
+from ..protocol.arrays import float32_bytes
 from ..protocol.messages import (
     EngineCoreRequest,
     EventKind,
@@ -189,6 +190,11 @@ class RequestLifecycle:
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
         stats.kv_cache_usage = self._manager.pool.usage
+        if self._manager.pool.lifetimes.has_news:
+            lifetimes, idle_times, reuse_gaps = self._manager.pool.lifetimes.take()
+            stats.block_lifetimes = float32_bytes(lifetimes)
+            stats.block_idle_times = float32_bytes(idle_times)
+            stats.block_reuse_gaps = float32_bytes(reuse_gaps)
         if (host := self._manager.host) is not None:
             stats.host_cache_usage = host.usage
             stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()

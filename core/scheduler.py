@@ -144,6 +144,7 @@ class Scheduler(SchedulerInterface):
         self.requests = self._lifecycle.requests
         self._results = StepResults(self._lifecycle)
         self._blocked: tuple[Request, int] | None = None
+        self._num_common_blocks = 0
         self._last_batch = Batch(self._running.order, self.slots)
         self._step = 0
         self.violations: list[str] = []
@@ -184,6 +185,7 @@ class Scheduler(SchedulerInterface):
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        self.kv_cache_manager.pool.lifetimes.now = now
         self._lifecycle.expire(now)
         may_admit = not self._inject_preemption(now)
         if self.kv_cache_manager.has_windows:
@@ -364,6 +366,7 @@ class Scheduler(SchedulerInterface):
         is_same = np.array_equal(slots, last.slots)
         if not is_same or last.num_vacated != self.slots.num_vacated:
             self._last_batch = Batch(slots.copy(), self.slots)
+            self._num_common_blocks = self.kv_cache_manager.count_common_blocks(slots)
         batch = self._last_batch
         sampling = batch if samples.all() else batch.select(samples)
         constrained = self._constrained_rows(sampling)
@@ -392,6 +395,7 @@ class Scheduler(SchedulerInterface):
             else b"",
             host_copies_out=copies_out,
             host_copies_in=copies_in,
+            num_common_blocks=self._num_common_blocks,
         )
 
     def _constrained_rows(self, sampling: Batch) -> list[Tenure]:

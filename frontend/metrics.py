@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ..protocol.arrays import float32_view
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
 from .core_metrics import CoreMetrics, SharedMetrics
@@ -74,6 +75,11 @@ STEP_TOKEN_BOUNDS: Final = (
     *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0),
 )
 
+BLOCK_TIME_BOUNDS: Final = (
+    *(0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
+    *(120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
+)
+
 HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_BOUNDS),
     "inter_token_latency_seconds": ("Between successive tokens of a sequence.", TOKEN_BOUNDS),
@@ -88,6 +94,18 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_generation_tokens": ("Tokens generated for a sequence.", None),
     "request_params_max_tokens": ("The max_tokens of a sequence.", None),
     "request_params_n": ("The n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "kv_block_lifetime_seconds": (
+        "From when a sampled block was cached until it was evicted.",
+        BLOCK_TIME_BOUNDS,
+    ),
+    "kv_block_idle_before_evict_seconds": (
+        "From a sampled block's last use until it was evicted.",
+        BLOCK_TIME_BOUNDS,
+    ),
+    "kv_block_reuse_gap_seconds": (
+        "Between two uses of a sampled block that was free in between.",
+        BLOCK_TIME_BOUNDS,
+    ),
 }
 """Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
 
@@ -174,6 +192,13 @@ class Metrics(Collector):
         counters["conservation_violations"] += stats.num_violations
         counters["kv_blocks_copied_out"] += stats.num_blocks_copied_out
         counters["kv_blocks_copied_in"] += stats.num_blocks_copied_in
+        for name, seconds in (
+            ("kv_block_lifetime_seconds", stats.block_lifetimes),
+            ("kv_block_idle_before_evict_seconds", stats.block_idle_times),
+            ("kv_block_reuse_gap_seconds", stats.block_reuse_gaps),
+        ):
+            if seconds:
+                core.histograms[name].observe_all(float32_view(seconds))
         if stats.num_steps:
             core.histograms["iteration_tokens_total"].observe(
                 stats.num_scheduled_tokens / stats.num_steps, stats.num_steps

@@ -139,8 +139,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """Gauges are values at the end of the step; the rest counts since the last message with stats."""
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Gauges are values at the end of the step; the rest counts since the last message with stats.
+
+    Of a sample of cached blocks, float32 seconds: how long those lived that were evicted, how long they had idled
+    by then, and how long those idled that were used again.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -156,6 +160,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     host_cache_usage: float = 0.0
     num_blocks_copied_out: int = 0
     num_blocks_copied_in: int = 0
+    block_lifetimes: F32 = b""
+    block_idle_times: F32 = b""
+    block_reuse_gaps: F32 = b""
 
 
 class EngineCoreOutputs(
@@ -221,6 +228,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
     `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    The batch has its first `num_common_blocks` blocks in common, in the full-attention groups.
     Before anything is computed, `host_copies_out` int32[k, 2] copies blocks to host blocks, then `host_copies_in`
     int32[k, 2] host blocks to blocks.
     """
@@ -234,6 +242,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     grammar_slots: I32 = b""
     host_copies_out: I32 = b""
     host_copies_in: I32 = b""
+    num_common_blocks: int = 0
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
