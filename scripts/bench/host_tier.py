@@ -13,13 +13,14 @@ import json
 import random
 import statistics
 import time
+from typing import Any
 
 from engine import LLM, SamplingParams
 
 BLOCK_SIZE = 16
 
 
-def time_turns(model: str | None, num_tokens: int, turns: int, host_gib: float) -> dict[str, float]:
+def time_turns(model: str | None, num_tokens: int, turns: int, host_gib: float) -> dict[str, Any]:
     """Seconds of the turns after the first, each with one token to generate, and the cached tokens of each."""
     rng = random.Random(1)
     conversations = [[rng.randrange(1000, 20_000) for _ in range(num_tokens)] for _ in range(2)]

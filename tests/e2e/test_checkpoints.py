@@ -55,9 +55,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
     expected = [greedy(model, prompt, 40) for prompt in prompts]
     # A budget of 32 tokens cuts the prompts into chunks that share steps with other requests' decodes.
-    with Server(
-        str(path), *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"
-    ) as server:
+    flags = ("--cpu-backend", backend, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with Server(str(path), *EXACT, *flags) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             served = list(pool.map(lambda p: serve_greedy(server, p, 40), prompts))
         assert served == expected
@@ -66,20 +65,14 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
         assert text["prompt"].removeprefix("<bos>") == TEXT
 
 
-def test_a_window_keeps_few_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_window_keeps_few_blocks(tmp_path: Path, backend: str) -> None:
     path, model = gemma3_gguf(tmp_path)
     rng = random.Random(7)
     prompt = [rng.randrange(4, 300) for _ in range(330)]
     # Six of the seven layers have a window of 16 tokens. 470 tokens in blocks of 16 are 30 blocks a layer, 210 in all.
-    flags = (
-        "--num-gpu-blocks-override",
-        "64",
-        "--max-num-batched-tokens",
-        "32",
-        "--max-num-seqs",
-        "8",
-    )
-    with Server(str(path), *EXACT, *flags) as server:
+    flags = ("--cpu-backend", backend, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with Server(str(path), *EXACT, *flags, "--num-gpu-blocks-override", "64") as server:
         assert serve_greedy(server, prompt, 140) == greedy(model, prompt, 140)
         again = serve_greedy(server, [*prompt, 5], 8)
         assert again == greedy(model, [*prompt, 5], 8)
