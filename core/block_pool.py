@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from .block_lifetimes import BlockLifetimes
 from .kv_event_log import KVEventLog
 
 NULL_BLOCK: Final = 0
@@ -20,10 +21,17 @@ class BlockPool:
     second block filled with the same content stays out of the map.
     """
 
-    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        events: KVEventLog | None = None,
+        on_evict: Callable[[bytes, int], None] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self._events = events
+        self._on_evict = on_evict
         self.ref_counts = [0] * num_blocks
+        self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_openings = 0
         """Grows whenever an allocation that failed before might succeed now."""
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -62,6 +70,14 @@ class BlockPool:
             ref_counts[block] = 1
         return blocks
 
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with that content."""
+        return self._block_of.get(digest)
+
+    def key_of(self, block: int) -> bytes | None:
+        """What the block is found by."""
+        return self._hash_of[block]
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest prefix of `hashes`."""
         found = list(map(self._block_of.get, hashes))
@@ -79,6 +95,8 @@ class BlockPool:
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
+        if num_free:
+            self.lifetimes.held()
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference on each of a request's blocks, given in the order of its tokens.
@@ -93,6 +111,7 @@ class BlockPool:
             if not ref_counts[block]:
                 (self._blank if hash_of[block] is None else evictable).append(block)
         self._make_evictable(evictable)
+        self.lifetimes.released(evictable)
 
     def count_cached(self) -> int:
         """`num_cached`, counted block by block."""
@@ -108,13 +127,20 @@ class BlockPool:
         for block, digest in zip(blocks, hashes, strict=True):
             if block_of.setdefault(digest, block) == block:
                 hash_of[block] = digest
+        self.lifetimes.cached(blocks, hash_of)
 
-    def uncache(self, blocks: Iterable[int]) -> None:
-        """Make held blocks unfindable: their content is not to be trusted."""
-        for block in blocks:
-            digest = self._hash_of[block]
-            if digest is not None:
-                self._forget(block, digest)
+    def uncache(self, hashes: Iterable[bytes]) -> None:
+        """Make blocks unfindable: their content is not to be trusted."""
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                continue
+            self._forget(block, digest)
+            self.lifetimes.forgotten(block)
+            if not self.ref_counts[block]:
+                self._serial_of[block] = -1
+                self._num_evictable -= 1
+                self._blank.append(block)
 
     def reset(self) -> bool:
         """Forget every cached block. Does nothing and returns False while any block is held."""
@@ -125,6 +151,7 @@ class BlockPool:
         self._block_of.clear()
         self._freed.clear()
         self._num_evictable = 0
+        self.lifetimes.reset()
         if self._events is not None:
             self._events.cleared()
         return True
@@ -162,6 +189,9 @@ class BlockPool:
                 digest = self._hash_of[block]
                 assert digest is not None
                 self._forget(block, digest)
+                self.lifetimes.evicted(block)
+                if self._on_evict is not None:
+                    self._on_evict(digest, block)
                 blocks.append(block)
                 count -= 1
 

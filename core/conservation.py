@@ -32,13 +32,18 @@ def find_violations(
 
 def _block_sums(manager: KVCacheManager) -> list[tuple[str, int, int]]:
     pool = manager.pool
+    tables = chain.from_iterable(manager.blocks)
     held = np.fromiter(
-        chain(chain.from_iterable(manager.blocks), *manager.reserved.values()), np.int64
+        filter(None, chain(chain.from_iterable(tables), *manager.reserved.values())), np.int64
     )
     ref_counts = np.array(pool.ref_counts)
     num_wrong = np.count_nonzero(np.bincount(held, minlength=pool.num_blocks) != ref_counts)
     num_held = np.count_nonzero(ref_counts)
+    host_sums = []
+    if (host := manager.host) is not None:
+        host_sums = [("host blocks", host.num_free + host.num_cached, host.num_blocks)]
     return [
+        *host_sums,
         ("blocks with a wrong reference count", int(num_wrong), 0),
         ("free and held blocks", pool.num_free + int(num_held), pool.num_blocks - 1),
         ("references to the null block", pool.ref_counts[0], 0),

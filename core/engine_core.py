@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
 import zmq
 
 from ..protocol.arrays import int32_view
@@ -94,10 +95,10 @@ class EngineCore:
     def run(self) -> None:
         self._status.report(Stage.STARTING)
         try:
-            num_blocks = self._await_workers()
-            if self._stop.requested:
+            memory = self._await_workers()
+            if memory is None:
                 return
-            self._start_scheduler(num_blocks)
+            self._start_scheduler(memory)
             try:
                 self._serve()
             except Exception:
@@ -133,10 +134,11 @@ class EngineCore:
         self._status.close()
         self._context.term()
 
-    def _await_workers(self) -> int:
-        """Wait until every worker has its KV cache. Returns the number of blocks they share."""
+    def _await_workers(self) -> WorkerMemory | None:
+        """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop."""
         expected = self._config.parallel.workers_per_core
-        blocks: dict[int, int] = {}
+        memories: dict[int, WorkerMemory] = {}
+        memory: WorkerMemory | None = None
         ready: set[int] = set()
         while len(ready) < expected and not self._stop.requested:
             self._poller.poll()
@@ -155,26 +157,29 @@ class EngineCore:
                             )
                         self._worker_ids.append(identity)
                     case WorkerMemory():
-                        blocks[message.rank] = message.num_blocks
-                        if len(blocks) == expected:
-                            num_blocks = min(blocks.values())
-                            self._workers.send_all(self._worker_ids, AllocateKVCache(num_blocks))
+                        memories[message.rank] = message
+                        if len(memories) == expected:
+                            memory = _common_memory(list(memories.values()))
+                            allocate = AllocateKVCache(memory.num_blocks, memory.num_host_blocks)
+                            self._workers.send_all(self._worker_ids, allocate)
                     case WorkerReady():
                         ready.add(message.rank)
                     case WorkerFailure():
                         raise EngineError(message.message)
                     case ModelRunnerOutput():
                         self._workers.num_dropped_frames += 1
-        return min(blocks.values(), default=0)
+        return None if self._stop.requested else memory
 
-    def _start_scheduler(self, num_blocks: int) -> None:
-        config = self._config
+    def _start_scheduler(self, memory: WorkerMemory) -> None:
+        config, num_blocks = self._config, memory.num_blocks
         setup = Setup(
             config.scheduler,
             config.cache,
             max_model_len=config.model.max_model_len,
             vocab_size=config.model.vocab_size,
             num_blocks=num_blocks,
+            num_host_blocks=memory.num_host_blocks,
+            kv_cache_groups=memory.groups,
             core_index=self._core_index,
             speculative=config.speculative,
         )
@@ -190,9 +195,10 @@ class EngineCore:
         # What lives until now lives for ever; collections need not look at it again.
         gc.collect()
         gc.freeze()
+        num_tokens = num_blocks // len(memory.groups) * config.cache.block_size
+        windows = ", more with windows" if len(memory.groups) > 1 else ""
         self._status.report(
-            Stage.READY,
-            f"KV cache of {num_blocks} blocks, {num_blocks * config.cache.block_size} tokens",
+            Stage.READY, f"KV cache of {num_blocks} blocks, {num_tokens} tokens{windows}"
         )
 
     def _take_client_messages(self) -> None:
@@ -320,3 +326,19 @@ class EngineCore:
 def _is_well_formed(message: ClientMessage) -> bool:
     """Arrays are raw bytes, whose length the decoder does not check."""
     return not isinstance(message, AbortRequests) or len(message.request_indices) % 4 == 0
+
+
+def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
+    """What every worker can hold."""
+    groups = memories[0].groups
+    for memory in memories:
+        if memory.groups != groups:
+            raise EngineError(
+                f"worker {memory.rank} has the KV-cache groups {memory.groups}, "
+                f"worker {memories[0].rank} has {groups}"
+            )
+    return msgspec.structs.replace(
+        memories[0],
+        num_blocks=min(memory.num_blocks for memory in memories),
+        num_host_blocks=min(memory.num_host_blocks for memory in memories),
+    )

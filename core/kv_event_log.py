@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..protocol.block_hash import HASH_BYTES
 from ..protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from .snapshot import Outside
 
@@ -25,6 +26,9 @@ class KVEventLog(Outside):
         )
 
     def removed(self, digest: bytes) -> None:
+        """A block is findable no more. Of several groups, subscribers follow the first (see `group_key`)."""
+        if len(digest) != HASH_BYTES:
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(digest)

@@ -164,7 +164,7 @@ class KVTransfers:
         was = request.status
         blocks: list[int] = []
         if was is RequestStatus.RUNNING:
-            blocks = self._manager.blocks[request.slot]
+            blocks = self._manager.blocks[0][request.slot]
         elif was is RequestStatus.WAITING_FOR_REMOTE_KVS:
             blocks = self._manager.reserved[request.transfer_id]
         elif self._loaded.pop(request.transfer_id, None) is not None:
@@ -223,7 +223,7 @@ class KVTransfers:
             load.invalid_blocks.update(invalid_blocks)
         lifecycle, manager = self._lifecycle, self._manager
         for slot, request in step.batch.owners(lifecycle.running.slots).items():
-            blocks = manager.blocks[slot]
+            blocks = manager.blocks[0][slot]
             num_valid = _num_valid_blocks(blocks, invalid_blocks)
             if num_valid == len(blocks):
                 continue

@@ -10,6 +10,7 @@ import msgspec
 
 from ..protocol.block_hash import hash_blocks
 from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
+from ..protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
     DraftTokenIds,
@@ -55,6 +56,8 @@ class Setup(msgspec.Struct, frozen=True):
     core_index: int = 0
     has_grammars: bool = False
     speculative: SpeculativeConfig | None = None
+    num_host_blocks: int = 0
+    kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
 
     def make_scheduler(
         self,
@@ -71,6 +74,8 @@ class Setup(msgspec.Struct, frozen=True):
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            kv_cache_groups=self.kv_cache_groups,
             core_index=self.core_index,
             structured_output=grammars,
             log_kv_events=log_kv_events,

@@ -59,6 +59,8 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
         match node:
             case state.Text(original):
                 return state.Text(pseudonyms.name(original))
+            case bytes() if len(node) == HASH_BYTES + 1:
+                return state.GroupKey(pseudonyms.numbers(node[:HASH_BYTES]), node[HASH_BYTES])
             case bytes():
                 if len(node) % HASH_BYTES:
                     return state.Blank((len(node),))

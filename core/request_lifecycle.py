@@ -6,6 +6,7 @@ import heapq
 from array import array
 from typing import TYPE_CHECKING
 
+from ..protocol.arrays import float32_bytes
 from ..protocol.messages import (
     EngineCoreRequest,
     EventKind,
@@ -17,7 +18,7 @@ from ..protocol.messages import (
 from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
-from .kv_cache_manager import KVCacheManager, Prefix
+from .kv_cache_manager import BlockTables, KVCacheManager, Prefix
 from .request import Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
@@ -51,8 +52,7 @@ class RequestLifecycle:
         self.manager = manager
         self.transfers: KVTransfers | None = None
         self._requirements = requirements
-        # The last token of a request is never computed, so it needs no place in the cache.
-        self._max_total_tokens = min(requirements.max_model_len, manager.max_tokens + 1)
+        self._max_total_tokens = requirements.max_total_tokens
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -138,7 +138,7 @@ class RequestLifecycle:
     def start(
         self,
         request: Request,
-        blocks: list[int],
+        tables: BlockTables,
         prefix: Prefix,
         num_external: int,
         granted: int,
@@ -159,7 +159,7 @@ class RequestLifecycle:
             request.num_cached_tokens = num_cached
         request.has_untrusted_blocks = num_external > 0
         self.running.append(request, num_computed, self.max_output_tokens(request))
-        self.manager.assign(request, blocks, prefix.num_cached_blocks, num_computed)
+        self.manager.assign(request, tables, prefix, num_computed)
         self.queue.entering(request, num_cached)
         request.status = RequestStatus.RUNNING
         self.clients.event(request, EventKind.SCHEDULED, now)
@@ -169,7 +169,7 @@ class RequestLifecycle:
             token_ids=request.prompt_token_ids + output_token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_cached,
-            block_ids=(array("i", blocks).tobytes(),),
+            block_ids=tuple([array("i", table).tobytes() for table in tables]),
             sampling_params=request.params,
             eos_token_ids=request.eos_token_ids,
             lora_name=request.lora_name,
@@ -189,7 +189,7 @@ class RequestLifecycle:
         output_token_ids = self.running.slots.output_token_ids(slot)
         request.output_token_ids = output_token_ids.tobytes()
         request.num_tokens = request.num_prompt_tokens + len(output_token_ids)
-        self._vacate(request)
+        self._vacate(request, is_preempted=True)
         request.status = RequestStatus.PREEMPTED
         request.prompt_logprobs = []
         self._num_queued_tokens += request.num_tokens
@@ -240,17 +240,26 @@ class RequestLifecycle:
         stats, self.stats = self.stats, SchedulerStats()
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
-        stats.kv_cache_usage = self.manager.pool.usage
+        pool, host = self.manager.pool, self.manager.host
+        stats.kv_cache_usage = pool.usage
+        if pool.lifetimes.has_news:
+            lifetimes, idle_times, reuse_gaps = pool.lifetimes.take()
+            stats.block_lifetimes = float32_bytes(lifetimes)
+            stats.block_idle_times = float32_bytes(idle_times)
+            stats.block_reuse_gaps = float32_bytes(reuse_gaps)
+        if host is not None:
+            stats.host_cache_usage = host.usage
+            stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()
         if self.transfers is not None:
             stats.kv_connector = self.transfers.take_stats()
         return stats
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, *, is_preempted: bool = False) -> None:
         self.queue.leaving(request)
         slot, state = request.slot, self.running.slots
         num_known = request.num_prompt_tokens + int(state.num_output_tokens[slot])
         num_certain = min(int(state.num_computed_tokens[slot]), num_known)
-        self.manager.free(request, num_certain)
+        self.manager.free(request, num_certain, is_preempted=is_preempted)
         if self._encoders.are_in_use:
             self._encoders.release(request)
         self.running.remove(request)

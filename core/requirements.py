@@ -14,7 +14,10 @@ class Refusal(NamedTuple):
 
 
 class Requirements(NamedTuple):
-    """What a request must satisfy. A `max_num_queued_…` of 0 is no bound."""
+    """What a request must satisfy. A `max_num_queued_…` of 0 is no bound.
+
+    `max_computed_tokens` of one request fit when it holds every block.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -27,6 +30,12 @@ class Requirements(NamedTuple):
     max_step_tokens: int
     splits_prompts: bool
     splits_encoder_inputs: bool
+    max_computed_tokens: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and output that one request may have. Its last token is never computed, so it needs no block."""
+        return min(self.max_model_len, self.max_computed_tokens + 1)
 
     def refuse(
         self, request: EngineCoreRequest, num_queued_reqs: int, num_queued_tokens: int
@@ -67,11 +76,10 @@ class Requirements(NamedTuple):
                 f"the prompt has {num_tokens} tokens, and max_model_len={self.max_model_len} "
                 f"leaves room for {self.max_model_len - 1}"
             )
-        needed = -(-num_tokens // self.block_size)
-        if needed > self.num_blocks:
+        if num_tokens > self.max_computed_tokens:
             return (
-                f"the prompt has {num_tokens} tokens and needs {needed} KV-cache blocks, "
-                f"but there are only {self.num_blocks}"
+                f"the prompt has {num_tokens} tokens, and the {self.num_blocks} KV-cache blocks "
+                f"hold {self.max_computed_tokens}"
             )
         return None
 

@@ -23,6 +23,12 @@ from ..protocol.config import (
     SpeculativeConfig,
 )
 from ..protocol.errors import ConfigError
+from ..protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    AttentionKind,
+    KVCacheGroup,
+    max_request_tokens,
+)
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
     DraftTokenIds,
@@ -37,6 +43,7 @@ from ..protocol.messages import (
 from .admission_delay import AdmissionDelay
 from .admission_end import AdmissionEnd
 from .batch import Batch, StepInFlight, Tenure
+from .cached_prefix import CachedPrefix
 from .client_outputs import ClientOutputs
 from .conservation import find_violations
 from .drafts import Drafts
@@ -46,7 +53,7 @@ from .encoder_inputs import EncoderInputs, EncoderPlan
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
-from .kv_cache_manager import Growth, HashBlocks, KVCacheManager, Prefix
+from .kv_cache_manager import BlockTables, Growth, HashBlocks, KVCacheManager, Prefix
 from .kv_connector import KVConnector, create_connector
 from .kv_event_log import KVEventLog
 from .kv_transfers import KVTransfers
@@ -61,6 +68,9 @@ from .step_results import StepResults
 
 CONSERVATION_INTERVAL: Final = 1000
 """Steps between two counts of what must add up."""
+
+MAX_STEPS_IN_FLIGHT: Final = 4
+"""More are never sent before the output of the first is in."""
 
 
 class _RunningPlan(NamedTuple):
@@ -90,7 +100,7 @@ class _Admissions(NamedTuple):
 
 
 class Scheduler(SchedulerInterface):
-    """One replica's scheduler over a KV cache of `num_blocks` blocks.
+    """One replica's scheduler over a KV cache of `num_blocks` blocks, which the `kv_cache_groups` share.
 
     Raises ConfigError for limits that contradict each other.
     """
@@ -103,6 +113,8 @@ class Scheduler(SchedulerInterface):
         max_model_len: int,
         vocab_size: int,
         num_blocks: int,
+        num_host_blocks: int = 0,
+        kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
@@ -119,6 +131,19 @@ class Scheduler(SchedulerInterface):
             )
         if num_blocks < 2:
             raise ConfigError(f"the KV cache has {num_blocks} blocks and needs at least 2")
+        if kv_transfer is not None and (kv_cache_groups != FULL_ATTENTION or num_host_blocks):
+            raise ConfigError(
+                f"kv_connector={kv_transfer.kv_connector!r} moves the blocks of full attention alone, "
+                "neither those of layers with a window or a state nor those of a host tier: "
+                "remove it, or --kv-host-gib"
+            )
+        if speculative is not None and any(
+            group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups
+        ):
+            raise ConfigError(
+                f"num_speculative_tokens={speculative.num_speculative_tokens}: a state-space layer "
+                "cannot take back a rejected draft; the model has such layers"
+            )
         self._config = config
         self._partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._delay = AdmissionDelay(config.scheduler_delay_factor)
@@ -129,6 +154,9 @@ class Scheduler(SchedulerInterface):
             block_size=cache_config.block_size,
             slots=self.slots,
             enable_prefix_caching=cache_config.enable_prefix_caching,
+            groups=kv_cache_groups,
+            num_host_blocks=num_host_blocks,
+            preemption_mode=config.preemption_mode,
             events=self._kv_events,
             hash_blocks=hash_blocks,
         )
@@ -157,6 +185,13 @@ class Scheduler(SchedulerInterface):
                 max_step_tokens=config.max_num_batched_tokens,
                 splits_prompts=config.enable_chunked_prefill,
                 splits_encoder_inputs=not config.disable_chunked_mm_input,
+                max_computed_tokens=max_request_tokens(
+                    kv_cache_groups,
+                    num_blocks - 1,
+                    config.max_num_batched_tokens + _max_uncertain_tokens(speculative),
+                    cache_config.block_size,
+                    max_model_len,
+                ),
             ),
             manager=self.kv_cache_manager,
             running=self._running,
@@ -182,6 +217,7 @@ class Scheduler(SchedulerInterface):
             )
         self._results = StepResults(self._lifecycle, self._drafts)
         self._blocked: tuple[Request, int] | None = None
+        self._num_common_blocks = 0
         self._last_batch = Batch(self._running.order, self.slots)
         self._step = 0
         self.admission_end = AdmissionEnd.ALL_ADMITTED
@@ -225,12 +261,16 @@ class Scheduler(SchedulerInterface):
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        self.kv_cache_manager.pool.lifetimes.now = now
         self._lifecycle.expire(now)
         if self._transfers is not None:
             self._transfers.begin_step(now)
         may_admit = not self._inject_preemption(now)
         if self._encoders.are_in_use:
             self._encoders.begin_step(self.slots.num_computed_tokens)
+        if self.kv_cache_manager.has_windows:
+            may_be_rejected = self._drafts is not None
+            self.kv_cache_manager.begin_step(self._running.order, may_be_rejected=may_be_rejected)
         plan = self._plan_running()
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
             if self._transfers is not None and self._transfers.take_back():
@@ -246,13 +286,13 @@ class Scheduler(SchedulerInterface):
             displaced = self._displace(plan, now)
             if displaced is not None:
                 plan, max_admitted = displaced, 1
-        samples, block_updates = self._carry_out(plan)
+        samples = self._carry_out(plan)
         admitted = self._admit(plan, max_admitted, now)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
             is_in_flight = self._results.is_anything_expected
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
                 return None
-        step = self._make_step(plan, samples, block_updates, admitted, now)
+        step = self._make_step(plan, samples, admitted, now)
         if self._transfers is not None:
             self._transfers.describe(step)
         if self._encoders.are_in_use:
@@ -380,8 +420,8 @@ class Scheduler(SchedulerInterface):
         blocked, num_openings = self._blocked
         return blocked is request and num_openings == self.kv_cache_manager.pool.num_openings
 
-    def _carry_out(self, plan: _RunningPlan) -> tuple[BoolArray, bytes]:
-        """Give the running requests what was planned. Returns which of them sample, and the block updates."""
+    def _carry_out(self, plan: _RunningPlan) -> BoolArray:
+        """Give the running requests what was planned. Returns which of them sample."""
         slots, state = plan.slots, self.slots
         samples: BoolArray = plan.granted > 0
         if plan.granted is not plan.wanted:
@@ -392,14 +432,14 @@ class Scheduler(SchedulerInterface):
         state.num_expected_tokens[slots] += samples
         if self._drafts is not None:
             state.num_expected_tokens[slots] += _num_drafts(plan, samples)
-        updates = self.kv_cache_manager.grow(plan.growth).tobytes() if plan.growth.total else b""
+        self.kv_cache_manager.grow(plan.growth)
         for slot, num_prefill_tokens in list(self._running.prefilling.items()):
             request = self._running[slot]
             num_computed = int(state.num_computed_tokens[slot])
             self.kv_cache_manager.cache_blocks(request, num_computed)
             if num_computed >= num_prefill_tokens:
                 self._running.complete_prefill(request)
-        return samples, updates
+        return samples
 
     def _admit(self, plan: _RunningPlan, max_admitted: int, now: float) -> _Admissions:
         """Admit waiting requests while tokens, slots and blocks last."""
@@ -481,19 +521,19 @@ class Scheduler(SchedulerInterface):
             num_tokens = num_computed + granted
             if self._drafts is not None:
                 num_tokens = self._with_lookahead(request, num_tokens)
-            blocks = manager.allocate(prefix.blocks, num_tokens)
-            if blocks is None:
-                blocks = self._allocate(request, prefix.blocks, num_tokens)
-                if blocks is None:
+            tables = manager.allocate(prefix.blocks, num_tokens)
+            if tables is None:
+                tables = self._allocate(request, prefix.blocks, num_tokens)
+                if tables is None:
                     self.admission_end = AdmissionEnd.BLOCKS
                     break
             if self._transfers is not None:
-                if num_external and not self._transfers.allocated(request, blocks, num_external):
+                if num_external and not self._transfers.allocated(request, tables[0], num_external):
                     continue
                 self._transfers.started(request)
             num_partial += is_partial
             num_long += is_long
-            data = self._lifecycle.start(request, blocks, prefix, num_external, granted, now)
+            data = self._lifecycle.start(request, tables, prefix, num_external, granted, now)
             if plan.encoders is not None:
                 self._encoders.carry_out(plan.encoders)
             admitted.requests.append(data)
@@ -518,25 +558,26 @@ class Scheduler(SchedulerInterface):
         return request.lora_name in loras or len(loras) < self._max_loras
 
     def _allocate(
-        self, request: Request, computed_blocks: list[int], num_tokens: int
-    ) -> list[int] | None:
+        self, request: Request, computed_blocks: CachedPrefix, num_tokens: int
+    ) -> BlockTables | None:
         """Blocks for the first request of the queue; None, and it is remembered, if they do not fit."""
         manager = self.kv_cache_manager
-        while (blocks := manager.allocate(computed_blocks, num_tokens)) is None:
+        while (tables := manager.allocate(computed_blocks, num_tokens)) is None:
             # Nobody who runs will make room: those who wait with blocks behind this request must.
             if self._running or self._transfers is None or not self._transfers.take_back(request):
                 self._blocked = request, manager.pool.num_openings
                 break
-        return blocks
+        return tables
 
     def _load(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
     ) -> bool:
         """Let the first request of the queue wait for an asynchronous load. False if its blocks do not fit."""
         num_tokens = prefix.num_tokens + num_external
-        blocks = self._allocate(request, prefix.blocks, num_tokens)
-        if blocks is None:
+        tables = self._allocate(request, prefix.blocks, num_tokens)
+        if tables is None:
             return False
+        (blocks,) = tables
         if transfers.allocated(request, blocks, num_external):
             self._lifecycle.count_lookup(request, prefix, num_external)
             transfers.begin_load(request, blocks, num_tokens)
@@ -546,7 +587,6 @@ class Scheduler(SchedulerInterface):
         self,
         plan: _RunningPlan,
         samples: BoolArray,
-        block_updates: bytes,
         admitted: _Admissions,
         now: float,
     ) -> SchedulerOutput:
@@ -569,6 +609,7 @@ class Scheduler(SchedulerInterface):
         is_same = np.array_equal(slots, last.slots)
         if not is_same or last.num_vacated != self.slots.num_vacated:
             self._last_batch = Batch(slots.copy(), self.slots)
+            self._num_common_blocks = self.kv_cache_manager.count_common_blocks(slots)
         batch = self._last_batch
         sampling = batch if samples.all() else batch.select(samples)
         drafts = draft_token_ids = b""
@@ -601,11 +642,13 @@ class Scheduler(SchedulerInterface):
         stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
         chunked = (granted != 1).nonzero()[0]
         removed = self._running.take_removed()
+        host = self.kv_cache_manager.host
+        copies_out, copies_in = host.take_copies() if host is not None else (b"", b"")
         return SchedulerOutput(
             step=self._step,
             removed_slots=int32_bytes(removed) if removed else b"",
             new_requests=admitted.requests,
-            block_updates=block_updates,
+            block_updates=self.kv_cache_manager.take_block_updates(),
             slots=None if is_same else batch.slot_bytes,
             chunks=int32_bytes(np.stack((chunked, granted[chunked]), 1)) if len(chunked) else b"",
             grammar_slots=int32_bytes([row.request.slot for row in constrained])
@@ -613,6 +656,9 @@ class Scheduler(SchedulerInterface):
             else b"",
             drafts=drafts,
             draft_token_ids=draft_token_ids,
+            host_copies_out=copies_out,
+            host_copies_in=copies_in,
+            num_common_blocks=self._num_common_blocks,
         )
 
     def _constrained_rows_with_drafts(
@@ -732,6 +778,13 @@ class Scheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats:
         return self._lifecycle.make_stats()
+
+
+def _max_uncertain_tokens(speculative: SpeculativeConfig | None) -> int:
+    """Beyond the tokens that are certain, those that steps in flight may verify of one request."""
+    if speculative is None:
+        return 0
+    return MAX_STEPS_IN_FLIGHT * (speculative.num_speculative_tokens + 1)
 
 
 def _num_drafts(plan: _RunningPlan, samples: BoolArray) -> Int64Array:

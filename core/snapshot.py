@@ -79,6 +79,13 @@ class Digests(msgspec.Struct, tag=3, array_like=True, gc=False, frozen=True):
     numbers: bytes
 
 
+class GroupKey(msgspec.Struct, tag=10, array_like=True, gc=False, frozen=True):
+    """The number of a block hash, int32, and that of a KV-cache group (see `cached_prefix.group_key`)."""
+
+    number: bytes
+    group: int
+
+
 class Array(msgspec.Struct, tag=4, array_like=True, gc=False, frozen=True):
     dtype: str
     shape: tuple[int, ...]
@@ -128,6 +135,7 @@ Node: TypeAlias = (
     | Ref
     | Blank
     | Digests
+    | GroupKey
     | Array
     | Sequence
     | Mapping
@@ -379,6 +387,8 @@ class _Restorer:
                 return np.zeros(shape, dtype) if dtype else bytes(shape[0])
             case Digests(numbers):
                 return expand_digests(numbers)
+            case GroupKey(number, group):
+                return expand_digests(number) + bytes((group,))
             case Array(dtype, shape, data):
                 array = np.frombuffer(data, dtype).reshape(shape)
                 if type(given) is np.ndarray and given.shape == shape and self._may_use(given):

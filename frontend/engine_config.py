@@ -14,6 +14,7 @@ from ..protocol.config import (
     EngineConfig,
     FrontendConfig,
     ParallelConfig,
+    PreemptionMode,
     SchedulerConfig,
     SchedulingPolicy,
 )
@@ -25,12 +26,15 @@ from .model_options import ResolvedModel
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
     """Raises ConfigError, naming both flags, if two settings contradict each other."""
     device = make_device_config(settings)
+    cache = CacheConfig(**settings["cache"])
+    scheduler = _make_scheduler_config(settings, device.device, model.config.max_model_len)
+    _check_host_tier(cache, scheduler)
     return EngineConfig(
         run_dir=run_dir,
         epoch=1,
         model=model.config,
-        cache=CacheConfig(**settings["cache"]),
-        scheduler=_make_scheduler_config(settings, device.device, model.config.max_model_len),
+        cache=cache,
+        scheduler=scheduler,
         parallel=ParallelConfig(**settings["parallel"]),
         device=device,
         frontend=make_frontend_config(settings, model.default_sampling),
@@ -60,6 +64,8 @@ def _make_scheduler_config(
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
+    if "preemption_mode" in given:
+        given["preemption_mode"] = PreemptionMode(given["preemption_mode"])
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
@@ -72,6 +78,16 @@ def _make_scheduler_config(
             f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the one or lower the other"
         )
     return config
+
+
+def _check_host_tier(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    if cache.host_gib and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} keeps cached prefixes, which --no-enable-prefix-caching turns off; "
+            "leave out one of them"
+        )
+    if scheduler.preemption_mode is PreemptionMode.SWAP and not cache.host_gib:
+        raise ConfigError("--preemption-mode swap needs the memory of --kv-host-gib, which is 0")
 
 
 def _limits(on_gpu: bool) -> SchedulerConfig:

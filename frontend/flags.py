@@ -310,6 +310,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             bool,
         ),
         Flag(
+            "--preemption-mode",
+            "scheduler.preemption_mode",
+            "with --kv-host-gib, what becomes of a preempted request's blocks: recompute drops them, swap copies "
+            "them at once, auto as their memory is taken",
+            choices=("recompute", "swap", "auto"),
+        ),
+        Flag(
             "--inject-preemption",
             "scheduler.inject_preemption",
             "preempt at random with this probability (for tests)",
@@ -346,6 +353,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "--enable-prefix-caching", "cache.enable_prefix_caching", "reuse shared prefixes", bool
+        ),
+        Flag(
+            "--kv-host-gib --kv-offloading-size --swap-space",
+            "cache.host_gib",
+            "host memory of each worker for blocks that were evicted or preempted, in GiB",
+            number(0),
+            metavar="GIB",
         ),
         Flag("--disable-radix-cache", "cache.enable_prefix_caching", const=False),
         Flag(
@@ -423,9 +437,7 @@ ONLY_VALUE = {
     "--load-format": "auto",
     "--tokenizer-mode": "auto",
     "--prefix-caching-hash-algo": "sha256",
-    "--preemption-mode": "recompute",
     "--cpu-offload-gb": "0",
-    "--swap-space": "0",
 }
 """Flags of which this version offers one value, its default."""
 
@@ -442,7 +454,7 @@ UNSUPPORTED = frozenset({
     "--exclude-tools-when-tool-choice-none", "--fully-sharded-loras", "--gpu-layers",
     "--guided-decoding-backend", "--headless", "--hf-config-path", "--io-processor-plugin",
     "--kv-cache-dtype-skip-layers", "--kv-offloading-backend",
-    "--kv-offloading-size", "--kv-sharing-fast-prefill", "--kv-transfer-config",
+    "--kv-sharing-fast-prefill", "--kv-transfer-config",
     "--limit-mm-per-prompt", "--log-config-file", "--log-request-details",
     "--logits-processor-pattern", "--logits-processors", "--logprobs-mode", "--lora-dtype",
     "--lora-modules", "--mamba-block-size", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype",

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ..protocol.arrays import float32_view
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
 from .core_metrics import CoreMetrics, SharedMetrics
@@ -34,6 +35,13 @@ GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     ),
 }
 
+OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
+    "host_cache_usage_perc": (
+        "Share of the host tier's blocks with content, 0 to 1.",
+        lambda s: s.host_cache_usage,
+    ),
+}
+
 COUNTERS: Final = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -47,6 +55,8 @@ OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps that the scheduler made.",
     "scheduled_tokens": "Tokens computed in all steps.",
     "conservation_violations": "Blocks or requests that the core's own checks found miscounted.",
+    "kv_blocks_copied_out": "KV-cache blocks copied to the host tier.",
+    "kv_blocks_copied_in": "KV-cache blocks copied back from the host tier.",
 }
 
 FIRST_TOKEN_BOUNDS: Final = (
@@ -65,6 +75,11 @@ STEP_TOKEN_BOUNDS: Final = (
     *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0),
 )
 
+BLOCK_TIME_BOUNDS: Final = (
+    *(0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
+    *(120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
+)
+
 HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_BOUNDS),
     "inter_token_latency_seconds": ("Between successive tokens of a sequence.", TOKEN_BOUNDS),
@@ -79,6 +94,18 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_generation_tokens": ("Tokens generated for a sequence.", None),
     "request_params_max_tokens": ("The max_tokens of a sequence.", None),
     "request_params_n": ("The n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "kv_block_lifetime_seconds": (
+        "From when a sampled block was cached until it was evicted.",
+        BLOCK_TIME_BOUNDS,
+    ),
+    "kv_block_idle_before_evict_seconds": (
+        "From a sampled block's last use until it was evicted.",
+        BLOCK_TIME_BOUNDS,
+    ),
+    "kv_block_reuse_gap_seconds": (
+        "Between two uses of a sampled block that was free in between.",
+        BLOCK_TIME_BOUNDS,
+    ),
 }
 """Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
 
@@ -163,6 +190,15 @@ class Metrics(Collector):
         counters["scheduler_steps"] += stats.num_steps
         counters["scheduled_tokens"] += stats.num_scheduled_tokens
         counters["conservation_violations"] += stats.num_violations
+        counters["kv_blocks_copied_out"] += stats.num_blocks_copied_out
+        counters["kv_blocks_copied_in"] += stats.num_blocks_copied_in
+        for name, seconds in (
+            ("kv_block_lifetime_seconds", stats.block_lifetimes),
+            ("kv_block_idle_before_evict_seconds", stats.block_idle_times),
+            ("kv_block_reuse_gap_seconds", stats.block_reuse_gaps),
+        ):
+            if seconds:
+                core.histograms[name].observe_all(float32_view(seconds))
         if stats.num_steps:
             core.histograms["iteration_tokens_total"].observe(
                 stats.num_scheduled_tokens / stats.num_steps, stats.num_steps
@@ -179,10 +215,12 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         cores = self._shared.total(self._recorded())
-        yield from self._families("engine", cores, {**COUNTERS, **OWN_COUNTERS})
+        yield from self._families(
+            "engine", cores, {**GAUGES, **OWN_GAUGES}, {**COUNTERS, **OWN_COUNTERS}
+        )
         yield self._dropped_frames(cores)
         if "vllm" in self._config.frontend.metrics_compat:
-            yield from self._families("vllm", cores, COUNTERS)
+            yield from self._families("vllm", cores, GAUGES, COUNTERS)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
@@ -193,12 +231,16 @@ class Metrics(Collector):
         return self._cores
 
     def _families(
-        self, prefix: str, all_cores: list[CoreMetrics], counters: dict[str, str]
+        self,
+        prefix: str,
+        all_cores: list[CoreMetrics],
+        gauges: dict[str, tuple[str, Callable[[SchedulerStats], float]]],
+        counters: dict[str, str],
     ) -> Iterator[Family]:
         labels = ["model_name", "engine"]
         cores = [([self._model_name, str(index)], core) for index, core in enumerate(all_cores)]
         family: Family
-        for name, (documentation, value_of) in GAUGES.items():
+        for name, (documentation, value_of) in gauges.items():
             family = GaugeMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
             for values, core in cores:
                 family.add_metric(values, value_of(core.stats))

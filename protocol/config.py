@@ -25,6 +25,17 @@ class SchedulingPolicy(enum.StrEnum):
     DEADLINE = "deadline"
 
 
+class PreemptionMode(enum.StrEnum):
+    """What becomes of a preempted request's blocks where there is a host tier.
+
+    They are dropped, copied to the host at once, or copied when their memory is taken.
+    """
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"
+
+
 class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -77,7 +88,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
-    """How the KV cache is cut and how large it may be."""
+    """How the KV cache is cut and how large it may be. `host_gib` is the host memory of each worker's second tier."""
 
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -86,6 +97,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
+    host_gib: float = 0.0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -116,6 +128,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_encoder_input_tokens: int = 0
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
 
 
 class ProposerMethod(enum.StrEnum):

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .sampling_params import SamplingParams
 
 I32: TypeAlias = bytes
@@ -192,8 +193,12 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
     num_accepted_tokens_per_pos: list[int] = []
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """Gauges are values at the end of the step; the rest counts since the last message with stats."""
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Gauges are values at the end of the step; the rest counts since the last message with stats.
+
+    Of a sample of cached blocks, float32 seconds: how long those lived that were evicted, how long they had idled
+    by then, and how long those idled that were used again.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -208,6 +213,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_violations: int = 0
     kv_connector: KVConnectorStats | None = None
     spec_decoding: SpecDecodingStats | None = None
+    host_cache_usage: float = 0.0
+    num_blocks_copied_out: int = 0
+    num_blocks_copied_in: int = 0
+    block_lifetimes: F32 = b""
+    block_idle_times: F32 = b""
+    block_reuse_gaps: F32 = b""
 
 
 class EngineCoreOutputs(
@@ -285,7 +296,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     """What changed, and what to execute. Apply in the order of the fields.
 
     `step` counts from 1. `removed_slots` int32 are free again. `new_requests` fill slots.
-    `block_updates` int32[k, 4] set `block_table[group][slot, index] = block`, rows (group, slot, index, block).
+    `block_updates` int32[k, 4] set `block_table[group][slot, index] = block`, rows (group, slot, index, block); the
+    null block, 0, replaces one that no later token sees.
     `slots` int32[S] is the batch in order, None when it is that of the previous step. Each slot computes one token,
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
@@ -294,6 +306,9 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     `drafts` int32[k, 2]: rows (position in the batch, number of drafts), drafts being the last tokens of such a chunk,
     to be verified. `draft_token_ids` int32 are theirs, empty when the worker is to take those that it proposed last,
     as many as there are.
+    The batch has its first `num_common_blocks` blocks in common, in the full-attention groups.
+    Before anything is computed, `host_copies_out` int32[k, 2] copies blocks to host blocks, then `host_copies_in`
+    int32[k, 2] host blocks to blocks.
     """
 
     step: int
@@ -307,6 +322,9 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     drafts: I32 = b""
     draft_token_ids: I32 = b""
     encoders: EncoderWork | None = None
+    host_copies_out: I32 = b""
+    host_copies_in: I32 = b""
+    num_common_blocks: int = 0
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
@@ -321,6 +339,7 @@ class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, fr
 
 class AllocateKVCache(msgspec.Struct, tag="allocate", array_like=True, gc=False, frozen=True):
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False, frozen=True):
@@ -340,10 +359,15 @@ class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
 
 
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
-    """The model is loaded; `num_blocks` KV-cache blocks fit into this worker."""
+    """The model is loaded; `num_blocks` KV-cache blocks, which the `groups` share, fit into this worker.
+
+    `num_host_blocks` blocks fit into the host tier, 0 without one.
+    """
 
     rank: int
     num_blocks: int
+    groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
+    num_host_blocks: int = 0
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):

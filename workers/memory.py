@@ -5,8 +5,14 @@ from __future__ import annotations
 import psutil
 import torch
 
-from ..protocol.config import EngineConfig
+from ..protocol.config import CacheConfig, EngineConfig
 from ..protocol.errors import ConfigError
+from ..protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    KVCacheGroup,
+    max_request_blocks,
+    max_request_tokens,
+)
 
 CPU_SHARE = 0.25
 """Of the free memory; the rest belongs to the machine's other work and to the page cache."""
@@ -14,14 +20,22 @@ CPU_SHARE = 0.25
 GIB = 1024**3
 
 
-def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int) -> int:
+def count_kv_blocks(
+    config: EngineConfig,
+    device: torch.device,
+    block_bytes: int,
+    groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+) -> int:
     """Blocks that fit, the null block included.
 
     Never more than `max_num_seqs` full-length requests can use. Raises ConfigError when not even one
     request of `max_model_len` fits, with the memory that would do and the length that does.
     """
     cache = config.cache
-    blocks_per_request = -(-config.model.max_model_len // cache.block_size)
+    max_step_tokens = config.scheduler.max_num_batched_tokens
+    blocks_per_request = max_request_blocks(
+        groups, config.model.max_model_len, max_step_tokens, cache.block_size
+    )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
@@ -33,7 +47,13 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         num_blocks = min(_free_bytes(config, device) // block_bytes, useful)
         origin = "the free memory"
     if num_blocks < blocks_per_request + 1:
-        fits = max(num_blocks - 1, 0) * cache.block_size
+        fits = max_request_tokens(
+            groups,
+            max(num_blocks - 1, 0),
+            max_step_tokens,
+            cache.block_size,
+            config.model.max_model_len,
+        )
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
             f"{origin} holds a KV cache of {fits} tokens but one request may have "
@@ -41,6 +61,26 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
             f"(--kv-cache-memory-bytes {needed}), or use --max-model-len {fits}"
         )
     return int(num_blocks)
+
+
+def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
+    """Blocks of the host tier; 0 without one.
+
+    Raises ConfigError when it is larger than the machine's free memory, or too small for a block.
+    """
+    if not cache.host_gib:
+        return 0
+    num_bytes = int(cache.host_gib * GIB)
+    free = psutil.virtual_memory().available
+    if num_bytes > free:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} is more than the {free / GIB:.2f} GiB of free memory"
+        )
+    if num_bytes < block_bytes:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} holds no KV-cache block: one takes {block_bytes} bytes"
+        )
+    return num_bytes // block_bytes
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

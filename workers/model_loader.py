@@ -16,6 +16,7 @@ from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
 from .cpu.library import NotSupportedNatively
 from .device import resolve_dtype, usable_cores
+from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
 from .models.decoder import Decoder
 from .models.families import model_spec
@@ -56,7 +57,10 @@ def load_model(
     on_progress: Callable[[int, int], None],
 ) -> Model:
     """Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot be had."""
-    spec = model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path)
+    spec = group_layers(
+        model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path),
+        config.model.max_model_len,
+    )
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = config.cache.kv_cache_dtype
     shape: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,8 @@ from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutpu
 from . import host_memory
 from .attention import AttentionBatch
 from .batch import PersistentBatch, StepPlan
+from .host_cache import HostCache
+from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
 from .model_loader import load_model
 from .prompt_logprobs import PromptLogprobs
@@ -37,6 +40,8 @@ class ModelRunner:
         self._model = load_model(config, device, checkpoint, on_progress)
         self._spec = self._model.spec
         self._attention = self._model.attention
+        self.kv_cache_groups = kv_cache_groups(self._spec, config.model.max_model_len)
+        self._layers_by_group = Counter(layer.kv_cache_group for layer in self._spec.layers)
         self._windows_by_group = self._spec.windows_by_group
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
@@ -48,18 +53,25 @@ class ModelRunner:
         self._sampler = Sampler(config.scheduler.max_num_seqs, self._spec.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
         self._kv_caches: list[torch.Tensor] = []
+        self._host_cache: HostCache | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers of a group."""
         elements = int(np.prod(self._attention.kv_cache_shape(1)))
-        return elements * self._attention.dtype.itemsize * len(self._spec.layers)
+        return elements * self._attention.dtype.itemsize * max(self._layers_by_group.values())
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """The n-th layers of all groups share a tensor, for a block belongs to one group."""
         shape = self._attention.kv_cache_shape(num_blocks)
-        self._kv_caches = [
-            _zeros(shape, self._attention.dtype, self._device) for _ in self._spec.layers
+        tensors = [
+            _zeros(shape, self._attention.dtype, self._device)
+            for _ in range(max(self._layers_by_group.values()))
         ]
+        next_tensor = {group: iter(tensors) for group in self._layers_by_group}
+        self._kv_caches = [next(next_tensor[layer.kv_cache_group]) for layer in self._spec.layers]
+        if num_host_blocks:
+            self._host_cache = HostCache(num_host_blocks, tensors)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -84,6 +96,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one."""
+        self._copy_blocks(output)
         self._apply(output)
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
@@ -93,6 +106,13 @@ class ModelRunner:
         if not len(plan.sampling_rows):
             return ModelRunnerOutput(output.step)
         return self._sample(output, plan, hidden_TD, await_grammar)
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        if self._host_cache is not None:
+            if output.host_copies_out:
+                self._host_cache.copy_out(output.host_copies_out)
+            if output.host_copies_in:
+                self._host_cache.copy_in(output.host_copies_in)
 
     def _apply(self, output: SchedulerOutput) -> None:
         for slot in int32_view(output.removed_slots).tolist():

@@ -24,7 +24,7 @@ from ..protocol.messages import (
 from ..protocol.transport import Peer, StatusReporter
 from .device import open_device
 from .loaders import open_checkpoint
-from .memory import count_kv_blocks
+from .memory import count_host_blocks, count_kv_blocks
 from .model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,17 @@ class Worker:
         device = open_device(config.device)
         checkpoint = open_checkpoint(config.model.path)
         runner = ModelRunner(config, device, checkpoint, self._report_loading)
-        num_blocks = count_kv_blocks(config, device, runner.block_bytes)
-        self._core.send(WorkerMemory(self._rank, num_blocks))
+        num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
+        num_host_blocks = count_host_blocks(config.cache, runner.block_bytes)
+        self._core.send(
+            WorkerMemory(self._rank, num_blocks, runner.kv_cache_groups, num_host_blocks)
+        )
         allocate = self._receive()
         if isinstance(allocate, Shutdown):
             return
         if not isinstance(allocate, AllocateKVCache):
             raise EngineError(f"expected AllocateKVCache, got {type(allocate).__name__}")
-        runner.allocate_kv_cache(allocate.num_blocks)
+        runner.allocate_kv_cache(allocate.num_blocks, allocate.num_host_blocks)
         self._status.report(Stage.WARMING)
         runner.warm_up()
         self._core.send(WorkerReady(self._rank))

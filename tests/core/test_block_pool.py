@@ -92,9 +92,10 @@ def test_3_6_reset_only_while_nothing_is_held(pool):
 def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool):
     held = pool.allocate(2)
     pool.cache(held, digests("a", "b"))
-    pool.uncache(held)
+    pool.release(held[1:])
+    pool.uncache(digests("a", "b", "c"))
     assert pool.find(digests("a")) == []
-    pool.release(held)
+    pool.release(held[:1])
     assert pool.num_free == 5
     assert len(set(pool.allocate(5))) == 5
 

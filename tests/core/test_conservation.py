@@ -18,7 +18,7 @@ def busy() -> Harness:
 
 def lose_a_reference(harness: Harness) -> None:
     pool = harness.scheduler.kv_cache_manager.pool
-    pool.ref_counts[harness.scheduler.kv_cache_manager.blocks[0][0]] += 1
+    pool.ref_counts[harness.scheduler.kv_cache_manager.blocks[0][0][0]] += 1
 
 
 def leak_a_block(harness: Harness) -> None:

@@ -407,7 +407,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
     [
         (messages.EngineCoreRequest, 14),
         (messages.ModelRunnerOutput, 9),
-        (messages.SchedulerOutput, 11),
+        (messages.SchedulerOutput, 14),
         (messages.NewRequestData, 10),
         (messages.EngineCoreOutputs, 12),
         (messages.EncoderInput, 5),

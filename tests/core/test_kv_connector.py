@@ -190,7 +190,7 @@ def test_8_3_a_bad_block_that_is_shared_is_computed_once():
     harness.step()
     harness.add([1] * 8 + [3], 20)
     harness.step()
-    blocks = harness.scheduler.kv_cache_manager.blocks
+    (blocks,) = harness.scheduler.kv_cache_manager.blocks
     assert blocks[0][:2] == blocks[1][:2]
     # The workers find the damage late, when both requests have the block.
     harness.worker.transfers._invalid = [blocks[0][0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.cached_prefix import CachedPrefix
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.slots import Slots
 from engine.protocol.messages import EventKind
@@ -76,10 +77,10 @@ def test_3_4_growth_is_all_or_nothing():
     manager = KVCacheManager(
         num_blocks=4, block_size=4, slots=Slots(2, 10), enable_prefix_caching=True
     )
-    assert manager.max_tokens == 12
-    assert manager.allocate([], 13) is None
+    nothing = CachedPrefix(0, ([],))
+    assert manager.allocate(nothing, 13) is None
     assert manager.pool.num_free == 3
-    assert manager.allocate([], 12) == [1, 2, 3]
+    assert manager.allocate(nothing, 12) == ([1, 2, 3],)
     assert manager.pool.num_free == 0
 
 

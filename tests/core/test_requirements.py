@@ -20,6 +20,7 @@ REQUIREMENTS = Requirements(
     max_step_tokens=20,
     splits_prompts=True,
     splits_encoder_inputs=True,
+    max_computed_tokens=40,
 )
 
 
@@ -84,7 +85,7 @@ def test_what_fits_is_not_refused():
 
 @pytest.mark.parametrize(
     ("num_tokens", "numbers"),
-    [(50, ("50 tokens", "max_model_len=50", "49")), (41, ("41 tokens", "11", "only 10")), (0, ())],
+    [(50, ("50 tokens", "max_model_len=50", "49")), (41, ("41 tokens", "10", "hold 40")), (0, ())],
 )
 def test_2_6_a_prompt_that_never_fits_is_ignored_with_the_numbers(num_tokens, numbers):
     reason, message = refusal(request(num_tokens))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine.protocol.config import PreemptionMode
+from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import HealthCheck, settings
@@ -16,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 from support.recorded_harness import RecordedHarness, replay
-from support.traffic import SALTS, Traffic, random_harness, run_traffic
+from support.traffic import HYBRIDS, SALTS, Traffic, random_harness, run_traffic
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -31,6 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 4),
         caching=st.booleans(),
         segment_bytes=st.sampled_from((3_000, 10_000, 1 << 30)),
+        groups=st.sampled_from((FULL_ATTENTION, *HYBRIDS)),
+        num_host_blocks=st.sampled_from((0, 2, 100)),
+        preemption_mode=st.sampled_from(PreemptionMode),
     )
     def start(
         self,
@@ -42,10 +47,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight,
         caching,
         segment_bytes,
+        groups,
+        num_host_blocks,
+        preemption_mode,
     ):
         self.harness = RecordedHarness(
             segment_bytes=segment_bytes,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(groups),
+            groups=groups,
+            num_host_blocks=num_host_blocks,
+            preemption_mode=preemption_mode,
             block_size=block_size,
             max_model_len=40,
             vocab_size=32,

@@ -216,7 +216,7 @@ def test_5_2_lookahead_slots_are_reserved_for_those_who_write_ahead(method, num_
     harness = Harness(block_size=4, speculative=SpeculativeConfig(3, method))
     harness.add(7, 20)
     harness.schedule()
-    assert len(harness.scheduler.kv_cache_manager.blocks[0]) == num_blocks
+    assert len(harness.scheduler.kv_cache_manager.blocks[0][0]) == num_blocks
     harness.drain()
 
 

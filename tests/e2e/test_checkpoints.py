@@ -55,15 +55,29 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
     expected = [greedy(model, prompt, 40) for prompt in prompts]
     # A budget of 32 tokens cuts the prompts into chunks that share steps with other requests' decodes.
-    with Server(
-        str(path), *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"
-    ) as server:
+    flags = ("--cpu-backend", backend, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with Server(str(path), *EXACT, *flags) as server:
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             served = list(pool.map(lambda p: serve_greedy(server, p, 40), prompts))
         assert served == expected
         _, tokens = server.post("/tokenize", {"prompt": TEXT})
         _, text = server.post("/detokenize", {"tokens": tokens["tokens"]})
         assert text["prompt"].removeprefix("<bos>") == TEXT
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_window_keeps_few_blocks(tmp_path: Path, backend: str) -> None:
+    path, model = gemma3_gguf(tmp_path)
+    rng = random.Random(7)
+    prompt = [rng.randrange(4, 300) for _ in range(330)]
+    # Six of the seven layers have a window of 16 tokens. 470 tokens in blocks of 16 are 30 blocks a layer, 210 in all.
+    flags = ("--cpu-backend", backend, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with Server(str(path), *EXACT, *flags, "--num-gpu-blocks-override", "64") as server:
+        assert serve_greedy(server, prompt, 140) == greedy(model, prompt, 140)
+        again = serve_greedy(server, [*prompt, 5], 8)
+        assert again == greedy(model, [*prompt, 5], 8)
+        assert server.metric("engine:prefix_cache_hits_total") > 0
+        assert server.metric("engine:num_preemptions_total") == 0
 
 
 def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
@@ -79,6 +93,21 @@ def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
         assert served == expected
         assert server.metric("engine:num_preemptions_total") > 0
         assert server.metric("engine:kv_cache_usage_perc") == 0
+
+
+def test_swapped_requests_give_the_same_tokens(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
+    expected = [greedy(model, prompt, 60) for prompt in prompts]
+    flags = ("--max-model-len", "128", "--num-gpu-blocks-override", "16")
+    swap = ("--kv-host-gib", "0.01", "--preemption-mode", "swap", "--inject-preemption", "0.05")
+    with Server(str(path), *EXACT, *flags, *swap) as server:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            served = list(pool.map(lambda p: serve_greedy(server, p, 60), prompts))
+        assert served == expected
+        assert server.metric("engine:kv_blocks_copied_out_total") > 0
+        assert server.metric("engine:kv_blocks_copied_in_total") > 0
 
 
 def test_too_long_prompt_names_the_limit(tmp_path: Path) -> None:

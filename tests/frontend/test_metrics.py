@@ -7,6 +7,7 @@ from engine.frontend.core_load import Overloaded
 from engine.frontend.engine_client import EngineDraining, SequenceRequest
 from engine.frontend.histogram import Histogram, decimal_bounds
 from engine.frontend.metrics import Metrics
+from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import EngineConfig, ParallelConfig, SchedulerConfig
 from engine.protocol.messages import SchedulerStats
 from engine.protocol.sampling_params import SamplingParams
@@ -101,6 +102,27 @@ async def test_the_parts_of_a_latency_add_up(tmp_path: Path) -> None:
         assert seconds("inter_token_latency_seconds") == pytest.approx(decode)
         assert seconds("request_time_per_output_token_seconds") == pytest.approx(decode / 4)
         assert 0 < seconds("time_to_first_token_seconds") < seconds("e2e_request_latency_seconds")
+
+
+@on_event_loop
+async def test_3_9_lifetimes_of_blocks_are_histograms(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, _):
+        stats = SchedulerStats(
+            block_lifetimes=float32_bytes([3.0, 40.0]),
+            block_idle_times=float32_bytes([0.5, 8.0]),
+            block_reuse_gaps=float32_bytes([1.5]),
+        )
+        client.metrics.record_stats(0, stats)
+        client.metrics.record_stats(0, SchedulerStats())
+        samples = scrape(client.metrics)
+        for name, count, total in (
+            ("kv_block_lifetime_seconds", 2, 43.0),
+            ("kv_block_idle_before_evict_seconds", 2, 8.5),
+            ("kv_block_reuse_gap_seconds", 1, 1.5),
+        ):
+            assert value(samples, f"engine:{name}_count") == count
+            assert value(samples, f"engine:{name}_sum") == total
+        assert value(samples, "engine:kv_block_lifetime_seconds_bucket", le="5.0") == 1
 
 
 @on_event_loop

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import (
     DraftTokenIds,
     GrammarOutput,
@@ -41,9 +42,10 @@ class Row:
         self.num_prompt_tokens = data.num_prompt_tokens
         self.token_ids = int32_view(data.token_ids).tolist()
         self.num_computed_tokens = data.num_computed_tokens
-        self.block_table = [0] * table_width
-        for index, block in enumerate(int32_view(data.block_ids[0]).tolist()):
-            self.block_table[index] = block
+        self.block_tables = []
+        for block_ids in data.block_ids:
+            blocks = int32_view(block_ids).tolist()
+            self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
         self.lora_name = data.lora_name
         self.drafts: list[int] = []
         self.encoder_inputs = data.encoder_inputs
@@ -85,9 +87,12 @@ class ModelWorker:
         num_blocks: int,
         block_size: int,
         vocab_size: int,
+        groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        num_host_blocks: int = 0,
         propose: Callable[[Row], list[int]] | None = None,
         remembers_drafts: bool = False,
     ) -> None:
+        self.groups = groups
         self.propose = propose
         self.remembers_drafts = remembers_drafts
         self.rejected: deque[list[tuple[Row, int]]] = deque()
@@ -95,7 +100,9 @@ class ModelWorker:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
+        self.table_width = 256
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
+        self.host_cache = [[0] * block_size for _ in range(num_host_blocks)]
         self.encoder_cache: dict[bytes, int] = {}
         """Sizes of the outputs by content."""
         self.transfers = ModelTransfers(self.kv_cache)
@@ -144,15 +151,17 @@ class ModelWorker:
     ) -> ModelRunnerOutput:
         assert step.step == self.step + 1
         self.step = step.step
+        self._copy_blocks(step)
         for slot in int32_view(step.removed_slots).tolist():
             del self.rows[slot]
         for data in step.new_requests:
             assert data.slot not in self.rows, "a slot with a request was given away"
-            self.rows[data.slot] = Row(data, len(self.kv_cache))
+            assert len(data.block_ids) == len(self.groups)
+            self.rows[data.slot] = Row(data, self.table_width)
         for group, slot, index, block in int32_view(step.block_updates).reshape(-1, 4).tolist():
-            assert group == 0
-            assert self.rows[slot].block_table[index] == 0, "a block was replaced"
-            self.rows[slot].block_table[index] = block
+            table = self.rows[slot].block_tables[group]
+            assert (table[index] == 0) != (block == 0), "a block was replaced"
+            table[index] = block
         if step.slots is not None:
             self.batch = int32_view(step.slots).tolist()
         assert len(set(self.batch)) == len(self.batch)
@@ -165,13 +174,14 @@ class ModelWorker:
         drafts = self._find_drafts(step)
         for position, tokens in drafts.items():
             counts[position] -= len(tokens)
+        self._check_states()
         self._write_kv(counts, drafts)
+        self._check_visible(counts)
         sampled, num_sampled, failed = [], [], []
         rejected = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
             row.num_computed_tokens += counts[position]
-            self._check_kv(row)
             assert row.num_computed_tokens <= len(row.token_ids)
             if row.num_computed_tokens == len(row.token_ids):
                 allowed = masks.get(slot) if masks else None
@@ -248,38 +258,85 @@ class ModelWorker:
             int32_bytes([token_id for drafts in rows.values() for token_id in drafts]),
         )
 
-    def _places(self, row: Row, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        for position in range(start, end):
-            block = row.block_table[position // self.block_size]
-            assert block != 0, "a token was scheduled without a block"
-            yield position, block, position % self.block_size
+    def _copy_blocks(self, step: SchedulerOutput) -> None:
+        copies_out = int32_view(step.host_copies_out).reshape(-1, 2).tolist()
+        copies_in = int32_view(step.host_copies_in).reshape(-1, 2).tolist()
+        for copies in (copies_out, copies_in):
+            targets = [target for _, target in copies]
+            assert len(set(targets)) == len(targets), "two copies to one block"
+        for block, host_block in copies_out:
+            assert block != 0
+            self.host_cache[host_block] = list(self.kv_cache[block])
+        for host_block, block in copies_in:
+            assert block != 0
+            self.kv_cache[block] = list(self.host_cache[host_block])
+
+    def _place(self, table: list[int], position: int) -> tuple[int, int]:
+        block = table[position // self.block_size]
+        assert block != 0, "a token has no block"
+        return block, position % self.block_size
+
+    def _check_states(self) -> None:
+        """A state is read before any of the step is written: no request may rely on another's of the same step."""
+        for row in map(self.rows.__getitem__, self.batch):
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                last = row.num_computed_tokens - 1
+                if group.kind is AttentionKind.STATE_SPACE and last >= 0:
+                    state = self.kv_cache[self._place(table, last)[0]][self.block_size - 1]
+                    assert state == row.fingerprints[last], "wrong state"
+
+    def _check_visible(self, counts: dict[int, int]) -> None:
+        """Keys and values that the step's tokens see: others of the same step may have written them."""
+        for position, row in enumerate(map(self.rows.__getitem__, self.batch)):
+            start = row.num_computed_tokens
+            if self._has_bad_kv(row, start + counts[position]):
+                # The scheduler must drop what comes of this.
+                row.fingerprints[-1] = 0
+                continue
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                if group.kind in (AttentionKind.STATE_SPACE, AttentionKind.CROSS):
+                    continue
+                for index in range(group.first_visible(start), start + counts[position]):
+                    block, offset = self._place(table, index)
+                    assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"
 
     def _write_kv(self, counts: dict[int, int], drafts: dict[int, list[int | None]]) -> None:
         written = set()
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
-            start = row.num_computed_tokens
+            start, count = row.num_computed_tokens, counts[position]
             self.num_prompt_tokens_computed += max(
-                0, min(start + counts[position], row.num_prompt_tokens) - start
+                0, min(start + count, row.num_prompt_tokens) - start
             )
-            self._check_encoder_inputs(row, start + counts[position])
-            is_bad = self._has_bad_kv(row, start)
-            entries = row.fingerprints[start : start + counts[position]]
+            self._check_encoder_inputs(row, start + count)
+            entries = row.fingerprints[start : start + count]
             for token_id in drafts.get(position, []):
                 entries.append(extend(entries[-1], -1 if token_id is None else token_id))
-            for index, block, offset in self._places(row, start, start + len(entries)):
-                assert (block, offset) not in written, "a block has two writers"
-                written.add((block, offset))
-                self.kv_cache[block][offset] = BAD if is_bad else entries[index - start]
+            is_bad = self._has_bad_kv(row, start)
+            end = start + len(entries)
+            for group, table in zip(self.groups, row.block_tables, strict=True):
+                for index, place in self._written(group, table, start, end):
+                    assert place not in written, "a block has two writers"
+                    written.add(place)
+                    self.kv_cache[place[0]][place[1]] = BAD if is_bad else entries[index - start]
 
     def _has_bad_kv(self, row: Row, end: int) -> bool:
-        places = self._places(row, 0, end)
-        return any(self.kv_cache[block][offset] == BAD for _, block, offset in places)
+        """Whether entries come from a failed load, which only a connector's do, or follow from it."""
+        if self.groups != FULL_ATTENTION:
+            return False
+        places = (self._place(row.block_tables[0], index) for index in range(end))
+        return any(self.kv_cache[block][offset] == BAD for block, offset in places)
 
-    def _check_kv(self, row: Row) -> None:
-        """Entries that depend on a failed load are known to be wrong; the scheduler must drop what comes of them."""
-        if self._has_bad_kv(row, row.num_computed_tokens):
-            row.fingerprints[-1] = 0
-            return
-        for index, block, offset in self._places(row, 0, row.num_computed_tokens):
-            assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"
+    def _written(
+        self, group: KVCacheGroup, table: list[int], start: int, end: int
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The tokens of a chunk that are written, and where to."""
+        if group.kind is AttentionKind.CROSS:
+            num_blocks = -(-group.size // self.block_size)
+            assert all(table[:num_blocks]) and not any(table[num_blocks:])
+            if start == 0:
+                yield from ((0, (block, 0)) for block in table[:num_blocks])
+        elif group.kind is AttentionKind.STATE_SPACE:
+            yield end - 1, (self._place(table, end - 1)[0], self.block_size - 1)
+        else:
+            yield from ((index, self._place(table, index)) for index in range(start, end))

@@ -12,6 +12,7 @@ from engine.core.recorded_scheduler import RecordedScheduler, Setup
 from engine.core.replayer import Replayer
 from engine.core.scheduler import Scheduler
 from engine.protocol.config import CacheConfig
+from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from support.scheduler_harness import Harness
 
 
@@ -37,6 +38,8 @@ class RecordedHarness(Harness):
                 max_model_len=settings.get("max_model_len", 128),
                 vocab_size=self.vocab_size,
                 num_blocks=self.scheduler.kv_cache_manager.pool.num_blocks,
+                num_host_blocks=settings.get("num_host_blocks", 0),
+                kv_cache_groups=settings.get("groups", FULL_ATTENTION),
                 speculative=self.speculative,
             ),
             structured_output=self.grammar,

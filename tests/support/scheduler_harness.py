@@ -20,6 +20,12 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    AttentionKind,
+    KVCacheGroup,
+    max_request_tokens,
+)
 from engine.protocol.messages import (
     EncoderInput,
     EngineCoreOutputs,
@@ -102,6 +108,8 @@ class Harness:
         speculative: SpeculativeConfig | None = None,
         propose: Callable[[Row], list[int]] | None = None,
         encoder_connector: EncoderCacheConnector | None = None,
+        groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        num_host_blocks: int = 0,
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
@@ -115,6 +123,8 @@ class Harness:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             num_blocks=num_blocks,
+            kv_cache_groups=groups,
+            num_host_blocks=num_host_blocks,
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
             kv_connector=connector,
@@ -129,11 +139,24 @@ class Harness:
             encoder_cache_connector=encoder_connector,
         )
         self.speculative = speculative
-        self.max_total_tokens = min(max_model_len, (num_blocks - 1) * block_size + 1)
+        num_uncertain = 4 * (speculative.num_speculative_tokens + 1) if speculative else 0
+        self.max_total_tokens = min(
+            max_model_len,
+            1
+            + max_request_tokens(
+                groups,
+                num_blocks - 1,
+                self.config.max_num_batched_tokens + num_uncertain,
+                block_size,
+                max_model_len,
+            ),
+        )
         self.worker = ModelWorker(
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=vocab_size,
+            groups=groups,
+            num_host_blocks=num_host_blocks,
             propose=propose,
             remembers_drafts=self.config.async_scheduling,
         )
@@ -317,14 +340,16 @@ class Harness:
         ref_counts = np.zeros(manager.pool.num_blocks, np.int32)
         for slot, request in running.items():
             assert scheduler.requests[request.key] is request
-            held = manager.blocks[slot]
-            assert 0 not in held
-            ref_counts[held] += 1
-            state = scheduler.slots
+            num_computed = int(scheduler.slots.num_computed_tokens[slot])
             lookahead = self.speculative.num_lookahead_tokens if self.speculative else 0
-            most = state.max_computed_tokens[slot]
-            needed = min(int(state.num_computed_tokens[slot]) + lookahead, most)
-            assert len(held) * self.block_size >= needed
+            needed = min(num_computed + lookahead, scheduler.slots.max_computed_tokens[slot])
+            for group, tables in zip(manager.groups, manager.blocks, strict=True):
+                table = np.array(tables[slot])
+                if group.kind is not AttentionKind.CROSS:
+                    assert len(table) * self.block_size >= needed
+                if group.kind is AttentionKind.FULL:
+                    assert table.all()
+                np.add.at(ref_counts, table[table != 0], 1)
         for blocks in manager.reserved.values():
             assert 0 not in blocks
             ref_counts[blocks] += 1
@@ -338,9 +363,12 @@ class Harness:
         if self.worker.is_idle and not scheduler.has_finished_requests():
             assert self.worker.rows.keys() == running.keys()
             for slot, row in self.worker.rows.items():
-                held = manager.blocks[slot]
                 assert row.request_id == running[slot].key
-                assert row.block_table[: len(held)] == held
+                for group, tables in enumerate(manager.blocks):
+                    told = row.block_tables[group][: len(tables[slot])]
+                    for _, _, index in (d for d in manager._dropped if d[:2] == (group, slot)):
+                        told[index] = 0
+                    assert told == tables[slot]
                 rejected = sum(
                     count
                     for output in self.worker.rejected

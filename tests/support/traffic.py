@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from engine.protocol.config import (
     LoadFailurePolicy,
+    PreemptionMode,
     ProposerMethod,
     SchedulingPolicy,
     SpeculativeConfig,
 )
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import chance_connector, find_bad_blocks_by_chance
@@ -20,6 +22,22 @@ from support.model_worker import propose_by_chance
 from support.scheduler_harness import Harness
 
 H = TypeVar("H", bound=Harness)
+FULL = KVCacheGroup()
+HYBRIDS = (
+    (KVCacheGroup(AttentionKind.SLIDING_WINDOW, 6),),
+    (FULL, KVCacheGroup(AttentionKind.SLIDING_WINDOW, 5)),
+    (FULL, *(KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9),) * 2),
+    (FULL, KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 8)),
+    (FULL, KVCacheGroup(AttentionKind.STATE_SPACE)),
+    (FULL, KVCacheGroup(AttentionKind.CROSS, 7)),
+    (
+        KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 7),
+        KVCacheGroup(AttentionKind.SLIDING_WINDOW, 1),
+        KVCacheGroup(AttentionKind.STATE_SPACE),
+        KVCacheGroup(AttentionKind.STATE_SPACE),
+    ),
+)
+"""Groups of layers that see different parts of a sequence."""
 
 SALTS = (None, None, "red", "blue")
 
@@ -28,14 +46,23 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
     """Limits between comfortable and absurd."""
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
-    has_connector = rng.random() < 0.5
+    has_connector = rng.random() < 0.7
     vocab_size = rng.choice((16, 64, 512))
     num_drafts = rng.choice((0, 0, 1, 4))
     proposer = rng.choice(tuple(ProposerMethod))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
+    groups = rng.choice((FULL_ATTENTION, FULL_ATTENTION, *HYBRIDS))
+    num_host_blocks = rng.choice((0, 0, 3, 50))
+    if groups != FULL_ATTENTION or num_host_blocks:
+        has_connector = False
+    if any(group.kind is AttentionKind.STATE_SPACE for group in groups):
+        num_drafts = 0
     harness = make_harness(
-        num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) + 1,
+        groups=groups,
+        num_host_blocks=num_host_blocks,
+        preemption_mode=rng.choice(tuple(PreemptionMode)),
+        num_blocks=rng.choice((9, 17, 40, 200)) * max(1, 4 // block_size) * len(groups) + 1,
         block_size=block_size,
         max_model_len=rng.choice((24, 64, 128)),
         vocab_size=vocab_size,

@@ -32,7 +32,7 @@ class Steps:
         self.runner = ModelRunner(
             config, torch.device("cpu"), open_checkpoint(path), lambda done, total: None
         )
-        self.runner.allocate_kv_cache(200)
+        self.runner.allocate_kv_cache(200, num_host_blocks=8)
         self.runner.warm_up()
         self.step = 0
 
@@ -49,7 +49,7 @@ class Steps:
             eos_token_ids=(1,),
         )
 
-    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None):
+    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None, **copies):
         self.step += 1
         output = SchedulerOutput(
             self.step,
@@ -58,6 +58,7 @@ class Steps:
             slots=None if slots is None else int32_bytes(slots),
             chunks=int32_bytes(list(chunks)),
             grammar_slots=int32_bytes(grammar[0]) if grammar else b"",
+            **copies,
         )
 
         def bitmask(step: int) -> GrammarOutput:
@@ -139,6 +140,29 @@ def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) ->
             if len(got) < 6:
                 steps.step = 10 * index + number
                 got += steps.tokens()
+    assert got == expected
+
+
+def test_3_10_a_request_goes_on_from_blocks_that_were_on_the_host(steps: Steps, checkpoint) -> None:
+    prompt = list(range(30, 41))
+    expected = greedy(checkpoint[1], prompt, 6)
+    got = steps.tokens(slots=[0], chunks=[(0, 11)], new=[steps.new(0, prompt)])
+    got += steps.tokens()
+    got += steps.tokens()
+    # 13 tokens are computed, three full blocks: they go out, and another request takes their place.
+    other = steps.new(1, list(range(50, 63)))
+    other.block_ids = (int32_bytes([1, 2, 3, 4]),)
+    copies_out = int32_bytes([(1, 5), (2, 0), (3, 6)])
+    steps.run(slots=[1], chunks=[(0, 13)], new=[other], removed=[0], host_copies_out=copies_out)
+    resumed = steps.new(2, prompt + got, prompt=11)
+    resumed.block_ids = (int32_bytes([9, 8, 7, 6, 5]),)
+    resumed.num_computed_tokens = 12
+    copies_in = int32_bytes([(5, 9), (0, 8), (6, 7)])
+    got += steps.tokens(
+        slots=[2], chunks=[(0, 2)], new=[resumed], removed=[1], host_copies_in=copies_in
+    )
+    got += steps.tokens()
+    got += steps.tokens()
     assert got == expected
 
 

@@ -1,0 +1,99 @@
+"""Which layers share a block table, and how much of a sequence they need to see.
+
+A model's layers are divided into groups of equal size, so that a block of any group takes the same memory and
+all groups draw on one pool: what is unequal (a state larger than a block, five windowed layers to a full one)
+becomes a number of groups, and so a number of blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from .arrays import Int64Array
+
+Position = TypeVar("Position", int, Int64Array)
+
+
+class AttentionKind(enum.IntEnum):
+    FULL = 0
+    SLIDING_WINDOW = 1
+    CHUNKED_LOCAL = 2
+    STATE_SPACE = 3
+    CROSS = 4
+
+
+class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """Layers that read the same blocks.
+
+    `size` counts tokens: those a token of a sliding window sees, itself included; a chunk, whose tokens see only
+    each other; the most that an encoder hands to cross attention. A state-space layer sees its state after the token
+    before, and a block holds the state after the last computed of the block's tokens.
+    """
+
+    kind: AttentionKind = AttentionKind.FULL
+    size: int = 0
+
+    def first_visible(self, position: Position) -> Position:
+        """The first token whose block is read when the token at `position` is computed."""
+        match self.kind:
+            case AttentionKind.SLIDING_WINDOW:
+                return _at_least_zero(position - (self.size - 1))
+            case AttentionKind.CHUNKED_LOCAL:
+                return position - position % self.size
+            case AttentionKind.STATE_SPACE:
+                return _at_least_zero(position - 1)
+            case AttentionKind.FULL | AttentionKind.CROSS:
+                return position - position
+
+    def max_blocks(self, num_tokens: int, max_step_tokens: int, block_size: int) -> int:
+        """The most blocks that a request of `num_tokens` holds, computed in steps of up to `max_step_tokens`."""
+        num_blocks = -(-num_tokens // block_size)
+        match self.kind:
+            case AttentionKind.FULL:
+                return num_blocks
+            case AttentionKind.SLIDING_WINDOW | AttentionKind.CHUNKED_LOCAL:
+                visible = self.size + min(max_step_tokens, num_tokens) - 1
+                return min(num_blocks, (visible + block_size - 2) // block_size + 1)
+            case AttentionKind.STATE_SPACE:
+                return min(num_blocks, 2)
+            case AttentionKind.CROSS:
+                return -(-self.size // block_size)
+
+
+FULL_ATTENTION = (KVCacheGroup(),)
+"""The groups of a model without windows."""
+
+
+def max_request_blocks(
+    groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int, block_size: int
+) -> int:
+    """The most blocks that one request of `num_tokens` holds in all groups."""
+    return sum(group.max_blocks(num_tokens, max_step_tokens, block_size) for group in groups)
+
+
+def max_request_tokens(
+    groups: tuple[KVCacheGroup, ...],
+    num_blocks: int,
+    max_step_tokens: int,
+    block_size: int,
+    limit: int,
+) -> int:
+    """The longest request, up to `limit` tokens, that never holds more than `num_blocks` blocks."""
+    fits, too_long = 0, limit + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if max_request_blocks(groups, middle, max_step_tokens, block_size) <= num_blocks:
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
+
+def _at_least_zero(position: Position) -> Position:
+    if isinstance(position, int):
+        return max(position, 0)
+    return np.maximum(position, 0)

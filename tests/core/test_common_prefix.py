@@ -1,0 +1,58 @@
+"""What the running requests have in common, line 1.9 of the scheduler's specification."""
+
+from __future__ import annotations
+
+from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from engine.protocol.messages import SchedulerOutput
+from support.scheduler_harness import Harness
+
+SHARED = list(range(1, 17))
+
+
+def harness_of(*prompts: list[int], **limits) -> tuple[Harness, SchedulerOutput]:
+    harness = Harness(block_size=4, **limits)
+    for prompt in prompts:
+        harness.add(prompt, 10)
+    step = harness.schedule()
+    return harness, step
+
+
+def test_1_9_the_shared_blocks_of_the_batch_are_counted():
+    harness, step = harness_of([*SHARED, 50], [*SHARED, 60], [*SHARED[:10], 70, 71, 72])
+    assert step.num_common_blocks == 2
+    harness.drain()
+
+
+def test_1_9_the_count_stays_while_the_batch_does_and_follows_it():
+    harness, step = harness_of([*SHARED, 50], [*SHARED, 60])
+    assert step.num_common_blocks == 4
+    harness.step()
+    assert harness.schedule().num_common_blocks == 4
+    other = harness.add([99] * 9, 2)
+    while not harness.heard[other].is_over:
+        harness.step()
+    assert 0 in [step.num_common_blocks for step in harness.steps]
+    harness.step()
+    assert harness.schedule().num_common_blocks == 4
+    harness.drain()
+
+
+def test_1_9_one_request_shares_with_nobody():
+    harness, step = harness_of(SHARED)
+    assert step.num_common_blocks == 0
+    harness.drain()
+
+
+def test_1_9_a_prefix_in_common_may_be_only_part_of_what_others_share():
+    # The first two blocks belong to all three; the next two only to two of them.
+    harness, step = harness_of([*SHARED[:8], 80, 81], [*SHARED, 50], [*SHARED, 60])
+    assert step.num_common_blocks == 2
+    harness.drain()
+
+
+def test_1_9_windows_have_no_common_prefix():
+    window = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 6)
+    for groups, expected in (((window,), 0), ((KVCacheGroup(), window), 4)):
+        harness, step = harness_of([*SHARED, 50], [*SHARED, 60], groups=groups)
+        assert step.num_common_blocks == expected
+        harness.drain()

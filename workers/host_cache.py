@@ -1,0 +1,78 @@
+"""The host tier of the KV cache: blocks copied out of the device's cache and back into it.
+
+N host blocks, L cache tensors (the layers of a group), P elements of one block in one of them, k copied blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..protocol.arrays import int32_view
+
+
+class HostCache:
+    """Host blocks are whole: all layers of a block lie together, so that it moves in one copy.
+
+    On CUDA the memory is pinned and a stream of its own moves it, so that copies out run beside the step.
+    """
+
+    def __init__(self, num_blocks: int, device_caches: list[torch.Tensor]) -> None:
+        self._caches = [cache.view(len(cache), -1) for cache in device_caches]
+        self._device = device_caches[0].device
+        shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            self._blocks_NLP = torch.empty(shape, dtype=device_caches[0].dtype, pin_memory=True)
+        else:
+            # Pages that were never written take no memory.
+            self._blocks_NLP = torch.empty(shape, dtype=device_caches[0].dtype)
+
+    def copy_out(self, pairs: bytes) -> None:
+        """Copy blocks to host blocks: int32[k, 2] pairs (from, to)."""
+        sources_k, targets_k = self._indices(pairs)
+        if self._stream is None:
+            for layer, cache_NP in enumerate(self._caches):
+                self._blocks_NLP[targets_k, layer] = cache_NP[sources_k]
+            return
+        # The gathered blocks are the step's past: it may overwrite the cache while they are still on their way.
+        gathered_kLP = self._gather(sources_k)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for block_LP, target in zip(gathered_kLP, targets_k.tolist(), strict=True):
+                self._blocks_NLP[target].copy_(block_LP, non_blocking=True)
+        gathered_kLP.record_stream(self._stream)
+
+    def copy_in(self, pairs: bytes) -> None:
+        """Copy host blocks to blocks, int32[k, 2] pairs (from, to); the step that follows finds them there."""
+        sources_k, targets_k = self._indices(pairs)
+        if self._stream is None:
+            for layer, cache_NP in enumerate(self._caches):
+                cache_NP[targets_k] = self._blocks_NLP[sources_k, layer]
+            return
+        current = torch.cuda.current_stream(self._device)
+        # On one stream with the copies out: what they have not written yet is not read.
+        with torch.cuda.stream(self._stream):
+            arrived_kLP = torch.stack(
+                [
+                    self._blocks_NLP[source].to(self._device, non_blocking=True)
+                    for source in sources_k.tolist()
+                ]
+            )
+        current.wait_stream(self._stream)
+        arrived_kLP.record_stream(current)
+        targets_k = targets_k.to(self._device)
+        for layer, cache_NP in enumerate(self._caches):
+            cache_NP.index_copy_(0, targets_k, arrived_kLP[:, layer])
+
+    def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:
+        """[k, L, P] on the device."""
+        blocks_k = blocks_k.to(self._device)
+        return torch.stack([cache_NP.index_select(0, blocks_k) for cache_NP in self._caches], 1)
+
+    @staticmethod
+    def _indices(pairs: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64)
+        sources_k, targets_k = torch.from_numpy(indices_2k)
+        return sources_k, targets_k
