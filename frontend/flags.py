@@ -343,7 +343,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--kv-cache-dtype",
             "cache.kv_cache_dtype",
             "element type of the cache; auto is the model's",
-            choices=("auto", "float32", "float16", "bfloat16"),
+            choices=("auto", "float32", "float16", "bfloat16", "int8"),
         ),
         Flag(
             "--num-gpu-blocks-override",

@@ -38,4 +38,5 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         "half": torch.float16,
         "float32": torch.float32,
         "float": torch.float32,
+        "int8": torch.int8,
     }[name]

@@ -99,6 +99,10 @@ def load_model(
             f"--quantization {config.model.quantization} needs the native CPU backend, "
             "which does not run here"
         )
+    if kv_dtype == "int8":
+        raise ConfigError(
+            "--kv-cache-dtype int8 needs the native CPU backend, which does not run here"
+        )
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
     torch.set_num_threads(config.device.threads or max(1, usable_cores() - 1))

@@ -102,9 +102,17 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_left(llm: LLM) -> None:
     assert llm.generate("still fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
+def test_a_cache_in_int8_answers_as_well() -> None:
+    with LLM(default_model(), max_model_len=512, kv_cache_dtype="int8") as llm:
+        [output] = llm.generate("The capital of France is", GREEDY)
+        assert "Paris" in output.outputs[0].text
+
+
 def test_a_start_that_cannot_succeed_says_why() -> None:
     with pytest.raises(ConfigError, match="unknown flag --max-model-length"):
         LLM(default_model(), max_model_length=512)
+    with pytest.raises(EngineError, match="kv-cache-dtype int8 needs the native CPU backend"):
+        LLM(default_model(), kv_cache_dtype="int8", cpu_backend="torch")
     with pytest.raises(EngineError, match="nowhere"):
         LLM("/nowhere/at/all.gguf")
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..attention.interface import AttentionBackend, AttentionBatch, AttentionLayer
 from .library import NotSupportedNatively
 
-KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
 _LANES = 16
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,14 @@ class NativeAttention(AttentionBackend):
                 f"blocks of {block_size} tokens are not supported natively, "
                 f"only multiples of {_LANES}"
             )
-        if head_dim % 2:
+        if head_dim % (4 if dtype == torch.int8 else 2):
             raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Head dimensions are padded to whole vectors; see `csrc/kv_cache.h` for the order within."""
+        """Head dimensions are padded to whole vectors, and in int8 each token has a scale; see `csrc/kv_cache.h` for the order within."""
         padded_head_dim = -(-self.head_dim // _LANES) * _LANES
+        if self.dtype == torch.int8:
+            padded_head_dim += _SCALE_BYTES
         return (num_blocks, 2, self.num_kv_heads, self.block_size, padded_head_dim)
 
     def build(

@@ -48,6 +48,7 @@ class Op(ctypes.Structure):
 
     _fields_ = (
         ("kind", c_int32),
+        ("input_kind", c_int32),
         ("activation_kind", c_int32),
         ("source", c_int32),
         ("target", c_int32),
@@ -108,7 +109,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_quantize_rows": (None, [c_int32, c_void_p, c_ssize_t, c_int32, c_int32, c_void_p]),
     "engine_linear_rows": (
         None,
-        [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_ssize_t],
+        [c_void_p, c_int32, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_ssize_t],
     ),
     "engine_unpack_weight_row": (None, [c_void_p, c_int32, c_void_p]),
     "engine_program_new": (c_void_p, [POINTER(ModelShape)]),

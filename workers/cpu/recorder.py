@@ -46,6 +46,7 @@ class Recorder:
         head = embedding if spec.tie_word_embeddings else weights.packed_head(*vocabulary)
         self._program.add(
             "head",
+            input_kind=head.activation_kind.of_whole_rows,
             parts=[head],
             scale=1 / spec.logits_divisor,
             softcap=spec.final_softcap or 0.0,
@@ -75,8 +76,10 @@ class Recorder:
                 f"{columns} elements of the queries of a key/value head are not whole groups of "
                 f"{GROUP_SIZE}"
             )
-        self._quantize(prefix, spec.norms.attention_input, qkv)
-        self._program.add("linear", source=0, target=_QKV, parts=qkv, vectors=biases)
+        input_kind = self._quantize(prefix, spec.norms.attention_input, qkv)
+        self._program.add(
+            "linear", input_kind=input_kind, source=0, target=_QKV, parts=qkv, vectors=biases
+        )
         norms: list[Floats | None] = []
         if spec.qk_norm is not None:
             sizes = (
@@ -121,15 +124,24 @@ class Recorder:
             spec.intermediate_size,
             spec.mlp_bias,
         )
-        self._quantize(prefix, spec.norms.mlp_input, gate_up)
+        input_kind = self._quantize(prefix, spec.norms.mlp_input, gate_up)
         self._program.add(
-            "gated_linear", activation_kind=down[0].activation_kind, parts=gate_up, vectors=biases
+            "gated_linear",
+            input_kind=input_kind,
+            activation_kind=down[0].activation_kind,
+            parts=gate_up,
+            vectors=biases,
         )
         self._add_block(prefix, down, down_bias, spec.norms.mlp_output)
 
-    def _quantize(self, prefix: str, norm: str | None, inputs: list[PackedWeight]) -> None:
+    def _quantize(
+        self, prefix: str, norm: str | None, inputs: list[PackedWeight]
+    ) -> ActivationKind:
+        """Quantize the residual stream, perhaps normed, for matrices that read it; return how."""
+        kind = inputs[0].activation_kind.of_whole_rows
         weight_D = None if norm is None else self._norm(f"{prefix}{norm}", self._spec.hidden_size)
-        self._program.add("quantize", activation_kind=inputs[0].activation_kind, vectors=[weight_D])
+        self._program.add("quantize", activation_kind=kind, vectors=[weight_D])
+        return kind
 
     def _add_block(
         self,
@@ -142,7 +154,13 @@ class Recorder:
         target = _RESIDUAL if norm is None else _BLOCK
         scale = self._spec.residual_multiplier
         self._program.add(
-            "linear", source=1, target=target, parts=output, vectors=bias, scale=scale
+            "linear",
+            input_kind=output[0].activation_kind,
+            source=1,
+            target=target,
+            parts=output,
+            vectors=bias,
+            scale=scale,
         )
         if norm is not None:
             weight_D = self._norm(f"{prefix}{norm}", self._spec.hidden_size)

@@ -25,6 +25,12 @@ class ActivationKind(IntEnum):
     INT8 = 0
     BF16 = 1
     F32 = 2
+    INT8_SPLIT = 3
+
+    @property
+    def of_whole_rows(self) -> ActivationKind:
+        """What is used in its place where a row is quantized all at once."""
+        return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
 
 
 class WeightFormat(IntEnum):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.loaders.checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
@@ -114,6 +115,70 @@ def test_narrow_caches_are_close(cache_dtype, head_dim, tmp_path):
     expected = Runner(torch_decoder(spec, checkpoint)).step({0: tokens})[0]
     logits = Runner(native).step({0: tokens})[0]
     torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
+
+
+class RoundedAttention(TorchPagedAttention):
+    """Keys and values have 127 levels of the largest of their token and head."""
+
+    def forward(self, q_THK, k_TGK, v_TGK, *arguments):
+        return super().forward(q_THK, self.rounded(k_TGK), self.rounded(v_TGK), *arguments)
+
+    @staticmethod
+    def rounded(x_TGK):
+        scale_TG = x_TGK.abs().amax(-1, keepdim=True) / 127
+        return (x_TGK / scale_TG).round() * scale_TG
+
+
+@pytest.mark.parametrize("name", ["llama", "windows", "gemma", "wide heads", "odd sizes"])
+def test_an_int8_cache_adds_little_error_to_its_roundings(name, tmp_path):
+    spec = SPECS[name]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    native, reference = (
+        native_decoder(spec, checkpoint, cache_dtype=torch.int8),
+        torch_decoder(spec, checkpoint),
+    )
+    tokens = prompt(150)
+    exact = Runner(reference).step({0: tokens})[0]
+    reference.attention.__class__ = RoundedAttention
+    rounded = Runner(reference).step({0: tokens})[0]
+    logits = Runner(native).step({0: tokens})[0]
+    rounding, error = torch.linalg.norm(rounded - exact), torch.linalg.norm(logits - rounded)
+    assert error < 0.25 * rounding
+    assert rounding < 0.02 * torch.linalg.norm(exact)
+
+
+def test_a_token_is_stored_in_int8_as_if_it_were_alone(tmp_path):
+    """Its elements are those of a float32 cache, to the nearest of 127 levels of its largest."""
+    spec = small_spec(layers=(LayerSpec(ROPE),), head_dim=40)
+    checkpoint = random_checkpoint(tmp_path, spec)
+    runners = [
+        Runner(native_decoder(spec, checkpoint, cache_dtype=dtype))
+        for dtype in (torch.int8, torch.float32)
+    ]
+    for runner in runners:
+        runner.step({0: prompt(70)})
+    stored, exact = (runner.kv_caches[0][runner.blocks[0][:4]] for runner in runners)
+    heads, padded, scales = spec.num_kv_heads, 48, BLOCK_SIZE * 4
+    bytes_ = stored.reshape(4, heads, 2, -1)
+    scale_T = bytes_[..., -scales:].contiguous().view(torch.float32)
+    codes = bytes_[..., :-scales].float()
+    exact = exact.reshape(4, heads, 2, -1)
+    for part, (quads, floats) in enumerate(
+        (
+            # [block, head, dim / 4, token, 4] and [block, head, dim, token]
+            (codes[:, :, 0].reshape(4, heads, 12, 16, 4).permute(0, 1, 3, 2, 4), (48, 16)),
+            # [block, head, token / 4, dim, 4] and [block, head, token, dim]
+            (codes[:, :, 1].reshape(4, heads, 4, 48, 4).permute(0, 1, 2, 4, 3), (16, 48)),
+        )
+    ):
+        got = quads.reshape(4, heads, 16, padded) * scale_T[:, :, part, :, None]
+        want = exact[:, :, part].reshape(4, heads, *floats)
+        if part == 0:
+            want = want.transpose(2, 3)
+        got, want = got[..., :40], want[..., :40]
+        largest = want.abs().amax(-1)
+        torch.testing.assert_close(scale_T[:, :, part], largest / 127, rtol=1e-6, atol=0)
+        assert ((got - want).abs() <= largest[..., None] / 127 * 0.5001).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,6 +22,7 @@ FORMATS = {
     "float16": {"dtype": torch.float16, "cache_dtype": torch.float16},
     "int8": {"quantization": "int8", "cache_dtype": torch.bfloat16},
     "int4": {"quantization": "int4", "cache_dtype": torch.bfloat16},
+    "int8 cache": {"quantization": "int8", "cache_dtype": torch.int8},
 }
 NUM_ISAS = 4
 
@@ -123,11 +124,26 @@ def test_several_partitions_and_slices(decoders):
         start = stop
 
 
+def test_one_long_context_beside_many_short_ones(decoders):
+    """It is shared out among threads, and the short ones are not."""
+    long, short = prompt(2300), [prompt(40, seed) for seed in range(20)]
+    engine, blocks = Engine(decoders[1]), list(range(1, 146))
+    tails = [[150 + 3 * i, 151 + 3 * i, 152 + 3 * i] for i in range(20)]
+    engine.step([(long, 0, 2297, blocks)])
+    engine.step([(tokens, 0, 37, tail) for tokens, tail in zip(short, tails, strict=True)])
+    expected = [whole(decoders[0], tokens) for tokens in (*short, long)]
+    for i in range(3):
+        requests = [(t, 37 + i, 38 + i, tail) for t, tail in zip(short, tails, strict=True)]
+        states = engine.step([*requests, (long, 2297 + i, 2298 + i, blocks)])
+        for state, whole_state, start in zip(states, expected, [37] * 20 + [2297], strict=True):
+            assert_same_bits(state, whole_state[start + i : start + i + 1])
+
+
 def test_what_blocks_held_before_has_no_effect(decoders):
     tokens = prompt(100)
     engine = Engine(decoders[1])
     for cache in engine.kv_caches:
-        cache.fill_(1e3)
+        cache.fill_(100 if cache.dtype == torch.int8 else 1e3)
     blocks = list(range(1, 8))
     for start, stop in ((0, 50), (50, 51), (51, 100)):
         (state,) = engine.step([(tokens, start, stop, blocks)])
@@ -144,7 +160,7 @@ def test_logits_and_tokens_do_not_depend_on_the_batch(decoders):
             assert tokens == logits[list(rows)].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int4"])
+@pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])
 def test_every_instruction_set_of_this_machine(name, checkpoint):
     library = native_library()
     selected = library.engine_isa()
@@ -159,5 +175,20 @@ def test_every_instruction_set_of_this_machine(name, checkpoint):
                 (state,) = engine.step([(tokens, start, stop, blocks)])
                 assert_same_bits(state, expected[start:stop])
                 start = stop
+    finally:
+        library.engine_select_isa(selected)
+
+
+def test_sets_with_fused_products_agree_on_integer_formats(checkpoint):
+    """Sums of integers are exact, and sums of floats have one order: only fusing tells sets apart."""
+    library = native_library()
+    selected, tokens, states = library.engine_isa(), prompt(150), []
+    try:
+        for isa in filter(library.engine_select_isa, range(1, NUM_ISAS)):
+            decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS["int8 cache"])
+            assert library.engine_isa() == isa
+            states.append(whole(decoder, tokens))
+        for state in states:
+            assert_same_bits(state, states[0])
     finally:
         library.engine_select_isa(selected)

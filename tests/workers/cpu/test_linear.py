@@ -13,6 +13,7 @@ from engine.protocol.gguf import BLOCK_SIZES
 from engine.protocol.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.library import native_library
 from engine.workers.cpu.weights import (
+    ActivationKind,
     PackedWeight,
     WeightFormat,
     WeightMemory,
@@ -92,12 +93,15 @@ def activations(rows: int, k: int, seed: int = 1) -> Floats:
     return x_RK.astype(np.float32)
 
 
-def quantized(weight: PackedWeight, x_RK: Floats) -> NDArray[np.uint8]:
+def quantized(
+    weight: PackedWeight, x_RK: Floats, kind: ActivationKind | None = None
+) -> NDArray[np.uint8]:
     library = native_library()
-    row_bytes = library.engine_activation_row_bytes(weight.format, weight.k)
+    kind = weight.activation_kind if kind is None else kind
+    row_bytes = library.engine_activation_row_bytes(kind, weight.k)
     out = WeightMemory().allocate(row_bytes * len(x_RK)).reshape(len(x_RK), row_bytes)
     library.engine_quantize_rows(
-        weight.format,
+        kind,
         x_RK.ctypes.data,
         x_RK.strides[0] // 4,
         len(x_RK),
@@ -108,14 +112,20 @@ def quantized(weight: PackedWeight, x_RK: Floats) -> NDArray[np.uint8]:
 
 
 def multiply(
-    weight: PackedWeight, x_RK: Floats, n_begin: int = 0, n_end: int | None = None
+    weight: PackedWeight,
+    x_RK: Floats,
+    n_begin: int = 0,
+    n_end: int | None = None,
+    kind: ActivationKind | None = None,
 ) -> Floats:
     n_end = weight.n if n_end is None else n_end
-    x_quantized = quantized(weight, x_RK)
+    kind = weight.activation_kind if kind is None else kind
+    x_quantized = quantized(weight, x_RK, kind)
     # A column more than is written, which must stay as it is.
     out = np.full((len(x_RK), n_end - n_begin + 1), 7.0, np.float32)
     native_library().engine_linear_rows(
         ctypes.byref(weight),
+        kind,
         x_quantized.ctypes.data,
         len(x_RK),
         n_begin,
@@ -198,6 +208,66 @@ def test_every_instruction_set_gives_the_bits_of_the_portable_code(
         library.engine_select_isa(isa)
         np.testing.assert_array_equal(quantized(weight, x_RK), expected)
         np.testing.assert_array_equal(multiply(weight, x_RK), expected_RN)
+
+
+INTEGER_PACKINGS = [(t, f) for t, f in PACKINGS if f <= F.U8]
+
+
+def test_outliers_take_no_levels_from_the_rest_of_their_group() -> None:
+    weight = random_weight(T.Q8_0, F.U8, 48, 512)
+    w_NK = weight.rows(range(48)).astype(np.float64)
+    x_RK = np.random.default_rng(3).standard_normal((4, 512), np.float32)
+    x_RK[:, [70, 300]] *= 200
+    int8, split = (
+        np.abs(multiply(weight, x_RK, kind=kind) - x_RK @ w_NK.T).std()
+        for kind in (ActivationKind.INT8, ActivationKind.INT8_SPLIT)
+    )
+    x_RK[:, [70, 300]] /= 200
+    without_outliers = np.abs(multiply(weight, x_RK) - x_RK @ w_NK.T).std()
+    assert split < 1.2 * without_outliers < 0.2 * int8
+
+
+def test_rows_without_outliers_are_plain_int8() -> None:
+    for source_type, weight_format in INTEGER_PACKINGS:
+        weight = random_weight(source_type, weight_format, 32, 256)
+        x_RK = np.random.default_rng(4).uniform(-1, 1, (20, 256)).astype(np.float32)
+        expected_RN = multiply(weight, x_RK, kind=ActivationKind.INT8)
+        # Not even when the rows beside them have some.
+        x_RK[3, 40], x_RK[7, 200] = 1000, 1000
+        others = [r for r in range(20) if r not in (3, 7)]
+        split_RN = multiply(weight, x_RK, kind=ActivationKind.INT8_SPLIT)
+        np.testing.assert_array_equal(split_RN[others], expected_RN[others])
+
+
+def split_activations(rows: int, k: int) -> Floats:
+    """Of each row other groups are split; more than 64 groups need a second mask."""
+    x_RK = activations(rows, k, seed=5)
+    for row, column in enumerate(np.random.default_rng(6).integers(0, k, rows)):
+        x_RK[row, column] = 100 * np.abs(x_RK[row]).max()
+    return x_RK
+
+
+@pytest.mark.parametrize(("source_type", "weight_format"), INTEGER_PACKINGS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_split_groups_have_the_same_bits_by_every_set_and_in_every_company(
+    isa: int, source_type: SourceType, weight_format: WeightFormat
+) -> None:
+    kind, library = ActivationKind.INT8_SPLIT, native_library()
+    weight = random_weight(source_type, weight_format, 37, 2304)
+    x_RK = split_activations(41, 2304)
+    library.engine_select_isa(PORTABLE)
+    expected, expected_RN = quantized(weight, x_RK, kind), multiply(weight, x_RK, kind=kind)
+    library.engine_select_isa(isa)
+    np.testing.assert_array_equal(quantized(weight, x_RK, kind), expected)
+    np.testing.assert_array_equal(multiply(weight, x_RK, kind=kind), expected_RN)
+    for first, last in ((0, 1), (3, 10), (5, 22), (40, 41)):
+        part = multiply(weight, np.ascontiguousarray(x_RK[first:last]), 16, kind=kind)
+        np.testing.assert_array_equal(part, expected_RN[first:last, 16:])
+    x_RK[7, 100] = np.nan
+    got_RN = multiply(weight, x_RK, kind=kind)
+    assert np.isnan(got_RN[7]).all()
+    others = np.arange(41) != 7
+    np.testing.assert_array_equal(got_RN[others], expected_RN[others])
 
 
 MANY_ROWS = 70

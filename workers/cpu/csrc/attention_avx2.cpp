@@ -10,6 +10,7 @@ namespace engine::avx2 {
 #define ENGINE_AVX2
 #include "vectors.inc"
 
+#include "attention_formats.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::avx2
 #endif

@@ -10,6 +10,7 @@ namespace engine::avx512 {
 #define ENGINE_AVX512
 #include "vectors.inc"
 
+#include "attention_formats.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::avx512
 #endif

@@ -5,5 +5,6 @@
 namespace engine::portable {
 #include "vectors.inc"
 
+#include "attention_formats.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::portable

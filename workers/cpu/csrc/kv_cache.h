@@ -1,10 +1,11 @@
 // The layout of a layer's keys and values.
 //
 // Per block and head: keys [head_dim / pair][block_size][pair], then values
-// [block_size / pair][padded head_dim][pair]. `pair` is 2 for bf16, which are multiplied in
-// pairs, otherwise 1; head_dim is padded to whole vectors. So sixteen keys' elements, and sixteen elements
-// of a value, are one vector. Stored numbers are finite: what is not becomes zero, lest a masked key of
-// a block's last owner turns 0 * value into NaN.
+// [block_size / pair][padded head_dim][pair]. `pair` is how many are multiplied at once: 2 for bf16,
+// 4 for int8, otherwise 1; head_dim is padded to whole vectors. So sixteen keys' elements, and sixteen
+// elements of a value, are one vector. Numbers in int8 are in units of their token's scale, and
+// scales [block_size] in float32 follow the keys, and the values. Stored numbers are finite: what is
+// not becomes zero, lest a masked key of a block's last owner turns 0 * value into NaN.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +13,22 @@
 
 namespace engine {
 
-enum class KVFormat : int32_t { bf16 = 0, f16 = 1, f32 = 2 };
+enum class KVFormat : int32_t { bf16 = 0, f16 = 1, f32 = 2, int8 = 3 };
 
 struct KVLayout {
   KVFormat format;
   int32_t num_kv_heads, head_dim, block_size;
 
-  int pair() const { return format == KVFormat::bf16 ? 2 : 1; }
-  size_t element_bytes() const { return format == KVFormat::f32 ? 4 : 2; }
+  size_t element_bytes() const {
+    return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
+  }
   int padded_head_dim() const { return (head_dim + 15) / 16 * 16; }
+  // Where the scales of a head's keys, or values, follow them.
+  size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
   // Of one head's keys, or values, in a block.
-  size_t head_bytes() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
+  size_t head_bytes() const {
+    return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
+  }
   size_t block_bytes() const { return 2 * num_kv_heads * head_bytes(); }
   size_t key_offset(int block, int kv_head) const {
     return size_t(block) * block_bytes() + size_t(kv_head) * 2 * head_bytes();

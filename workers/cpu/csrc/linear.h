@@ -29,6 +29,9 @@ enum class ActivationKind : int32_t {
   int8 = 0,  // for the integer formats: int8 and a float32 scale per group of 32
   bf16 = 1,  // for bf16
   f32 = 2,   // for f16 and f32
+  // For the integer formats: int8, with a second int8 where outliers would leave the rest of a group
+  // few levels. Which groups these are depends on the whole row.
+  int8_split = 3,
 };
 
 // A matrix [n, k]. `data` is what pack_weight_rows made, aligned to 64 bytes; not owned.
@@ -42,7 +45,9 @@ struct PackedWeight {
 // a multiple of this, n_end one or n itself. Multiples of 4 * kColumnTile are fastest.
 constexpr int kColumnTile = 16;
 
-ActivationKind activation_kind(WeightFormat format);
+constexpr bool is_int8(ActivationKind kind) {
+  return kind == ActivationKind::int8 || kind == ActivationKind::int8_split;
+}
 
 // Bytes of one row of k activations: row r of a buffer begins at r * activation_row_bytes(kind, k).
 // Always a multiple of 16; buffers are aligned to 64.
@@ -53,10 +58,10 @@ size_t activation_row_bytes(ActivationKind kind, int k);
 void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int rows, int k, void* out);
 
 // out[r * out_stride + (n - n_begin)] for r in [0, rows) and n in [n_begin, n_end); `x` is from
-// quantize_rows with the kind of the weight's format. Any number of rows: weights are read from
+// quantize_rows with a kind for the weight's format. Any number of rows: weights are read from
 // memory once per 64 rows or more.
-void linear_rows(const PackedWeight& w, const void* x, int rows, int n_begin, int n_end, float* out,
-                 ptrdiff_t out_stride);
+void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
+                 int n_end, float* out, ptrdiff_t out_stride);
 
 // The k elements of rows of the matrix, as float32 (for embeddings).
 void unpack_weight_row(const PackedWeight& w, int row, float* out);

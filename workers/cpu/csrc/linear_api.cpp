@@ -25,18 +25,19 @@ ENGINE_API void engine_pack_rows(int32_t format, int32_t type, const uint8_t* so
   pack_rows(WeightFormat(format), SourceType(type), source, source_row_bytes, first_row, rows, k, data);
 }
 
-ENGINE_API size_t engine_activation_row_bytes(int32_t format, int32_t k) {
-  return activation_row_bytes(activation_kind(WeightFormat(format)), k);
+ENGINE_API size_t engine_activation_row_bytes(int32_t kind, int32_t k) {
+  return activation_row_bytes(ActivationKind(kind), k);
 }
 
-ENGINE_API void engine_quantize_rows(int32_t format, const float* x, ptrdiff_t x_stride, int32_t rows,
+ENGINE_API void engine_quantize_rows(int32_t kind, const float* x, ptrdiff_t x_stride, int32_t rows,
                                      int32_t k, void* out) {
-  quantize_rows(activation_kind(WeightFormat(format)), x, x_stride, rows, k, out);
+  quantize_rows(ActivationKind(kind), x, x_stride, rows, k, out);
 }
 
-ENGINE_API void engine_linear_rows(const PackedWeight* w, const void* x, int32_t rows, int32_t n_begin,
-                                   int32_t n_end, float* out, ptrdiff_t out_stride) {
-  linear_rows(*w, x, rows, n_begin, n_end, out, out_stride);
+ENGINE_API void engine_linear_rows(const PackedWeight* w, int32_t kind, const void* x, int32_t rows,
+                                   int32_t n_begin, int32_t n_end, float* out,
+                                   ptrdiff_t out_stride) {
+  linear_rows(*w, ActivationKind(kind), x, rows, n_begin, n_end, out, out_stride);
 }
 
 ENGINE_API void engine_unpack_weight_row(const PackedWeight* w, int32_t row, float* out) {

@@ -26,6 +26,7 @@ ENGINE_INLINE void prefetch(const uint8_t* p) {
 
 ENGINE_INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
 ENGINE_INLINE Ints broadcast(int32_t x) { return _mm512_set1_epi32(x); }
+ENGINE_INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 ENGINE_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 ENGINE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 ENGINE_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }

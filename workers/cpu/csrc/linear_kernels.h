@@ -13,8 +13,9 @@ struct LinearKernels {
   void (*quantize_int8)(const float* x, int k, void* out);
   void (*quantize_bf16)(const float* x, int k, void* out);
   // As linear_rows, by weight format.
-  void (*linear[kNumWeightFormats])(const PackedWeight& w, const uint8_t* x, int rows, int n_begin,
-                                    int n_end, float* out, ptrdiff_t out_stride);
+  void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,
+                                    int rows, int n_begin, int n_end, float* out,
+                                    ptrdiff_t out_stride);
 };
 
 namespace portable {

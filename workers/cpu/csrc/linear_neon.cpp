@@ -42,6 +42,9 @@ ENGINE_INLINE Floats broadcast(float x) {
 ENGINE_INLINE Ints broadcast(int32_t x) {
   return each<Ints>([=](int) { return vdupq_n_s32(x); });
 }
+ENGINE_INLINE Ints add(const Ints& a, const Ints& b) {
+  return each<Ints>([&](int i) { return vaddq_s32(a.v[i], b.v[i]); });
+}
 ENGINE_INLINE Floats mul(const Floats& a, const Floats& b) {
   return each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
 }

@@ -37,6 +37,9 @@ inline Floats broadcast(float x) {
 inline Ints broadcast(int32_t x) {
   return each<Ints>([=](int) { return x; });
 }
+inline Ints add(const Ints& a, const Ints& b) {
+  return each<Ints>([&](int i) { return a.v[i] + b.v[i]; });
+}
 inline Floats mul(const Floats& a, const Floats& b) {
   return each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
 }

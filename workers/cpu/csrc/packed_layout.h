@@ -33,6 +33,15 @@ struct ActivationGroup {
 };
 static_assert(sizeof(ActivationGroup) == 48, "rows are 16-byte multiples of these");
 
+// A row of int8_split is one of int8, then a bit of a uint64 for each group that is split, then an int8
+// `high` for each element: an activation is (high * kHighUnit + q) * scale, and the sums are of these.
+// Where a group is not split all its `high` are zero, so that adding them changes nothing.
+constexpr int kHighShift = 6, kHighUnit = 1 << kHighShift;
+
+constexpr size_t high_terms_at(int groups) {
+  return size_t(groups) * sizeof(ActivationGroup) + size_t(groups + 63) / 64 * sizeof(uint64_t);
+}
+
 constexpr bool is_integer(WeightFormat format) { return format <= WeightFormat::u8; }
 
 constexpr bool has_offset(WeightFormat format) {

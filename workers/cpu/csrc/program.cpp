@@ -260,18 +260,18 @@ void Program::run_linear(const Op& op, int tile, int thread) {
   if (begin == end) return;
   const int columns = end - begin;
   const float* bias = op.vectors[part];
-  const size_t row_bytes = activation_row_bytes(activation_kind(weight.format), weight.k);
+  const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   const uint8_t* x = activations_[op.source].bytes() + row * row_bytes;
   if (op.target != LinearTarget::residual) {
     const int stride = op.target == LinearTarget::qkv ? qkv_size_ : shape_.hidden_size;
     float* out = (op.target == LinearTarget::qkv ? qkv(row) : block(row)) + first_column + begin;
-    linear_rows(weight, x, rows, begin, end, out, stride);
+    linear_rows(weight, op.input_kind, x, rows, begin, end, out, stride);
     for (int r = 0; bias && r < rows; r++)
       rows_.add_scaled(out + size_t(r) * stride, bias + begin, 1.0f, columns);
     return;
   }
   float* out = scratch_[thread]->tile.get();
-  linear_rows(weight, x, rows, begin, end, out, columns);
+  linear_rows(weight, op.input_kind, x, rows, begin, end, out, columns);
   for (int r = 0; r < rows; r++, out += columns) {
     if (bias) rows_.add_scaled(out, bias + begin, 1.0f, columns);
     rows_.add_scaled(residual(row + r) + first_column + begin, out, op.scale, columns);
@@ -287,13 +287,12 @@ void Program::run_gated(const Op& op, int tile, int thread) {
   const int end = column_bound(gate_weight.n, tile + 1, column_tiles_[0]);
   if (begin == end) return;
   const int columns = end - begin;
-  const size_t row_bytes =
-      activation_row_bytes(activation_kind(gate_weight.format), gate_weight.k);
+  const size_t row_bytes = activation_row_bytes(op.input_kind, gate_weight.k);
   const uint8_t* x = activations_[0].bytes() + row * row_bytes;
   float* gate = scratch_[thread]->tile.get();
   float* up = gate + kTileFloats;
-  linear_rows(gate_weight, x, rows, begin, end, gate, columns);
-  linear_rows(*op.parts[1], x, rows, begin, end, up, columns);
+  linear_rows(gate_weight, op.input_kind, x, rows, begin, end, gate, columns);
+  linear_rows(*op.parts[1], op.input_kind, x, rows, begin, end, up, columns);
   const size_t out_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
   uint8_t* out = activations_[1].bytes() + row * out_bytes +
                  activation_offset(op.activation_kind, begin);
@@ -306,12 +305,10 @@ void Program::run_gated(const Op& op, int tile, int thread) {
 }
 
 int Program::begin_head(const Op& op) {
-  const PackedWeight& weight = *op.parts[0];
   const int rows = step_.num_logit_rows, hidden_size = shape_.hidden_size;
-  const ActivationKind kind = activation_kind(weight.format);
-  const size_t row_bytes = activation_row_bytes(kind, hidden_size);
+  const size_t row_bytes = activation_row_bytes(op.input_kind, hidden_size);
   for (int r = 0; r < rows; r++)
-    quantize_rows(kind, step_.hidden + size_t(step_.logit_rows[r]) * hidden_size, hidden_size, 1,
+    quantize_rows(op.input_kind, step_.hidden + size_t(step_.logit_rows[r]) * hidden_size, hidden_size, 1,
                   hidden_size, head_activations_.bytes() + r * row_bytes);
   const int tiles = share_columns(op, rows, 1);
   if (step_.argmax) best_.reserve(size_t(rows) * column_tiles_[0] * sizeof(Best));
@@ -326,7 +323,7 @@ void Program::run_head(const Op& op, int tile, int thread) {
   const int begin = column_bound(weight.n, tile, column_tiles_[0]);
   const int end = column_bound(weight.n, tile + 1, column_tiles_[0]);
   const int columns = end - begin;
-  const size_t row_bytes = activation_row_bytes(activation_kind(weight.format), weight.k);
+  const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   float* out = scratch_[thread]->tile.get();
   int stride = columns;
   if (step_.logits) {
@@ -334,7 +331,8 @@ void Program::run_head(const Op& op, int tile, int thread) {
     stride = weight.n;
   }
   if (columns)
-    linear_rows(weight, head_activations_.bytes() + row * row_bytes, rows, begin, end, out, stride);
+    linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
+                out, stride);
   for (int r = 0; r < rows; r++, out += stride) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);
     if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);

