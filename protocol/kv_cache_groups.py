@@ -8,14 +8,14 @@ becomes a number of groups, and so a number of blocks.
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import numpy as np
 
-from .arrays import Int64Array
+if TYPE_CHECKING:
+    from .arrays import Int64Array
 
-Position = TypeVar("Position", int, Int64Array)
+Position = TypeVar("Position", int, "Int64Array")
 
 
 class AttentionKind(enum.IntEnum):
@@ -94,6 +94,4 @@ def max_request_tokens(
 
 
 def _at_least_zero(position: Position) -> Position:
-    if isinstance(position, int):
-        return max(position, 0)
-    return np.maximum(position, 0)
+    return position * (position > 0)
