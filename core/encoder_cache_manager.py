@@ -30,6 +30,10 @@ class EncoderCacheManager:
         """Whether the workers hold an output, or will when the steps sent so far have run."""
         return content_hash in self._sizes and content_hash not in self._stale
 
+    def size_of(self, content_hash: bytes, size: int) -> int:
+        """The room that an output takes: what it took when it came in, or `size`."""
+        return self._sizes.get(content_hash, size)
+
     def is_referenced(self, content_hash: bytes) -> bool:
         return content_hash in self._ref_counts
 

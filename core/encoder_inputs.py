@@ -150,7 +150,9 @@ class EncoderInputs:
         if content_hash in plan.hashes:
             plan.add(_Need(request, index, 0, 0, False))
             return True
-        room = 0 if self.cache.is_referenced(content_hash) else item.size
+        room = 0
+        if not self.cache.is_referenced(content_hash):
+            room = self.cache.size_of(content_hash, item.size)
         if room > plan.room:
             return False
         if self.cache.has(content_hash):

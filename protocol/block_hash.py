@@ -56,11 +56,12 @@ def hash_blocks(
 
 
 def _input_keys(block_size: int, inputs: Iterable[PlacedInput]) -> dict[int, bytes]:
-    """What each block with inputs in it is hashed with: their content, and where in the block they begin."""
+    """What each block with inputs in it is hashed with: their content, length, and where in the block they begin."""
     keys: dict[int, bytes] = {}
     for position, num_tokens, content_hash in inputs:
         end = position + num_tokens
         for index in range(max(0, position) // block_size, -(-end // block_size)):
-            key = msgspec.msgpack.encode((content_hash, position - index * block_size))
+            start = position - index * block_size
+            key = msgspec.msgpack.encode((content_hash, start, num_tokens))
             keys[index] = keys.get(index, b"") + key
     return keys

@@ -125,6 +125,17 @@ def test_7_2_references_are_counted():
     assert cache.take_freed() == []
 
 
+def test_7_2_an_output_takes_the_room_that_it_took_first():
+    harness = Harness(encoder_cache_size=12, max_in_flight=1)
+    harness.add([1] * 8, 1, inputs=[place(0, 4, "a", size=6)])
+    harness.add([2] * 8, 1, inputs=[place(0, 4, "b", size=4)])
+    harness.drain()
+    # "a" is there with six embeddings, whatever this request says; "c" and "d" must not count on more than that leaves.
+    harness.add([3] * 4, 1, inputs=[place(0, 4, "a", size=1)])
+    harness.add([4] * 8, 1, inputs=[place(0, 4, "c"), place(4, 4, "d")])
+    harness.drain()
+
+
 def test_7_2_an_output_that_is_not_trusted_is_computed_again():
     harness = Harness(max_num_batched_tokens=6, max_in_flight=1)
     first = harness.add([1] * 8, 2, inputs=[place(0, 8, "a")])

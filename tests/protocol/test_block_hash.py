@@ -44,3 +44,10 @@ def test_salts_and_adapters_never_share() -> None:
         root_hash(cache_salt=""),
     }
     assert len(roots) == 6
+
+
+def test_the_length_of_an_input_is_part_of_the_hash() -> None:
+    tokens = np.zeros(8, np.int32)
+    # Both begin at position 1 with the same content, and one of them reaches further.
+    hashes = {hash_blocks(tokens, 8, ROOT_HASH, [(1, length, b"cat")]) for length in (2, 4)}
+    assert len(hashes) == 2
