@@ -100,8 +100,11 @@ async def measure(
     todo = iter(make_prompts(requests, prompt_tokens, shared_prefix, vocabulary, seed))
     answers: list[Answer] = []
     timeout = aiohttp.ClientTimeout(total=1800)
+    # A connection for each request: llama-server closes one after a streamed answer without saying so.
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=1 << 20
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=timeout,
+        read_bufsize=1 << 20,
     ) as session:
 
         async def client() -> None:
