@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
+import zmq
+
 from ..protocol.config import load_config
-from ..protocol.errors import EngineError
-from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.transport import StatusReporter
 from .engine_core import EngineCore
 
 
@@ -18,19 +18,17 @@ def main(config_path: str, core_index: int) -> int:
     name_process(name)
     configure_logging(name, config.frontend.log_level)
     die_with_parent(config.run_dir)
-    core = EngineCore(config, core_index)
-    try:
-        core.run()
-    except EngineError as error:
-        core.report(Stage.FAILED, str(error))
-        return 1
-    except Exception as error:
-        logging.getLogger(__name__).exception("unexpected error")
-        core.report(Stage.FAILED, f"{type(error).__name__}: {error}")
-        return 1
-    finally:
-        core.close()
-    return 0
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    status = StatusReporter(context, config, name)
+
+    def work() -> None:
+        core = EngineCore(config, core_index, context, status)
+        try:
+            core.run()
+        finally:
+            core.close()
+
+    return status.run(work)
 
 
 if __name__ == "__main__":

@@ -59,13 +59,19 @@ GRAMMAR_POLL_MS = 1
 class EngineCore:
     """Runs until SIGTERM (returns) or until a worker fails (raises EngineError)."""
 
-    def __init__(self, config: EngineConfig, core_index: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        core_index: int,
+        context: zmq.Context[Any],
+        status: StatusReporter,
+    ) -> None:
         self._config = config
         self._core_index = core_index
         self._stop = StopSignal()
         self._stop.watch(signal.SIGUSR1)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._status = StatusReporter(self._context, config, f"core {core_index}")
+        self._context = context
+        self._status = status
         self._clients: Hub[ClientMessage] = Hub(
             self._context, config.core_address(core_index), ClientMessage
         )
@@ -121,18 +127,12 @@ class EngineCore:
             if self._stop.take():
                 self._dump_event_log("signal")
 
-    def report(self, stage: Stage, detail: str) -> None:
-        """Tell the supervisor."""
-        self._status.report(stage, detail)
-
     def close(self) -> None:
         """Close every socket, once what was sent has left."""
         if self._kv_events is not None:
             self._kv_events.close()
         self._clients.close()
         self._workers.close()
-        self._status.close()
-        self._context.term()
 
     def _await_workers(self) -> WorkerMemory | None:
         """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import sys
 
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.errors import EngineError
 from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
 from ..protocol.transport import StatusReporter
-
-logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -28,22 +24,14 @@ def main() -> int:
     configure_logging(name, config.frontend.log_level)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, name)
-    try:
-        reporter.report(Stage.STARTING)
+    reporter.report(Stage.STARTING)
+
+    def work() -> None:
         from .server import serve
 
         serve(config, client_index, socket.socket(fileno=int(listen_fd)), reporter)
-    except EngineError as error:
-        reporter.report(Stage.FAILED, str(error))
-        return 1
-    except Exception as error:
-        logger.exception("the frontend failed")
-        reporter.report(Stage.FAILED, f"{type(error).__name__}: {error}")
-        return 1
-    finally:
-        reporter.close()
-        context.term()
-    return 0
+
+    return reporter.run(work)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ that does not decode to the expected type is counted and dropped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,7 +14,10 @@ import msgspec
 import zmq
 
 from .config import EngineConfig
+from .errors import EngineError
 from .messages import ProcessStatus, Stage
+
+logger = logging.getLogger(__name__)
 
 In = TypeVar("In")
 
@@ -115,6 +119,22 @@ class StatusReporter:
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
         self._socket.send(_encode(ProcessStatus(self._process, stage, detail, done, total)))
+
+    def run(self, work: Callable[[], None]) -> int:
+        """Do a process's work and return its exit code. What ends the work is reported; an error that
+        nobody raised on purpose is logged with its traceback besides."""
+        try:
+            work()
+        except EngineError as error:
+            self.report(Stage.FAILED, str(error))
+            return 1
+        except Exception as error:
+            logger.exception("unexpected error")
+            self.report(Stage.FAILED, f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            self.close()
+        return 0
 
     def close(self) -> None:
         self._socket.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.errors import EngineError
 from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
 from ..protocol.transport import StatusReporter
@@ -25,21 +23,14 @@ def main(config_path: str, core_index: int, rank: int) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)
     status.report(Stage.STARTING)
-    try:
+
+    def work() -> None:
         # torch takes a second to import, which should not delay the first report.
         from .worker import Worker
 
         Worker(config, core_index, rank, context, status).run()
-    except EngineError as error:
-        status.report(Stage.FAILED, str(error))
-        return 1
-    except Exception as error:
-        logging.getLogger(__name__).exception("unexpected error")
-        status.report(Stage.FAILED, f"{type(error).__name__}: {error}")
-        return 1
-    finally:
-        status.close()
-    return 0
+
+    return status.run(work)
 
 
 if __name__ == "__main__":
