@@ -39,8 +39,8 @@ from .events import (
 )
 from .grammars import GrammarBackend
 from .interface import SchedulerInterface
-from .kv_cache_manager import HashBlocks
 from .kv_connector import KVConnector
+from .prefix_cache import HashBlocks
 from .request import RequestKey
 from .scheduler import Scheduler
 

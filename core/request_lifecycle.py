@@ -15,10 +15,11 @@ from ..protocol.messages import (
     NewRequestData,
     SchedulerStats,
 )
+from .block_tables import RequestBlocks
 from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
-from .kv_cache_manager import BlockTables, KVCacheManager, Prefix
+from .kv_cache_manager import KVCacheManager, Prefix
 from .request import Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
@@ -127,7 +128,7 @@ class RequestLifecycle:
         if request.num_cached_tokens >= 0:
             return
         request.num_cached_tokens = 0
-        if self.manager.reads_cache_for(request):
+        if self.manager.prefix_cache.is_read_for(request):
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += prefix.num_tokens
         if self.transfers is not None:
@@ -138,7 +139,7 @@ class RequestLifecycle:
     def start(
         self,
         request: Request,
-        tables: BlockTables,
+        tables: RequestBlocks,
         prefix: Prefix,
         num_external: int,
         granted: int,
@@ -203,6 +204,11 @@ class RequestLifecycle:
             self.manager.distrust(request)
             self._encoders.release(request, is_trusted=False)
             self.finish(request, FinishReason.ERROR, message=message)
+
+    def fail_all(self, reasons: dict[Request, str]) -> None:
+        """End requests that cannot be computed, each for its own reason."""
+        for request, reason in reasons.items():
+            self.finish(request, FinishReason.ERROR, message=reason)
 
     def finish(
         self,

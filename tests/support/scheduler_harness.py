@@ -366,7 +366,9 @@ class Harness:
                 assert row.request_id == running[slot].key
                 for group, tables in enumerate(manager.blocks):
                     told = row.block_tables[group][: len(tables[slot])]
-                    for _, _, index in (d for d in manager._dropped if d[:2] == (group, slot)):
+                    for _, _, index in (
+                        d for d in manager.tables._dropped if d[:2] == (group, slot)
+                    ):
                         told[index] = 0
                     assert told == tables[slot]
                 rejected = sum(

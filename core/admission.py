@@ -1,0 +1,254 @@
+"""The second half of a step: which waiting requests enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..protocol.config import SchedulerConfig
+from ..protocol.messages import NewRequestData
+from .admission_delay import AdmissionDelay
+from .admission_end import AdmissionEnd
+from .batch import Tenure
+from .block_tables import RequestBlocks
+from .cached_prefix import CachedPrefix
+from .drafts import Drafts
+from .encoder_inputs import EncoderInputs
+from .kv_cache_manager import Prefix
+from .kv_transfers import KVTransfers
+from .partial_prefills import PartialPrefills
+from .request import Request
+from .request_lifecycle import RequestLifecycle
+from .request_queue import Obstacle
+from .running_pass import RunningPass, RunningPlan
+
+
+class Admissions(NamedTuple):
+    """Rows that enter a step in the making, and those of them that load blocks in it."""
+
+    requests: list[NewRequestData]
+    granted: list[int]
+    samples: list[bool]
+    loading: list[Tenure]
+
+
+class Admission:
+    """Admits in the order of the queue, beside what the running requests get of a step."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        partial_prefills: PartialPrefills,
+        delay: AdmissionDelay,
+        lifecycle: RequestLifecycle,
+        running_pass: RunningPass,
+        encoders: EncoderInputs,
+        drafts: Drafts | None,
+        transfers: KVTransfers | None,
+    ) -> None:
+        self._config = config
+        self._partial_prefills = partial_prefills
+        self._delay = delay
+        self._lifecycle = lifecycle
+        self._manager = lifecycle.manager
+        self._queue = lifecycle.queue
+        self._running = lifecycle.running
+        self._running_pass = running_pass
+        self._encoders = encoders
+        self._drafts = drafts
+        self._transfers = transfers
+        self._blocked: tuple[Request, int] | None = None
+        self.end = AdmissionEnd.ALL_ADMITTED
+        """Why the last step admitted no further request."""
+
+    def displace(self, plan: RunningPlan, now: float) -> RunningPlan | None:
+        """Preempt requests that the first waiting one may displace, if that makes room for it.
+
+        Returns the plan for those that remain; None, and nothing done, when it has room anyway or never.
+        """
+        request = self._queue.peek()
+        if request is None or self._is_blocked(request):
+            return None
+        if request.lora_name and not self._has_lora_slot(request):
+            return None
+        candidates = self._queue.displaceable(request)
+        if not candidates or self._has_room(request, plan):
+            return None
+        if not self._has_room(request, self._running_pass.plan(candidates), candidates):
+            return None
+        for slot in candidates:
+            self._lifecycle.preempt(slot, now)
+            plan = self._running_pass.plan()
+            if self._has_room(request, plan):
+                break
+        return plan
+
+    def _has_room(self, request: Request, plan: RunningPlan, without: Sequence[int] = ()) -> bool:
+        """Whether a waiting request could be admitted beside the plan, were it not for some slots."""
+        manager = self._manager
+        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        if budget <= 0 or not (self._running.slots.num_free or without):
+            return False
+        prefix = manager.find_prefix(request)
+        granted = self._first_chunk(request.num_tokens - prefix.num_tokens, budget, plan.share)
+        if not granted:
+            return False
+        num_tokens = self._with_lookahead(request, prefix.num_tokens + granted)
+        lacking = manager.count_needed(prefix.blocks, num_tokens, without) + plan.growth.total
+        return lacking <= manager.pool.num_free
+
+    def _first_chunk(self, wanted: int, budget: int, share: int) -> int:
+        """How many tokens a request may begin with; 0 if it must wait for a larger budget."""
+        if self._config.enable_chunked_prefill:
+            return min(self._partial_prefills.cap(wanted, share), budget)
+        return wanted if wanted <= budget else 0
+
+    def _is_blocked(self, request: Request) -> bool:
+        """Whether the request was found not to fit, and no block has become free since."""
+        if self._blocked is None:
+            return False
+        blocked, num_openings = self._blocked
+        return blocked is request and num_openings == self._manager.pool.num_openings
+
+    def admit(self, plan: RunningPlan, max_admitted: int, now: float) -> Admissions:
+        """Admit waiting requests while tokens, slots and blocks last."""
+        queue, manager, limits = self._queue, self._manager, self._partial_prefills
+        admitted = Admissions([], [], [], [])
+        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        if not (queue and max_admitted and budget > 0):
+            self.end = (
+                AdmissionEnd.TOKENS
+                if max_admitted
+                else AdmissionEnd.PREEMPTION
+                if self._running.slots.num_free
+                else AdmissionEnd.SEQUENCES
+            )
+            return admitted
+        partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
+        num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
+        if not limits.are_long_at_limit(num_long):
+            queue.recall(Obstacle.LONG_PREFILLS)
+        if len(self._running.loras) < self._config.max_loras:
+            queue.recall(Obstacle.LORA_SLOTS)
+        queue.recall(Obstacle.CONNECTOR)
+        while budget > 0 and len(admitted.requests) < max_admitted:
+            if plan.encoders is not None:
+                plan.encoders.undo(0)
+            request = queue.peek()
+            if request is None:
+                self.end = AdmissionEnd.ALL_ADMITTED
+                break
+            if self._blocked and self._is_blocked(request):
+                self.end = AdmissionEnd.BLOCKS
+                break
+            if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
+                self.end = AdmissionEnd.DELAY
+                break
+            if request.lora_name and not self._has_lora_slot(request):
+                queue.set_aside(Obstacle.LORA_SLOTS)
+                continue
+            prefix = manager.find_prefix(request)
+            num_external = 0
+            if self._transfers is not None:
+                match = self._transfers.match(request, prefix)
+                if match is None or match.is_async:
+                    if match is None and not request.is_finished:
+                        queue.set_aside(Obstacle.CONNECTOR)
+                    elif match is not None and not self._load(
+                        self._transfers, request, prefix, match.num_tokens
+                    ):
+                        self.end = AdmissionEnd.BLOCKS
+                        break
+                    continue
+                num_external = match.num_tokens
+            num_computed = prefix.num_tokens + num_external
+            wanted = request.num_tokens - num_computed
+            granted = self._first_chunk(wanted, budget, plan.share)
+            if request.encoder_inputs and plan.encoders is not None:
+                most = num_computed + (budget if granted else 0)
+                end = self._encoders.fit(
+                    plan.encoders, request, num_computed, num_computed + granted, most
+                )
+                granted = end - num_computed
+                if granted < wanted and not self._config.enable_chunked_prefill:
+                    granted = 0
+                if plan.encoders.failed:
+                    self._lifecycle.fail_all(plan.encoders.failed)
+                    plan.encoders.failed.clear()
+                    continue
+            is_partial = granted < wanted
+            is_long = is_partial and limits.is_long(request.num_tokens)
+            if not granted:
+                self.end = AdmissionEnd.TOKENS
+                break
+            if is_partial and limits.are_at_limit(num_partial):
+                self.end = AdmissionEnd.PARTIAL_PREFILLS
+                break
+            if is_long and limits.are_long_at_limit(num_long):
+                queue.set_aside(Obstacle.LONG_PREFILLS)
+                continue
+            num_tokens = num_computed + granted
+            if self._drafts is not None:
+                num_tokens = self._with_lookahead(request, num_tokens)
+            tables = manager.allocate(prefix.blocks, num_tokens)
+            if tables is None:
+                tables = self._allocate(request, prefix.blocks, num_tokens)
+                if tables is None:
+                    self.end = AdmissionEnd.BLOCKS
+                    break
+            if self._transfers is not None:
+                if num_external and not self._transfers.allocated(request, tables[0], num_external):
+                    continue
+                self._transfers.started(request)
+            num_partial += is_partial
+            num_long += is_long
+            data = self._lifecycle.start(request, tables, prefix, num_external, granted, now)
+            if plan.encoders is not None:
+                self._encoders.carry_out(plan.encoders)
+            admitted.requests.append(data)
+            admitted.granted.append(granted)
+            admitted.samples.append(not is_partial)
+            if num_external:
+                admitted.loading.append(Tenure(request, request.num_admissions))
+            budget -= granted
+        else:
+            self.end = AdmissionEnd.TOKENS if budget <= 0 else AdmissionEnd.SEQUENCES
+        return admitted
+
+    def _with_lookahead(self, request: Request, num_tokens: int) -> int:
+        """How many tokens blocks are needed for, for so many to be computed."""
+        if self._drafts is None:
+            return num_tokens
+        most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
+        return min(num_tokens + self._drafts.num_lookahead_tokens, most)
+
+    def _has_lora_slot(self, request: Request) -> bool:
+        loras = self._running.loras
+        return request.lora_name in loras or len(loras) < self._config.max_loras
+
+    def _allocate(
+        self, request: Request, computed_blocks: CachedPrefix, num_tokens: int
+    ) -> RequestBlocks | None:
+        """Blocks for the first request of the queue; None, and it is remembered, if they do not fit."""
+        manager = self._manager
+        while (tables := manager.allocate(computed_blocks, num_tokens)) is None:
+            # Nobody who runs will make room: those who wait with blocks behind this request must.
+            if self._running or self._transfers is None or not self._transfers.take_back(request):
+                self._blocked = request, manager.pool.num_openings
+                break
+        return tables
+
+    def _load(
+        self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
+    ) -> bool:
+        """Let the first request of the queue wait for an asynchronous load. False if its blocks do not fit."""
+        num_tokens = prefix.num_tokens + num_external
+        tables = self._allocate(request, prefix.blocks, num_tokens)
+        if tables is None:
+            return False
+        (blocks,) = tables
+        if transfers.allocated(request, blocks, num_external):
+            self._lifecycle.count_lookup(request, prefix, num_external)
+            transfers.begin_load(request, blocks, num_tokens)
+        return True

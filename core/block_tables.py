@@ -1,0 +1,236 @@
+"""The blocks of running requests, by KV-cache group and slot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, takewhile
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..protocol.arrays import Int64Array, int32_bytes
+from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from .block_pool import NULL_BLOCK, BlockPool
+from .cached_prefix import CachedPrefix
+from .slots import SlotArray
+from .windows import Window, windows_of
+
+RequestBlocks: TypeAlias = tuple[list[int], ...]
+"""The blocks of one request in each group, in the order of its tokens."""
+
+
+class Growth(NamedTuple):
+    """Blocks of tokens that some slots need in addition: `slots[i]` needs `counts[i]` > 0 of them.
+
+    `total` counts them in all groups.
+    """
+
+    slots: SlotArray
+    counts: Int64Array
+    total: int
+
+
+class BlockTables:
+    """A table for each group and slot, with the null block where none is needed.
+
+    What changes in a table after its request has got its slot is told to the workers.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[KVCacheGroup, ...],
+        block_size: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self.blocks: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in groups]
+        kinds = [group.kind for group in groups]
+        self.is_simple = kinds == [AttentionKind.FULL]
+        """Whether there is nothing but full attention."""
+        self._state_groups = [
+            i for i, kind in enumerate(kinds) if kind is AttentionKind.STATE_SPACE
+        ]
+        self._growing_group = next(
+            i for i, kind in enumerate(kinds) if kind is not AttentionKind.CROSS
+        )
+        self._cross_groups = [i for i, kind in enumerate(kinds) if kind is AttentionKind.CROSS]
+        self._token_groups = [
+            i
+            for i in range(len(groups))
+            if i not in self._state_groups and i not in self._cross_groups
+        ]
+        self._num_cross_blocks = [-(-groups[i].size // block_size) for i in self._cross_groups]
+        self._full_group = kinds.index(AttentionKind.FULL) if AttentionKind.FULL in kinds else None
+        self._windows = windows_of(groups, block_size, max_num_seqs)
+        self.has_windows = bool(self._windows)
+        self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._dropped: list[tuple[int, int, int]] = []
+        self._updates = b""
+
+    # a request gets a slot, and leaves it
+
+    def count_new(self, prefix: CachedPrefix, num_blocks: int) -> int:
+        """Blocks to allocate for a request of `num_blocks`, the found ones on the host included."""
+        num_more = num_blocks - prefix.num_blocks
+        if self.is_simple:
+            return num_more + len(prefix.loads)
+        return (
+            num_more * len(self._token_groups)
+            + len(prefix.loads)
+            + len(self._state_groups)
+            + sum(self._num_cross_blocks)
+        )
+
+    def lay_out(self, prefix: CachedPrefix, num_blocks: int, new: list[int]) -> RequestBlocks:
+        """The tables of a request that was found a prefix and given new blocks."""
+        if self.is_simple:
+            return (prefix.blocks[0] + new,)
+        tables = [
+            [NULL_BLOCK] * (prefix.num_blocks - len(found)) + found for found in prefix.blocks
+        ]
+        num_more = num_blocks - prefix.num_blocks
+        start = 0
+        for group in self._token_groups:
+            tables[group] += new[start : start + num_more]
+            start += num_more
+        for group in self._state_groups:
+            tables[group] += [NULL_BLOCK] * (num_more - 1) + new[start : start + 1]
+            start += 1
+        for group, count in zip(self._cross_groups, self._num_cross_blocks, strict=True):
+            tables[group] = new[start : start + count]
+            start += count
+        return tuple(tables)
+
+    def fill(self, slot: int, tables: RequestBlocks, prefix: CachedPrefix) -> None:
+        """A request with these blocks has got a slot."""
+        for group, table in enumerate(tables):
+            self.blocks[group][slot] = table
+        for window in self._windows:
+            num_found = len(prefix.blocks[window.groups[0]])
+            window.first_held[slot] = prefix.num_blocks - num_found
+        self._capacity[slot] = len(tables[self._growing_group]) * self._block_size
+
+    def of(self, slot: int) -> RequestBlocks:
+        return tuple([tables[slot] for tables in self.blocks])
+
+    def clear(self, slot: int) -> None:
+        """Release the blocks of a request that leaves its slot."""
+        self._capacity[slot] = 0
+        if self.is_simple:
+            self._pool.release(self.blocks[0][slot])
+            self.blocks[0][slot] = []
+            return
+        for tables in self.blocks:
+            self._pool.release([block for block in tables[slot] if block != NULL_BLOCK])
+            tables[slot] = []
+        self._dropped = [place for place in self._dropped if place[1] != slot]
+
+    # its tokens become more
+
+    def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
+        """What `slots` lack to hold `num_tokens` tokens each."""
+        missing = num_tokens - self._capacity[slots]
+        rows = (missing > 0).nonzero()[0]
+        counts = -(-missing[rows] // self._block_size)
+        total = int(counts.sum()) if len(rows) else 0
+        if not self.is_simple:
+            total = total * len(self._token_groups) + len(rows) * len(self._state_groups)
+        return Growth(slots[rows], counts, total)
+
+    def grow(self, growth: Growth) -> None:
+        """Carry out a planned growth that fits. The step in the making must `take_updates`."""
+        if not growth.total:
+            return
+        if self.is_simple:
+            self._grow_simple(growth)
+            return
+        updates: list[tuple[int, int, int, int]] = []
+        blocks = iter(self._pool.allocate(growth.total))
+        num_held = self._capacity[growth.slots] // self._block_size
+        self._capacity[growth.slots] = (num_held + growth.counts) * self._block_size
+        rows = zip(growth.slots.tolist(), num_held.tolist(), growth.counts.tolist(), strict=True)
+        for slot, start, count in rows:
+            updates += [
+                (group, slot, index, next(blocks))
+                for group in self._token_groups
+                for index in range(start, start + count)
+            ]
+            last = start + count - 1
+            updates += [(group, slot, last, next(blocks)) for group in self._state_groups]
+            for group, tables in enumerate(self.blocks):
+                if group not in self._cross_groups:
+                    tables[slot] += [NULL_BLOCK] * count
+        for group, slot, index, block in updates:
+            self.blocks[group][slot][index] = block
+        self._updates = int32_bytes(updates)
+
+    def _grow_simple(self, growth: Growth) -> None:
+        slots, counts, total = growth
+        blocks = self._pool.allocate(total)
+        updates = np.empty((total, 4), np.int32)
+        updates[:, 0] = 0
+        updates[:, 3] = blocks
+        num_held = self._capacity[slots] // self._block_size
+        self._capacity[slots] = (num_held + counts) * self._block_size
+        if total > len(slots):
+            first = np.cumsum(counts) - counts
+            num_held = np.repeat(num_held - first, counts) + np.arange(total)
+            slots = np.repeat(slots, counts)
+        updates[:, 1] = slots
+        updates[:, 2] = num_held
+        (tables,) = self.blocks
+        for slot, block in zip(slots.tolist(), blocks, strict=True):
+            tables[slot].append(block)
+        self._updates = updates.tobytes()
+
+    def advance_windows(self, slots: SlotArray, num_computed: Int64Array) -> None:
+        """Free the blocks of windowed groups that no token after the computed ones will see."""
+        for window in self._windows:
+            for slot, start, end in window.advance(slots, num_computed):
+                self._drop(window, slot, start, end)
+
+    def _drop(self, window: Window, slot: int, start: int, end: int) -> None:
+        for group in window.groups:
+            table = self.blocks[group][slot]
+            held = [index for index in range(start, end) if table[index] != NULL_BLOCK]
+            self._pool.release([table[index] for index in held])
+            for index in held:
+                table[index] = NULL_BLOCK
+                self._dropped.append((group, slot, index))
+
+    def take_updates(self) -> bytes:
+        """Int32 rows (group, slot, index, block): what has changed since the last call."""
+        updates, self._updates = self._updates, b""
+        if self._dropped:
+            updates += int32_bytes([(*place, NULL_BLOCK) for place in self._dropped])
+            self._dropped = []
+        return updates
+
+    # questions
+
+    def count_freed(self, slots: Sequence[int], kept: set[int]) -> int:
+        """How many blocks would be free, were these slots cleared and some of their blocks kept."""
+        held = Counter(
+            chain.from_iterable(tables[slot] for tables in self.blocks for slot in slots)
+        )
+        del held[NULL_BLOCK]
+        ref_counts = self._pool.ref_counts
+        return sum(
+            count == ref_counts[block] and block not in kept for block, count in held.items()
+        )
+
+    def count_common(self, slots: SlotArray) -> int:
+        """The first blocks that all of several slots share, where every block is kept."""
+        ref_counts, num_slots = self._pool.ref_counts, len(slots)
+        if num_slots < 2 or self._full_group is None:
+            return 0
+        tables = self.blocks[self._full_group]
+        if ref_counts[tables[slots[0]][0]] < num_slots:
+            return 0
+        rows = [tables[slot] for slot in slots.tolist()]
+        # Whatever the least and the greatest of the tables have in common, those between them have, too.
+        ends = zip(min(rows), max(rows), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))

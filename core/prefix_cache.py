@@ -1,0 +1,182 @@
+"""Which blocks are found by their content, by whom, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+
+from ..protocol.arrays import Int32Array, int32_view
+from ..protocol.block_hash import PlacedInput
+from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from .block_pool import NULL_BLOCK, BlockPool
+from .block_tables import RequestBlocks
+from .cached_prefix import ON_HOST, CachedPrefix, find_cached_prefix, group_key, group_keys
+from .host_tier import HostTier
+from .kv_event_log import KVEventLog
+from .request import Request
+from .slots import Slots
+
+HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes]
+"""`block_hash.hash_blocks`, or what stands for it where there are no tokens."""
+
+
+class PrefixCache:
+    """Makes full blocks of certain tokens findable, and finds the longest prefix of a request.
+
+    `enabled` is False where nobody shares anything.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostTier | None,
+        slots: Slots,
+        groups: tuple[KVCacheGroup, ...],
+        block_size: int,
+        *,
+        enabled: bool,
+        events: KVEventLog | None,
+        hash_blocks: HashBlocks,
+    ) -> None:
+        self._pool = pool
+        self._host = host
+        self._slots = slots
+        self._groups = groups
+        self._block_size = block_size
+        self._is_simple = [group.kind for group in groups] == [AttentionKind.FULL]
+        self.enabled = enabled
+        self._events = events
+        self._hash_blocks = hash_blocks
+        self._no_prefix = CachedPrefix(0, ([],) * len(groups))
+        self._new_states: list[tuple[int, bytes]] = []
+        self.num_cached_blocks = [0] * len(slots.requests)
+        """How many of the first blocks of each slot others can find."""
+
+    def find(self, request: Request) -> CachedPrefix:
+        """The cached blocks of the longest known prefix, which leaves at least one token to compute."""
+        limit = (request.num_tokens - 1) // self._block_size
+        if not limit or not self.is_read_for(request):
+            return self._no_prefix
+        digests = request.block_hashes[:limit]
+        if self._is_simple and self._host is None:
+            found = self._pool.find(digests)
+            return CachedPrefix(len(found), (found,)) if found else self._no_prefix
+        return find_cached_prefix(
+            self._pool,
+            self._groups,
+            self._block_size,
+            digests,
+            self._pool.lookup if self._host is None else self._lookup,
+        )
+
+    def _lookup(self, key: bytes) -> int | None:
+        """Where a block's content is; the host is asked last."""
+        block = self._pool.lookup(key)
+        if block is None and self._host is not None and self._host.find(key) is not None:
+            return ON_HOST
+        return block
+
+    def is_read_for(self, request: Request) -> bool:
+        """Prompt log-probabilities need the whole prompt to be computed, once."""
+        return (
+            self.enabled
+            and bool(request.root_hash)
+            and (request.params.prompt_logprobs is None or request.has_sampled)
+        )
+
+    def is_filled_by(self, request: Request) -> bool:
+        return self.enabled and bool(request.root_hash) and not request.has_untrusted_blocks
+
+    def add(self, request: Request, tables: RequestBlocks, start: int, num_tokens: int) -> int:
+        """Make the full, hashed blocks from index `start` on, up to `num_tokens` tokens, findable.
+
+        Returns how many of the first blocks are findable now.
+        """
+        hashes = request.block_hashes
+        end = min(num_tokens // self._block_size, len(hashes))
+        if end <= start:
+            return start
+        if self._events is not None:
+            self._log_stored(self._events, request, tables[0], start, end)
+        if self._is_simple:
+            self._pool.cache(tables[0][start:end], hashes[start:end])
+        else:
+            for group, table in enumerate(tables):
+                self._add_to_group(group, table, start, end, hashes, num_tokens)
+        return end
+
+    def _add_to_group(
+        self,
+        group: int,
+        table: list[int],
+        start: int,
+        end: int,
+        hashes: list[bytes],
+        num_tokens: int,
+    ) -> None:
+        kind = self._groups[group].kind
+        if kind is AttentionKind.CROSS:
+            return
+        if kind is AttentionKind.STATE_SPACE:
+            # The block holds the state that its digest stands for only while its last token is the last one computed.
+            block = table[end - 1]
+            if num_tokens == end * self._block_size and block != NULL_BLOCK:
+                self._new_states.append((block, group_key(hashes[end - 1], group)))
+            return
+        blocks, keys = table[start:end], group_keys(hashes[start:end], group)
+        if NULL_BLOCK in blocks:
+            held = [(block, key) for block, key in zip(blocks, keys, strict=True) if block]
+            blocks, keys = [block for block, _ in held], [key for _, key in held]
+        self._pool.cache(blocks, keys)
+
+    def add_states(self) -> None:
+        """Make the states findable that the steps sent so far leave behind.
+
+        Unlike keys, a state is there for others only when the step that computes it has ended.
+        """
+        for block, key in self._new_states:
+            self._pool.cache([block], [key])
+        self._new_states.clear()
+
+    def hash_output(self, request: Request, num_tokens: int) -> None:
+        """Hash the full blocks among the first `num_tokens` tokens of a running request."""
+        num_output = max(0, num_tokens - request.num_prompt_tokens)
+        output = self._slots.output_token_ids(request.slot)[:num_output]
+        request.hash_output_blocks(output, self._block_size, self._hash_blocks)
+
+    def distrust(self, request: Request, num_valid_blocks: int) -> None:
+        """Let nobody find the blocks of a running request but the first valid ones."""
+        self.add_states()
+        digests = request.block_hashes[num_valid_blocks : self.num_cached_blocks[request.slot]]
+        for group in range(len(self._groups)):
+            keys = group_keys(digests, group)
+            self._pool.uncache(keys)
+            if self._host is not None:
+                self._host.forget(keys)
+        request.has_untrusted_blocks = True
+
+    def _log_stored(
+        self, events: KVEventLog, request: Request, table: list[int], start: int, end: int
+    ) -> None:
+        """Log the runs of blocks that are about to become findable."""
+        hashes, size = request.block_hashes, self._block_size
+        output = (
+            self._slots.output_token_ids(request.slot)
+            if request.slot >= 0
+            else int32_view(request.output_token_ids)
+        )
+        token_ids = np.concatenate((int32_view(request.prompt_token_ids), output))
+        fresh = (
+            index
+            for index in range(start, end)
+            if table[index] != NULL_BLOCK and not self._pool.is_cached(hashes[index])
+        )
+        for _, run in groupby(enumerate(fresh), lambda item: item[1] - item[0]):
+            indices = [index for _, index in run]
+            first, last = indices[0], indices[-1] + 1
+            parent = hashes[first - 1] if first else None
+            tokens = token_ids[first * size : last * size].tolist()
+            events.stored(hashes[first:last], parent, tokens)

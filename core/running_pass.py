@@ -1,0 +1,153 @@
+"""The first half of a step: what the running requests compute in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocol.arrays import BoolArray, Int64Array
+from .block_tables import Growth
+from .drafts import Drafts
+from .encoder_inputs import EncoderInputs, EncoderPlan
+from .kv_cache_manager import KVCacheManager
+from .partial_prefills import PartialPrefills
+from .request_queue import RequestQueue
+from .running_requests import RunningRequests
+from .slots import SlotArray
+
+
+class RunningPlan(NamedTuple):
+    """What the running requests would compute: `granted` of the `wanted` tokens each, up to `computed`.
+
+    Of the wanted tokens `needed` are no drafts. `encoders` is None when nobody who runs needs an encoder.
+    `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
+    """
+
+    slots: SlotArray
+    needed: Int64Array
+    wanted: Int64Array
+    granted: Int64Array
+    computed: Int64Array
+    growth: Growth
+    num_tokens: int
+    share: int
+    encoders: EncoderPlan | None
+
+    def num_drafts(self, samples: BoolArray) -> Int64Array:
+        """How many drafts each row verifies."""
+        return np.where(samples, self.granted - self.needed, 0)
+
+
+class RunningPass:
+    """Plans for all running requests together, in array operations; only those that prefill are visited singly."""
+
+    def __init__(
+        self,
+        *,
+        max_num_batched_tokens: int,
+        partial_prefills: PartialPrefills,
+        manager: KVCacheManager,
+        running: RunningRequests,
+        queue: RequestQueue,
+        encoders: EncoderInputs,
+        drafts: Drafts | None,
+    ) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._partial_prefills = partial_prefills
+        self._manager = manager
+        self._running = running
+        self._slots = running.slots
+        self._queue = queue
+        self._encoders = encoders
+        self._drafts = drafts
+
+    def plan(self, without: Sequence[int] = ()) -> RunningPlan:
+        """What the running requests may compute. The blocks for it may be lacking."""
+        state = self._slots
+        slots = self._running.order
+        if without:
+            slots = slots[np.isin(slots, without, invert=True)]
+        computed = state.num_computed_tokens[slots]
+        most = state.max_computed_tokens[slots]
+        needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
+        needed -= computed
+        if self._drafts is not None:
+            is_decoding = (needed == 1) & ~self._is_prefilling(slots)
+            wanted = needed + self._drafts.count(slots, is_decoding, most - computed - needed)
+        granted, share = self._limit(slots, wanted)
+        encoders = None
+        if self._encoders.are_in_use:
+            encoders = self._encoders.begin_plan()
+            granted = self._fit_encoder_inputs(encoders, slots, computed, granted)
+        computed += granted
+        to_hold = computed
+        if self._drafts is not None:
+            to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
+        growth = self._manager.tables.plan_growth(slots, to_hold)
+        return RunningPlan(
+            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share, encoders
+        )
+
+    def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
+        """Cut what the running requests want to the limits of a step, first come first served.
+
+        Returns the tokens granted, and the share of each prompt.
+        """
+        limits = self._partial_prefills
+        prefilling = self._running.prefilling
+        if prefilling:
+            is_prefill = self._is_prefilling(slots)
+            num_decodes = int(wanted[~is_prefill].sum())
+            share = limits.share(num_decodes, len(prefilling), len(self._queue))
+            wanted = limits.cap_rows(wanted, is_prefill, share)
+        else:
+            share = limits.share(len(slots), 0, len(self._queue))
+        budget = self._max_num_batched_tokens
+        if wanted.sum() > budget:
+            before = np.cumsum(wanted) - wanted
+            wanted = np.clip(budget - before, 0, wanted)
+        return wanted, share
+
+    def _fit_encoder_inputs(
+        self, plan: EncoderPlan, slots: SlotArray, computed: Int64Array, granted: Int64Array
+    ) -> Int64Array:
+        """Let no prompt go further than its encoder inputs do."""
+        fitted = granted.copy()
+        spare = self._max_num_batched_tokens - int(granted.sum())
+        for slot in self._running.prefilling:
+            request = self._running[slot]
+            rows = (slots == slot).nonzero()[0] if request.encoder_inputs else slots[:0]
+            row = int(rows[0]) if len(rows) else -1
+            if row < 0 or not granted[row]:
+                continue
+            start, count = int(computed[row]), int(granted[row])
+            end = self._encoders.fit(plan, request, start, start + count, start + count + spare)
+            fitted[row] = end - start
+            spare += count - (end - start)
+        return fitted
+
+    def _is_prefilling(self, slots: SlotArray) -> BoolArray:
+        return np.isin(slots, list(self._running.prefilling))
+
+    def carry_out(self, plan: RunningPlan) -> BoolArray:
+        """Give the running requests what was planned. Returns which of them sample."""
+        slots, state = plan.slots, self._slots
+        samples: BoolArray = plan.granted > 0
+        if plan.granted is not plan.wanted:
+            samples &= plan.granted >= plan.needed
+        if plan.encoders is not None:
+            self._encoders.carry_out(plan.encoders)
+        state.num_computed_tokens[slots] = plan.computed
+        state.num_expected_tokens[slots] += samples
+        if self._drafts is not None:
+            state.num_expected_tokens[slots] += plan.num_drafts(samples)
+        self._manager.tables.grow(plan.growth)
+        for slot, num_prefill_tokens in list(self._running.prefilling.items()):
+            request = self._running[slot]
+            num_computed = int(state.num_computed_tokens[slot])
+            self._manager.cache_blocks(request, num_computed)
+            if num_computed >= num_prefill_tokens:
+                self._running.complete_prefill(request)
+        return samples
