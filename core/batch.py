@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
@@ -77,7 +78,7 @@ class Batch:
         return rows
 
 
-class Tenure(NamedTuple):
+class Tenure(msgspec.Struct, frozen=True):
     """A request from one admission until it leaves its slot, with the drafts that a step verifies of it.
 
     `draft_token_ids` is None while only the workers know them.

@@ -46,18 +46,23 @@ class BlockLifetimes:
             self._held.add(block)
 
     def released(self, blocks: Sequence[int]) -> None:
-        """Cached blocks are free now."""
-        if not self._held.isdisjoint(blocks):
-            for block in self._held.intersection(blocks):
+        """Blocks lost a reference, some cached ones of them their last."""
+        if self._held.isdisjoint(blocks):
+            return
+        for block in blocks:
+            if block in self._held and not self._ref_counts[block]:
                 self._held.remove(block)
                 self._idle_since[block] = self.now
 
-    def evicted(self, block: int) -> None:
-        """A free block was taken for other content."""
-        if block in self._cached_at:
-            self.has_news = True
-            self._lifetimes.append(self.now - self._cached_at.pop(block))
-            self._idle_times.append(self.now - self._idle_since.pop(block))
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """Free blocks were taken for other content."""
+        if self._idle_since.keys().isdisjoint(blocks):
+            return
+        self.has_news = True
+        for block in blocks:
+            if block in self._idle_since:
+                self._lifetimes.append(self.now - self._cached_at.pop(block))
+                self._idle_times.append(self.now - self._idle_since.pop(block))
 
     def forgotten(self, block: int) -> None:
         """A block is findable no more, though nobody needed its memory."""

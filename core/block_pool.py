@@ -59,10 +59,9 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Hold `count` free blocks, the never cached first. `count` must not exceed `num_free`."""
-        start = max(0, len(self._blank) - count)
-        blocks = self._blank[start:]
-        blocks.reverse()
-        del self._blank[start:]
+        blank = self._blank
+        blocks = blank[: -count - 1 : -1]
+        del blank[len(blank) - len(blocks) :]
         if len(blocks) < count:
             self._evict(count - len(blocks), blocks)
         ref_counts = self.ref_counts
@@ -78,8 +77,10 @@ class BlockPool:
         """What the block is found by."""
         return self._hash_of[block]
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest prefix of `hashes`."""
+        if not hashes or hashes[0] not in self._block_of:
+            return []
         found = list(map(self._block_of.get, hashes))
         if None in found:
             del found[found.index(None) :]
@@ -104,14 +105,23 @@ class BlockPool:
         Tails become evictable before heads.
         """
         self.num_openings += 1
-        ref_counts, hash_of = self.ref_counts, self._hash_of
-        evictable: list[int] = []
+        ref_counts, hash_of, serial_of = self.ref_counts, self._hash_of, self._serial_of
+        freed = self._freed
+        first = serial = self._first_serial + len(freed)
         for block in reversed(blocks):
             ref_counts[block] -= 1
             if not ref_counts[block]:
-                (self._blank if hash_of[block] is None else evictable).append(block)
-        self._make_evictable(evictable)
-        self.lifetimes.released(evictable)
+                if hash_of[block] is None:
+                    self._blank.append(block)
+                else:
+                    serial_of[block] = serial
+                    freed.append(block)
+                    serial += 1
+        if serial > first:
+            self._num_evictable += serial - first
+            self.lifetimes.released(blocks)
+            if len(freed) > 4 * self.num_blocks:
+                self._drop_stale()
 
     def count_cached(self) -> int:
         """`num_cached`, counted block by block."""
@@ -156,44 +166,42 @@ class BlockPool:
             self._events.cleared()
         return True
 
-    def _make_evictable(self, blocks: list[int]) -> None:
-        next_serial = self._first_serial + len(self._freed)
-        for serial, block in enumerate(blocks, next_serial):
-            self._serial_of[block] = serial
-        self._freed += blocks
-        self._num_evictable += len(blocks)
-        if len(self._freed) > 4 * self.num_blocks:
-            self._drop_stale()
-
     def _drop_stale(self) -> None:
+        serial_of, ref_counts = self._serial_of, self.ref_counts
         serials = enumerate(self._freed, self._first_serial)
         fresh = [
             block
             for serial, block in serials
-            if self._serial_of[block] == serial and not self.ref_counts[block]
+            if serial_of[block] == serial and not ref_counts[block]
         ]
         self._freed.clear()
-        self._num_evictable = 0
-        self._make_evictable(fresh)
+        self._freed += fresh
+        for serial, block in enumerate(fresh, self._first_serial):
+            serial_of[block] = serial
 
     def _evict(self, count: int, blocks: list[int]) -> None:
         """Move the `count` least recently freed cached blocks out of the cache to the end of `blocks`."""
-        serial_of, ref_counts = self._serial_of, self.ref_counts
+        serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
+        hash_of, block_of = self._hash_of, self._block_of
         self._num_evictable -= count
-        while count:
-            serial = self._first_serial
-            self._first_serial += 1
-            block = self._freed.popleft()
-            if serial_of[block] == serial and not ref_counts[block]:
-                serial_of[block] = -1
-                digest = self._hash_of[block]
-                assert digest is not None
-                self._forget(block, digest)
-                self.lifetimes.evicted(block)
-                if self._on_evict is not None:
-                    self._on_evict(digest, block)
-                blocks.append(block)
-                count -= 1
+        serial = self._first_serial
+        for _ in range(count):
+            block = freed.popleft()
+            while serial_of[block] != serial or ref_counts[block]:
+                block = freed.popleft()
+                serial += 1
+            serial += 1
+            digest = hash_of[block]
+            assert digest is not None
+            del block_of[digest]
+            hash_of[block] = None
+            blocks.append(block)
+            if self._on_evict is not None:
+                self._on_evict(digest, block)
+            if self._events is not None:
+                self._events.removed(digest)
+        self._first_serial = serial
+        self.lifetimes.evicted(blocks)
 
     def _forget(self, block: int, digest: bytes) -> None:
         del self._block_of[digest]

@@ -106,8 +106,8 @@ class BlockTables:
 
     def fill(self, slot: int, tables: RequestBlocks, prefix: CachedPrefix) -> None:
         """A request with these blocks has got a slot."""
-        for group, table in enumerate(tables):
-            self.blocks[group][slot] = table
+        for rows, table in zip(self.blocks, tables, strict=True):
+            rows[slot] = table
         for window in self._windows:
             num_found = len(prefix.blocks[window.groups[0]])
             window.first_held[slot] = prefix.num_blocks - num_found

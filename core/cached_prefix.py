@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
+
 from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from .block_pool import BlockPool
 
@@ -23,7 +25,7 @@ class Load(NamedTuple):
     key: bytes
 
 
-class CachedPrefix(NamedTuple):
+class CachedPrefix(msgspec.Struct, frozen=True):
     """The first `num_blocks` blocks of a request need not be computed.
 
     `blocks[group]` are those of them that the tokens after them will see, the last one last; `loads` those

@@ -68,7 +68,7 @@ class ClientOutputs:
         return self._outboxes[client_index]
 
     def event(self, request: Request, kind: EventKind, now: float) -> None:
-        num_cached = max(0, request.num_cached_tokens) if kind is EventKind.SCHEDULED else 0
+        num_cached = request.num_cached_tokens if kind is EventKind.SCHEDULED else 0
         event = RequestEvent(request.request_index, kind, now, num_cached)
         self._outboxes[request.client_index].events.append(event)
 

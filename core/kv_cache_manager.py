@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..protocol.block_hash import hash_blocks
@@ -21,7 +21,7 @@ from .request import Request
 from .slots import SlotArray, Slots
 
 
-class Prefix(NamedTuple):
+class Prefix(msgspec.Struct, frozen=True):
     """The computed tokens that a waiting request can begin with; a reserved prefix is held for the request already."""
 
     blocks: CachedPrefix
@@ -71,12 +71,15 @@ class KVCacheManager:
         )
         self.reserved: dict[int, list[int]] = {}
         """Blocks that are held for a transfer instead of by a slot, by its id; there is one group then."""
+        self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0)
 
     # before a request gets a slot
 
     def find_prefix(self, request: Request) -> Prefix:
         """The longest known prefix, findable or reserved."""
         found = self.prefix_cache.find(request)
+        if not (found.num_blocks or request.num_reserved_tokens):
+            return self._no_prefix
         num_tokens = found.num_blocks * self.block_size
         if request.num_reserved_tokens > num_tokens:
             blocks = self.reserved[request.transfer_id]
@@ -121,9 +124,12 @@ class KVCacheManager:
         self, request: Request, tables: RequestBlocks, prefix: Prefix, num_tokens: int
     ) -> None:
         """Give a request its blocks, the first `num_tokens` tokens of which will be computed."""
-        self.tables.fill(request.slot, tables, prefix.blocks)
-        self.prefix_cache.num_cached_blocks[request.slot] = prefix.num_cached_blocks
-        self.cache_blocks(request, num_tokens)
+        cache, slot = self.prefix_cache, request.slot
+        self.tables.fill(slot, tables, prefix.blocks)
+        num_cached = prefix.num_cached_blocks
+        if cache.is_filled_by(request):
+            num_cached = cache.add(request, tables, num_cached, num_tokens)
+        cache.num_cached_blocks[slot] = num_cached
 
     def begin_step(self, slots: SlotArray, *, may_be_rejected: bool) -> None:
         """Free the blocks of windowed groups that no token still to be computed in `slots` will see.
@@ -156,10 +162,10 @@ class KVCacheManager:
         Blocks filled with output are hashed only here, where the request stops writing to them.
         """
         cache, slot = self.prefix_cache, request.slot
-        num_cached_blocks = cache.num_cached_blocks[slot]
-        if num_tokens // self.block_size > num_cached_blocks and cache.is_filled_by(request):
+        num_cached = cache.num_cached_blocks[slot]
+        if num_tokens // self.block_size > num_cached and cache.is_filled_by(request):
             cache.hash_output(request, num_tokens)
-            self.cache_blocks(request, num_tokens)
+            cache.add(request, self.tables.of(slot), num_cached, num_tokens)
         cache.add_states()
         if is_preempted and self.host is not None:
             self._swap(slot)

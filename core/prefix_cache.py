@@ -50,7 +50,7 @@ class PrefixCache:
         self.enabled = enabled
         self._events = events
         self._hash_blocks = hash_blocks
-        self._no_prefix = CachedPrefix(0, ([],) * len(groups))
+        self.no_prefix = CachedPrefix(0, ([],) * len(groups))
         self._new_states: list[tuple[int, bytes]] = []
         self.num_cached_blocks = [0] * len(slots.requests)
         """How many of the first blocks of each slot others can find."""
@@ -59,11 +59,11 @@ class PrefixCache:
         """The cached blocks of the longest known prefix, which leaves at least one token to compute."""
         limit = (request.num_tokens - 1) // self._block_size
         if not limit or not self.is_read_for(request):
-            return self._no_prefix
+            return self.no_prefix
         digests = request.block_hashes[:limit]
         if self._is_simple and self._host is None:
             found = self._pool.find(digests)
-            return CachedPrefix(len(found), (found,)) if found else self._no_prefix
+            return CachedPrefix(len(found), (found,)) if found else self.no_prefix
         return find_cached_prefix(
             self._pool,
             self._groups,
@@ -95,10 +95,14 @@ class PrefixCache:
 
         Returns how many of the first blocks are findable now.
         """
-        hashes = request.block_hashes
-        end = min(num_tokens // self._block_size, len(hashes))
+        end = num_tokens // self._block_size
         if end <= start:
             return start
+        hashes = request.block_hashes
+        if end > len(hashes):
+            end = len(hashes)
+            if end <= start:
+                return start
         if self._events is not None:
             self._log_stored(self._events, request, tables[0], start, end)
         if self._is_simple:

@@ -120,7 +120,7 @@ class Replayer(Outside):
         """A token at which no request stops."""
         stops: set[int] = set()
         for request in self.scheduler.requests.values():
-            stops |= request.stop_token_ids
+            stops.update(request.stop_token_ids)
         for event in self._segment.events:
             if isinstance(event, AddRequest):
                 stops.update(event.message.eos_token_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ RequestKey: TypeAlias = tuple[int, int]
 
 
 _FEW_BYTES = 16 * HASH_BYTES
+_UNPACK = [Struct(f"{HASH_BYTES}s" * count).unpack for count in range(17)]
 _DIGEST = np.dtype((np.void, HASH_BYTES))
 
 
@@ -120,7 +122,7 @@ class Request:
         self._block_hashes: list[bytes] | None = None
         ends = () if self.params.ignore_eos else message.eos_token_ids
         self.eos_token_ids = ends
-        self.stop_token_ids = frozenset(ends).union(self.params.stop_token_ids)
+        self.stop_token_ids = ends + self.params.stop_token_ids
         self.status = RequestStatus.WAITING
         self.is_finished = False
         self.slot = -1
@@ -180,6 +182,6 @@ class Request:
 
 def _split(digests: bytes) -> list[bytes]:
     if len(digests) <= _FEW_BYTES:
-        return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]
+        return list(_UNPACK[len(digests) // HASH_BYTES](digests))
     split: list[bytes] = np.frombuffer(digests, dtype=_DIGEST).tolist()
     return split

@@ -9,9 +9,10 @@ from collections import deque
 
 import numpy as np
 
+from ..protocol.arrays import Int64Array
 from .request import Request
 from .running_requests import RunningRequests
-from .slots import SlotArray
+from .slots import Float64Array, SlotArray
 
 _MIN_LEFT = 64
 """Entries of requests that ended while they waited are swept out when they outnumber the others by this."""
@@ -155,6 +156,9 @@ class RankedQueue(RequestQueue):
         super().__init__(running)
         self._preempts = preempts
         self._heap: list[tuple[float, int, Request]] = []
+        max_num_seqs = len(running.slots.requests)
+        self._ranks: Float64Array = np.zeros(max_num_seqs, np.float64)
+        self._arrivals: Int64Array = np.zeros(max_num_seqs, np.int64)
 
     @abstractmethod
     def rank(self, request: Request) -> float: ...
@@ -164,6 +168,10 @@ class RankedQueue(RequestQueue):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
+    def entering(self, request: Request, num_cached_tokens: int) -> None:
+        self._ranks[request.slot] = request.rank
+        self._arrivals[request.slot] = request.arrival
+
     def victim(self) -> int:
         return self._worst_first(self._running.order)[0]
 
@@ -171,11 +179,12 @@ class RankedQueue(RequestQueue):
         if not self._preempts:
             return []
         order = self._running.order
-        return self._worst_first(order[self._running.slots.rank[order] > request.rank])
+        return self._worst_first(order[self._ranks[order] > request.rank])
 
     def _worst_first(self, slots: SlotArray) -> list[int]:
-        state = self._running.slots
-        ascending: list[int] = slots[np.lexsort((state.arrival[slots], state.rank[slots]))].tolist()
+        ascending: list[int] = slots[
+            np.lexsort((self._arrivals[slots], self._ranks[slots]))
+        ].tolist()
         return ascending[::-1]
 
     def _insert(self, request: Request) -> None:

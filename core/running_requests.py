@@ -59,25 +59,24 @@ class RunningRequests:
         num_tokens = request.num_tokens
         is_prefilled = num_computed_tokens == num_tokens
         slot = self.slots.take(
-            request,
-            num_computed_tokens=num_computed_tokens,
-            num_expected_tokens=num_tokens + is_prefilled,
-            max_output_tokens=max_output_tokens,
+            request, num_computed_tokens, num_tokens + is_prefilled, max_output_tokens
         )
         self._order[self._num_ordered] = slot
         self._num_ordered += 1
-        self.num_constrained += request.params.structured_output is not None
+        if request.params.structured_output is not None:
+            self.num_constrained += 1
         if request.lora_name:
             self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
-        if not is_prefilled:
-            self.prefilling[slot] = num_tokens
+        if is_prefilled:
+            self._completed_prefills.append(Tenure(request, request.num_admissions))
         else:
-            self.complete_prefill(request)
+            self.prefilling[slot] = num_tokens
 
     def remove(self, request: Request) -> None:
         self._removed.append(request.slot)
         self.prefilling.pop(request.slot, None)
-        self.num_constrained -= request.params.structured_output is not None
+        if request.params.structured_output is not None:
+            self.num_constrained -= 1
         if request.lora_name:
             self.loras[request.lora_name] -= 1
             if not self.loras[request.lora_name]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final
 
+import msgspec
+
 from ..protocol.block_hash import hash_blocks
 from ..protocol.config import (
     CacheConfig,
@@ -311,7 +313,9 @@ class Scheduler(SchedulerInterface):
         rows = self._results.expected(scheduler_output.step).constrained
         if self._drafts is not None:
             rows = [
-                row._replace(draft_token_ids=self._drafts.find(row.request.slot)[: row.num_drafts])
+                msgspec.structs.replace(
+                    row, draft_token_ids=self._drafts.find(row.request.slot)[: row.num_drafts]
+                )
                 if row.num_drafts and row.draft_token_ids is None and row.is_alive
                 else row
                 for row in rows

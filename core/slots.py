@@ -31,8 +31,6 @@ class Slots:
         self.generation: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.client_index: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.request_index: Int32Array = np.zeros(max_num_seqs, np.int32)
-        self.rank: Float64Array = np.zeros(max_num_seqs, np.float64)
-        self.arrival: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_expected_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -54,35 +52,32 @@ class Slots:
     def take(
         self,
         request: Request,
-        *,
         num_computed_tokens: int,
         num_expected_tokens: int,
         max_output_tokens: int,
     ) -> int:
         """Give `request` a slot. `max_output_tokens` counts the output tokens it has already, too."""
-        slot = self._free.pop()
-        num_output = len(request.output_token_ids) // 4
-        if num_output:
+        request.slot = slot = self._free.pop()
+        num_output = 0
+        if request.output_token_ids:
+            output = int32_view(request.output_token_ids)
+            num_output = len(output)
             self._reserve_output(num_output)
             start = slot * self._output_capacity
-            output = int32_view(request.output_token_ids)
             self._output_token_ids[start : start + num_output] = output
             request.output_token_ids = b""
-        request.slot = slot
         request.num_admissions += 1
         self.requests[slot] = request
         self.is_running[slot] = True
         self.client_index[slot] = request.client_index
         self.request_index[slot] = request.request_index
-        self.rank[slot] = request.rank
-        self.arrival[slot] = request.arrival
         self.num_computed_tokens[slot] = num_computed_tokens
         self.num_expected_tokens[slot] = num_expected_tokens
         self.max_computed_tokens[slot] = request.num_prompt_tokens + max_output_tokens - 1
         self.num_output_tokens[slot] = num_output
         self.max_output_tokens[slot] = max_output_tokens
         for token_id in request.stop_token_ids:
-            self._num_stopped_by[token_id] += 1
+            self._num_stopped_by[token_id] = self._num_stopped_by.item(token_id) + 1
         return slot
 
     def vacate(self, request: Request) -> None:
@@ -91,10 +86,10 @@ class Slots:
         request.slot = -1
         self.requests[slot] = None
         self.is_running[slot] = False
-        self.generation[slot] += 1
         self.num_vacated += 1
+        self.generation[slot] = self.num_vacated
         for token_id in request.stop_token_ids:
-            self._num_stopped_by[token_id] -= 1
+            self._num_stopped_by[token_id] = self._num_stopped_by.item(token_id) - 1
         self._free.append(slot)
 
     def num_known_tokens(self, slots: SlotArray) -> Int64Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
@@ -120,7 +121,9 @@ class StepWriter:
         ):
             if slot in rows and count:
                 known = draft_token_ids[start : start + count].tolist()
-                rows[slot] = rows[slot]._replace(num_drafts=count, draft_token_ids=known or None)
+                rows[slot] = msgspec.structs.replace(
+                    rows[slot], num_drafts=count, draft_token_ids=known or None
+                )
         return list(rows.values())
 
     def _constrained_rows(self, sampling: Batch) -> list[Tenure]:
