@@ -164,7 +164,9 @@ class Admission:
                 num_external = match.num_tokens
             num_computed = prefix.num_tokens + num_external
             wanted = request.num_tokens - num_computed
-            granted = self._first_chunk(wanted, budget, plan.share)
+            granted = wanted
+            if wanted > budget or wanted > plan.share:
+                granted = self._first_chunk(wanted, budget, plan.share)
             if request.encoder_inputs and plan.encoders is not None:
                 most = num_computed + (budget if granted else 0)
                 end = self._encoders.fit(

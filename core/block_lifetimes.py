@@ -19,7 +19,8 @@ class BlockLifetimes:
         self.now = 0.0
         self.has_news = False
         self._ref_counts = ref_counts
-        self._num_since_sample = 0
+        self.num_until_sample = SAMPLE_INTERVAL
+        """Blocks to be cached until one of them is followed."""
         self._cached_at: dict[int, float] = {}
         self._idle_since: dict[int, float] = {}
         self._held: set[int] = set()
@@ -27,16 +28,13 @@ class BlockLifetimes:
         self._idle_times: list[float] = []
         self._reuse_gaps: list[float] = []
 
-    def cached(self, blocks: Sequence[int], hash_of: Sequence[bytes | None]) -> None:
-        """Held blocks became findable, those that have a hash."""
-        before = self._num_since_sample
-        self._num_since_sample += len(blocks)
-        if self._num_since_sample >= SAMPLE_INTERVAL:
-            self._num_since_sample %= SAMPLE_INTERVAL
-            block = blocks[SAMPLE_INTERVAL - 1 - before]
-            if hash_of[block] is not None and len(self._cached_at) < MAX_SAMPLES:
-                self._cached_at.setdefault(block, self.now)
-                self._held.add(block)
+    def sample(self, blocks: Sequence[int], hash_of: Sequence[bytes | None]) -> None:
+        """Held blocks became findable, those that have a hash; one of them is due to be followed."""
+        block = blocks[self.num_until_sample + len(blocks) - 1]
+        self.num_until_sample = SAMPLE_INTERVAL - -self.num_until_sample % SAMPLE_INTERVAL
+        if hash_of[block] is not None and len(self._cached_at) < MAX_SAMPLES:
+            self._cached_at.setdefault(block, self.now)
+            self._held.add(block)
 
     def held(self) -> None:
         """Free blocks were found and are used again."""

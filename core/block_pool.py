@@ -134,10 +134,14 @@ class BlockPool:
         """Make full blocks findable, unless another block has the same content already."""
         self.num_openings += 1
         block_of, hash_of = self._block_of, self._hash_of
-        for block, digest in zip(blocks, hashes, strict=True):
+        for index, block in enumerate(blocks):
+            digest = hashes[index]
             if block_of.setdefault(digest, block) == block:
                 hash_of[block] = digest
-        self.lifetimes.cached(blocks, hash_of)
+        lifetimes = self.lifetimes
+        lifetimes.num_until_sample -= len(blocks)
+        if lifetimes.num_until_sample <= 0:
+            lifetimes.sample(blocks, hash_of)
 
     def uncache(self, hashes: Iterable[bytes]) -> None:
         """Make blocks unfindable: their content is not to be trusted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from ..protocol.messages import (
 )
 from .batch import Batch
 from .request import Request
+
+_SCHEDULED: Final = EventKind.SCHEDULED
+_ABORT: Final = FinishReason.ABORT
 
 
 class Outbox:
@@ -68,7 +72,7 @@ class ClientOutputs:
         return self._outboxes[client_index]
 
     def event(self, request: Request, kind: EventKind, now: float) -> None:
-        num_cached = request.num_cached_tokens if kind is EventKind.SCHEDULED else 0
+        num_cached = request.num_cached_tokens if kind is _SCHEDULED else 0
         event = RequestEvent(request.request_index, kind, now, num_cached)
         self._outboxes[request.client_index].events.append(event)
 
@@ -76,7 +80,7 @@ class ClientOutputs:
         """A request ended. A client is not told why it has aborted."""
         outbox = self._outboxes[client_index]
         outbox.finished_set.append(finished.request_index)
-        if finished.reason is not FinishReason.ABORT or finished.message:
+        if finished.reason is not _ABORT or finished.message:
             outbox.finished.append(finished)
 
     def take(

@@ -60,7 +60,7 @@ class Grammars:
         return self._backend.num_acceptable(request.key, token_ids)
 
     def release(self, request: Request) -> None:
-        if request.params.structured_output is not None and self._backend is not None:
+        if self._backend is not None:
             self._backend.release(request.key)
 
     def bitmask(self, rows: Sequence[Tenure]) -> bytes:

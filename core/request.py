@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class RequestStatus(enum.IntEnum):
 
 
 _FINISHED = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
+
+# Looking an enum's member up takes as long as making an object.
+WAITING: Final = RequestStatus.WAITING
+RUNNING: Final = RequestStatus.RUNNING
 
 
 class Request:
@@ -123,7 +127,7 @@ class Request:
         ends = () if self.params.ignore_eos else message.eos_token_ids
         self.eos_token_ids = ends
         self.stop_token_ids = ends + self.params.stop_token_ids
-        self.status = RequestStatus.WAITING
+        self.status = WAITING
         self.is_finished = False
         self.slot = -1
         self.num_admissions = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..protocol.arrays import float32_bytes
 from ..protocol.messages import (
@@ -20,13 +20,17 @@ from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
 from .kv_cache_manager import KVCacheManager, Prefix
-from .request import Request, RequestKey, RequestStatus
+from .request import RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
 
 if TYPE_CHECKING:
     from .kv_transfers import KVTransfers
+
+
+_QUEUED: Final = EventKind.QUEUED
+_SCHEDULED: Final = EventKind.SCHEDULED
 
 
 class RequestLifecycle:
@@ -54,6 +58,7 @@ class RequestLifecycle:
         self.transfers: KVTransfers | None = None
         self._requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
+        self._max_num_seqs = len(running.slots.requests)
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -68,7 +73,7 @@ class RequestLifecycle:
         if (client_index, message.request_index) in self.requests:
             return None
         # Those that the next step can take do not wait for anything.
-        num_queued = max(0, self.num_waiting - self.running.slots.num_free)
+        num_queued = max(0, len(self.requests) - self._max_num_seqs)
         refusal = self._requirements.refuse(message, num_queued, self._num_queued_tokens)
         if refusal is not None:
             reason, text = refusal
@@ -79,7 +84,7 @@ class RequestLifecycle:
         self._num_arrivals += 1
         self._num_queued_tokens += request.num_tokens
         self.requests[request.key] = request
-        self.clients.event(request, EventKind.QUEUED, now)
+        self.clients.event(request, _QUEUED, now)
         if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
         if request.encoder_inputs:
@@ -162,8 +167,8 @@ class RequestLifecycle:
         self.running.append(request, num_computed, self.max_output_tokens(request))
         self.manager.assign(request, tables, prefix, num_computed)
         self.queue.entering(request, num_cached)
-        request.status = RequestStatus.RUNNING
-        self.clients.event(request, EventKind.SCHEDULED, now)
+        request.status = RUNNING
+        self.clients.event(request, _SCHEDULED, now)
         return NewRequestData(
             slot=request.slot,
             request_id=request.key,
@@ -231,13 +236,14 @@ class RequestLifecycle:
         was = request.status
         request.status = RequestStatus.finished(reason)
         request.is_finished = True
-        if was is RequestStatus.RUNNING:
+        if was is RUNNING:
             self._vacate(request)
         else:
             self._num_queued_tokens -= request.num_tokens
             if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 self.queue.discard(request)
-        self.grammars.release(request)
+        if request.params.structured_output is not None:
+            self.grammars.release(request)
         finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
         self.clients.finish(request.client_index, finished)
 
@@ -263,8 +269,8 @@ class RequestLifecycle:
     def _vacate(self, request: Request, *, is_preempted: bool = False) -> None:
         self.queue.leaving(request)
         slot, state = request.slot, self.running.slots
-        num_known = request.num_prompt_tokens + int(state.num_output_tokens[slot])
-        num_certain = min(int(state.num_computed_tokens[slot]), num_known)
+        num_known = request.num_prompt_tokens + state.num_output_tokens.item(slot)
+        num_certain = min(state.num_computed_tokens.item(slot), num_known)
         self.manager.free(request, num_certain, is_preempted=is_preempted)
         if self._encoders.are_in_use:
             self._encoders.release(request)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.messages import EngineCoreRequest, FinishReason
 
@@ -13,7 +15,7 @@ class Refusal(NamedTuple):
     message: str
 
 
-class Requirements(NamedTuple):
+class Requirements(msgspec.Struct, frozen=True):
     """What a request must satisfy. A `max_num_queued_…` of 0 is no bound.
 
     `max_computed_tokens` of one request fit when it holds every block.
@@ -103,22 +105,21 @@ class Requirements(NamedTuple):
 
     def _find_inconsistency(self, request: EngineCoreRequest) -> str | None:
         """What a sane frontend would never send."""
-        if len(request.prompt_token_ids) % 4:
-            return (
-                f"prompt_token_ids has {len(request.prompt_token_ids)} bytes, not a multiple of 4"
-            )
-        expected = len(request.prompt_token_ids) // 4 // self.block_size * HASH_BYTES
+        num_bytes = len(request.prompt_token_ids)
+        if num_bytes % 4:
+            return f"prompt_token_ids has {num_bytes} bytes, not a multiple of 4"
+        expected = num_bytes // 4 // self.block_size * HASH_BYTES
         if request.root_hash and len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
         if request.encoder_inputs:
             problem = self._find_misplaced_encoder_input(request)
             if problem is not None:
                 return problem
-        stops = (*request.eos_token_ids, *request.sampling_params.stop_token_ids)
-        for token_id in stops:
+        params = request.sampling_params
+        for token_id in request.eos_token_ids + params.stop_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 return f"stop token {token_id} is outside of the vocabulary [0, {self.vocab_size})"
-        if request.sampling_params.structured_output is not None and not self.has_grammars:
+        if params.structured_output is not None and not self.has_grammars:
             return "structured_output is not available"
         return None
 

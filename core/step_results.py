@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from .drafts import Drafts
 from .request import Request
 from .request_lifecycle import RequestLifecycle
 from .verification import cut_after_stops, subtract_rejections
+
+_STOP: Final = FinishReason.STOP
+_LENGTH: Final = FinishReason.LENGTH
+_FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
 
 
 class StepResults:
@@ -186,7 +191,7 @@ class StepResults:
 
     def _take_first_token(self, request: Request, now: float) -> None:
         request.has_sampled = True
-        self._clients.event(request, EventKind.FIRST_TOKEN, now)
+        self._clients.event(request, _FIRST_TOKEN, now)
         if request.prompt_logprobs:
             self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
             request.prompt_logprobs = []
@@ -194,9 +199,9 @@ class StepResults:
     def _check_stop(self, request: Request, token_id: int, num_output: int, is_full: bool) -> None:
         if request.stops_at(token_id, num_output):
             stop_reason = None if token_id in request.eos_token_ids else token_id
-            self._lifecycle.finish(request, FinishReason.STOP, stop_reason=stop_reason)
+            self._lifecycle.finish(request, _STOP, stop_reason=stop_reason)
         elif is_full:
-            self._lifecycle.finish(request, FinishReason.LENGTH)
+            self._lifecycle.finish(request, _LENGTH)
 
     def _advance_grammar(self, request: Request, num_new: int) -> None:
         token_ids = self._slots.output_token_ids(request.slot)[-num_new:].tolist()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from engine.core.requirements import Requirements
 from engine.core.scheduler import Scheduler
@@ -48,7 +49,7 @@ def place(position: int, num_tokens: int, size: int = 4) -> EncoderInput:
     ],
 )
 def test_2_6_encoder_inputs_that_never_fit_are_ignored_with_the_numbers(inputs, limits, numbers):
-    requirements = REQUIREMENTS._replace(**limits)
+    requirements = msgspec.structs.replace(REQUIREMENTS, **limits)
     reason, message = requirements.refuse(request(30, encoder_inputs=inputs), 0, 0)
     assert reason is FinishReason.IGNORED
     assert numbers in message
