@@ -187,25 +187,29 @@ class BlockPool:
         """Move the `count` least recently freed cached blocks out of the cache to the end of `blocks`."""
         serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
         hash_of, block_of = self._hash_of, self._block_of
+        is_watched = self._on_evict is not None or self._events is not None
         self._num_evictable -= count
         serial = self._first_serial
-        for _ in range(count):
+        while count:
             block = freed.popleft()
-            while serial_of[block] != serial or ref_counts[block]:
-                block = freed.popleft()
-                serial += 1
+            if serial_of[block] == serial and not ref_counts[block]:
+                digest = hash_of[block]
+                assert digest is not None
+                del block_of[digest]
+                hash_of[block] = None
+                blocks.append(block)
+                count -= 1
+                if is_watched:
+                    self._tell_evicted(digest, block)
             serial += 1
-            digest = hash_of[block]
-            assert digest is not None
-            del block_of[digest]
-            hash_of[block] = None
-            blocks.append(block)
-            if self._on_evict is not None:
-                self._on_evict(digest, block)
-            if self._events is not None:
-                self._events.removed(digest)
         self._first_serial = serial
         self.lifetimes.evicted(blocks)
+
+    def _tell_evicted(self, digest: bytes, block: int) -> None:
+        if self._on_evict is not None:
+            self._on_evict(digest, block)
+        if self._events is not None:
+            self._events.removed(digest)
 
     def _forget(self, block: int, digest: bytes) -> None:
         del self._block_of[digest]

@@ -106,27 +106,33 @@ class BlockTables:
 
     def fill(self, slot: int, tables: RequestBlocks, prefix: CachedPrefix) -> None:
         """A request with these blocks has got a slot."""
+        self._capacity[slot] = len(tables[self._growing_group]) * self._block_size
+        if self.is_simple:
+            self.blocks[0][slot] = tables[0]
+            return
         for rows, table in zip(self.blocks, tables, strict=True):
             rows[slot] = table
         for window in self._windows:
             num_found = len(prefix.blocks[window.groups[0]])
             window.first_held[slot] = prefix.num_blocks - num_found
-        self._capacity[slot] = len(tables[self._growing_group]) * self._block_size
 
     def of(self, slot: int) -> RequestBlocks:
         return tuple([tables[slot] for tables in self.blocks])
 
-    def clear(self, slot: int) -> None:
-        """Release the blocks of a request that leaves its slot."""
-        self._capacity[slot] = 0
-        if self.is_simple:
-            self._pool.release(self.blocks[0][slot])
-            self.blocks[0][slot] = []
-            return
+    def clear(self, slots: Sequence[int]) -> None:
+        """Release the blocks of requests that leave their slots, of the first request first."""
+        for slot in slots:
+            self._capacity[slot] = 0
         for tables in self.blocks:
-            self._pool.release([block for block in tables[slot] if block != NULL_BLOCK])
-            tables[slot] = []
-        self._dropped = [place for place in self._dropped if place[1] != slot]
+            released: list[int] = []
+            for slot in reversed(slots):
+                released += tables[slot]
+                tables[slot] = []
+            if not self.is_simple:
+                released = [block for block in released if block != NULL_BLOCK]
+            self._pool.release(released)
+        if self._dropped:
+            self._dropped = [place for place in self._dropped if place[1] not in slots]
 
     # its tokens become more
 

@@ -22,16 +22,15 @@ from .slots import SlotArray, Slots
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """The computed tokens that a waiting request can begin with; a reserved prefix is held for the request already."""
+    """The computed tokens that a waiting request can begin with.
+
+    Others can find the first `num_cached_blocks` of its blocks, too. A reserved prefix is held for the request already.
+    """
 
     blocks: CachedPrefix
     num_tokens: int
+    num_cached_blocks: int
     is_reserved: bool = False
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """The first blocks that others can find, too."""
-        return 0 if self.is_reserved else self.blocks.num_present
 
 
 class KVCacheManager:
@@ -71,7 +70,7 @@ class KVCacheManager:
         )
         self.reserved: dict[int, list[int]] = {}
         """Blocks that are held for a transfer instead of by a slot, by its id; there is one group then."""
-        self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0)
+        self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0, 0)
 
     # before a request gets a slot
 
@@ -85,8 +84,8 @@ class KVCacheManager:
             blocks = self.reserved[request.transfer_id]
             # The last token is computed again for what comes after it.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
-            return Prefix(CachedPrefix(len(blocks), (blocks,)), num_tokens, is_reserved=True)
-        return Prefix(found, num_tokens)
+            return Prefix(CachedPrefix(len(blocks), (blocks,)), num_tokens, 0, is_reserved=True)
+        return Prefix(found, num_tokens, found.num_present)
 
     def allocate(self, prefix: CachedPrefix, num_tokens: int) -> RequestBlocks | None:
         """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit."""
@@ -156,20 +155,27 @@ class KVCacheManager:
 
     # when it leaves it
 
-    def free(self, request: Request, num_tokens: int, *, is_preempted: bool = False) -> None:
-        """Release the blocks of a request, the first `num_tokens` tokens of it staying findable.
+    def free(
+        self, requests: list[Request], num_tokens: list[int], *, is_preempted: bool = False
+    ) -> None:
+        """Release the blocks of requests, the first `num_tokens[i]` tokens of each staying findable.
 
         Blocks filled with output are hashed only here, where the request stops writing to them.
         """
-        cache, slot = self.prefix_cache, request.slot
-        num_cached = cache.num_cached_blocks[slot]
-        if num_tokens // self.block_size > num_cached and cache.is_filled_by(request):
-            cache.hash_output(request, num_tokens)
-            cache.add(request, self.tables.of(slot), num_cached, num_tokens)
+        cache = self.prefix_cache
+        slots = [request.slot for request in requests]
+        for index, slot in enumerate(slots):
+            num_cached = cache.num_cached_blocks[slot]
+            if num_tokens[index] // self.block_size > num_cached:
+                request = requests[index]
+                if cache.is_filled_by(request):
+                    cache.hash_output(request, num_tokens[index])
+                    cache.add(request, self.tables.of(slot), num_cached, num_tokens[index])
         cache.add_states()
         if is_preempted and self.host is not None:
-            self._swap(slot)
-        self.tables.clear(slot)
+            for slot in slots:
+                self._swap(slot)
+        self.tables.clear(slots)
 
     def _swap(self, slot: int) -> None:
         """Decide what becomes of the blocks of a request that is being preempted.

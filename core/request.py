@@ -15,7 +15,7 @@ import numpy as np
 
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.block_hash import HASH_BYTES, PlacedInput
-from ..protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from ..protocol.messages import EngineCoreRequest, TokenLogprobs
 
 RequestKey: TypeAlias = tuple[int, int]
 """(client_index, request_index): unique among live requests."""
@@ -41,12 +41,9 @@ class RequestStatus(enum.IntEnum):
     FINISHED_EXPIRED = 9
     FINISHED_ERROR = 10
 
-    @classmethod
-    def finished(cls, reason: FinishReason) -> RequestStatus:
-        return _FINISHED[reason]
 
-
-_FINISHED = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
+FINISHED: Final = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
+"""By `FinishReason`."""
 
 # Looking an enum's member up takes as long as making an object.
 WAITING: Final = RequestStatus.WAITING

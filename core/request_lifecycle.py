@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ..protocol.arrays import float32_bytes
 from ..protocol.messages import (
@@ -20,7 +21,7 @@ from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
 from .kv_cache_manager import KVCacheManager, Prefix
-from .request import RUNNING, Request, RequestKey, RequestStatus
+from .request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
@@ -28,6 +29,9 @@ from .running_requests import RunningRequests
 if TYPE_CHECKING:
     from .kv_transfers import KVTransfers
 
+
+End: TypeAlias = tuple[Request, FinishReason, int | None, str]
+"""A request, why it ends, the token that ended it if that is no end of sequence, and what to say."""
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
@@ -157,7 +161,7 @@ class RequestLifecycle:
         self.queue.pop()
         num_cached = prefix.num_tokens + num_external
         num_computed = num_cached + granted
-        output_token_ids = request.output_token_ids
+        token_ids = request.prompt_token_ids + request.output_token_ids
         self._num_queued_tokens -= request.num_tokens
         if not request.num_admissions:
             if request.num_cached_tokens < 0:
@@ -172,10 +176,12 @@ class RequestLifecycle:
         return NewRequestData(
             slot=request.slot,
             request_id=request.key,
-            token_ids=request.prompt_token_ids + output_token_ids,
+            token_ids=token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_cached,
-            block_ids=tuple([array("i", table).tobytes() for table in tables]),
+            block_ids=(array("i", tables[0]).tobytes(),)
+            if len(tables) == 1
+            else tuple([array("i", table).tobytes() for table in tables]),
             sampling_params=request.params,
             eos_token_ids=request.eos_token_ids,
             lora_name=request.lora_name,
@@ -185,9 +191,8 @@ class RequestLifecycle:
     def max_output_tokens(self, request: Request) -> int:
         """How many tokens a request may generate in all."""
         max_output = self._max_total_tokens - request.num_prompt_tokens
-        if request.params.max_tokens is not None:
-            max_output = min(max_output, request.params.max_tokens)
-        return max_output
+        max_tokens = request.params.max_tokens
+        return max_output if max_tokens is None or max_tokens > max_output else max_tokens
 
     def preempt(self, slot: int, now: float) -> None:
         """Take everything from a running request but its tokens, and let it wait in its old place."""
@@ -195,7 +200,7 @@ class RequestLifecycle:
         output_token_ids = self.running.slots.output_token_ids(slot)
         request.output_token_ids = output_token_ids.tobytes()
         request.num_tokens = request.num_prompt_tokens + len(output_token_ids)
-        self._vacate(request, is_preempted=True)
+        self._vacate([request], is_preempted=True)
         request.status = RequestStatus.PREEMPTED
         request.prompt_logprobs = []
         self._num_queued_tokens += request.num_tokens
@@ -212,40 +217,41 @@ class RequestLifecycle:
 
     def fail_all(self, reasons: dict[Request, str]) -> None:
         """End requests that cannot be computed, each for its own reason."""
-        for request, reason in reasons.items():
-            self.finish(request, FinishReason.ERROR, message=reason)
+        error = FinishReason.ERROR
+        self.finish_all([(request, error, None, reason) for request, reason in reasons.items()])
 
-    def finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_reason: int | None = None,
-        message: str = "",
-    ) -> None:
+    def finish(self, request: Request, reason: FinishReason, *, message: str = "") -> None:
         """End a live request."""
-        del self.requests[request.key]
-        params = None
-        if self.transfers is not None:
-            try:
-                params = self.transfers.ending(request, reason).params
-            except Exception as error:
-                if reason is not FinishReason.ABORT:
-                    reason, stop_reason = FinishReason.ERROR, None
-                    message = message or f"KV connector: {error}"
-        was = request.status
-        request.status = RequestStatus.finished(reason)
-        request.is_finished = True
-        if was is RUNNING:
-            self._vacate(request)
-        else:
-            self._num_queued_tokens -= request.num_tokens
-            if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                self.queue.discard(request)
-        if request.params.structured_output is not None:
-            self.grammars.release(request)
-        finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
-        self.clients.finish(request.client_index, finished)
+        self.finish_all([(request, reason, None, message)])
+
+    def finish_all(self, ends: Iterable[End]) -> None:
+        """End live requests."""
+        leaving: list[Request] = []
+        for request, reason, stop_reason, message in ends:
+            del self.requests[request.key]
+            params = None
+            if self.transfers is not None:
+                try:
+                    params = self.transfers.ending(request, reason).params
+                except Exception as error:
+                    if reason is not FinishReason.ABORT:
+                        reason, stop_reason = FinishReason.ERROR, None
+                        message = message or f"KV connector: {error}"
+            was = request.status
+            request.status = FINISHED[reason]
+            request.is_finished = True
+            if was is RUNNING:
+                leaving.append(request)
+            else:
+                self._num_queued_tokens -= request.num_tokens
+                if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                    self.queue.discard(request)
+            if request.params.structured_output is not None:
+                self.grammars.release(request)
+            finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
+            self.clients.finish(request.client_index, finished)
+        if leaving:
+            self._vacate(leaving)
 
     def make_stats(self) -> SchedulerStats:
         """Gauges now, and counts since the last call."""
@@ -266,12 +272,16 @@ class RequestLifecycle:
             stats.kv_connector = self.transfers.take_stats()
         return stats
 
-    def _vacate(self, request: Request, *, is_preempted: bool = False) -> None:
-        self.queue.leaving(request)
-        slot, state = request.slot, self.running.slots
-        num_known = request.num_prompt_tokens + state.num_output_tokens.item(slot)
-        num_certain = min(state.num_computed_tokens.item(slot), num_known)
-        self.manager.free(request, num_certain, is_preempted=is_preempted)
+    def _vacate(self, requests: list[Request], *, is_preempted: bool = False) -> None:
+        state = self.running.slots
+        num_certain: list[int] = []
+        for request in requests:
+            self.queue.leaving(request)
+            num_known = request.num_prompt_tokens + state.num_output_tokens.item(request.slot)
+            num_computed = state.num_computed_tokens.item(request.slot)
+            num_certain.append(num_computed if num_computed < num_known else num_known)
+        self.manager.free(requests, num_certain, is_preempted=is_preempted)
         if self._encoders.are_in_use:
-            self._encoders.release(request)
-        self.running.remove(request)
+            for request in requests:
+                self._encoders.release(request)
+        self.running.remove(requests)

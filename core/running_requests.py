@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from .batch import Tenure
@@ -72,16 +74,18 @@ class RunningRequests:
         else:
             self.prefilling[slot] = num_tokens
 
-    def remove(self, request: Request) -> None:
-        self._removed.append(request.slot)
-        self.prefilling.pop(request.slot, None)
-        if request.params.structured_output is not None:
-            self.num_constrained -= 1
-        if request.lora_name:
-            self.loras[request.lora_name] -= 1
-            if not self.loras[request.lora_name]:
-                del self.loras[request.lora_name]
-        self.slots.vacate(request)
+    def remove(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._removed.append(request.slot)
+            if self.prefilling:
+                self.prefilling.pop(request.slot, None)
+            if request.params.structured_output is not None:
+                self.num_constrained -= 1
+            if request.lora_name:
+                self.loras[request.lora_name] -= 1
+                if not self.loras[request.lora_name]:
+                    del self.loras[request.lora_name]
+            self.slots.vacate(request)
 
     def complete_prefill(self, request: Request) -> None:
         """The step in the making samples the first token since the request's admission."""

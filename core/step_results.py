@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..protocol.messages import (
 from .batch import Batch, StepInFlight
 from .drafts import Drafts
 from .request import Request
-from .request_lifecycle import RequestLifecycle
+from .request_lifecycle import End, RequestLifecycle
 from .verification import cut_after_stops, subtract_rejections
 
 _STOP: Final = FinishReason.STOP
@@ -166,7 +167,7 @@ class StepResults:
             may_end = self._slots.append_outputs(sampling.slots, counts, token_ids)
             token_ids = token_ids[np.cumsum(counts) - 1]
         for row in step.prefilled:
-            if row.is_alive and not row.request.has_sampled:
+            if not row.request.has_sampled and row.is_alive:
                 self._take_first_token(row.request, now)
         if len(may_end):
             slots = sampling.slots[may_end]
@@ -179,8 +180,7 @@ class StepResults:
                 is_full,
                 strict=True,
             )
-            for slot, *end in ends:
-                self._check_stop(self._running[slot], *end)
+            self._lifecycle.finish_all(self._find_stops(ends))
         if step.constrained:
             num_new = dict.fromkeys(sampling.slots.tolist(), 1)
             if counts is not None:
@@ -196,12 +196,19 @@ class StepResults:
             self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
             request.prompt_logprobs = []
 
-    def _check_stop(self, request: Request, token_id: int, num_output: int, is_full: bool) -> None:
-        if request.stops_at(token_id, num_output):
-            stop_reason = None if token_id in request.eos_token_ids else token_id
-            self._lifecycle.finish(request, _STOP, stop_reason=stop_reason)
-        elif is_full:
-            self._lifecycle.finish(request, _LENGTH)
+    def _find_stops(self, rows: Iterable[tuple[int, int, int, bool]]) -> list[End]:
+        """Who of those that may have ended has: (slot, token, tokens of output, whether these are all)."""
+        requests = self._slots.requests
+        ends: list[End] = []
+        for slot, token_id, num_output, is_full in rows:
+            request = requests[slot]
+            assert request is not None
+            if request.stops_at(token_id, num_output):
+                stop_reason = None if token_id in request.eos_token_ids else token_id
+                ends.append((request, _STOP, stop_reason, ""))
+            elif is_full:
+                ends.append((request, _LENGTH, None, ""))
+        return ends
 
     def _advance_grammar(self, request: Request, num_new: int) -> None:
         token_ids = self._slots.output_token_ids(request.slot)[-num_new:].tolist()
