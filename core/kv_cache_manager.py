@@ -91,6 +91,8 @@ class KVCacheManager:
         """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit."""
         pool = self.pool
         num_blocks = -(-num_tokens // self.block_size)
+        if self.tables.is_simple and not prefix.num_blocks:
+            return (pool.allocate(num_blocks),) if num_blocks <= pool.num_free else None
         num_new = self.tables.count_new(prefix, num_blocks)
         found = _present_blocks(prefix) if prefix.num_blocks else []
         num_revived = pool.count_free(found) if found else 0

@@ -83,12 +83,12 @@ class PrefixCache:
         """Prompt log-probabilities need the whole prompt to be computed, once."""
         return (
             self.enabled
-            and bool(request.root_hash)
+            and request.root_hash != b""
             and (request.params.prompt_logprobs is None or request.has_sampled)
         )
 
     def is_filled_by(self, request: Request) -> bool:
-        return self.enabled and bool(request.root_hash) and not request.has_untrusted_blocks
+        return self.enabled and request.root_hash != b"" and not request.has_untrusted_blocks
 
     def add(self, request: Request, tables: RequestBlocks, start: int, num_tokens: int) -> int:
         """Make the full, hashed blocks from index `start` on, up to `num_tokens` tokens, findable.

@@ -60,9 +60,8 @@ class RunningRequests:
         """
         num_tokens = request.num_tokens
         is_prefilled = num_computed_tokens == num_tokens
-        slot = self.slots.take(
-            request, num_computed_tokens, num_tokens + is_prefilled, max_output_tokens
-        )
+        num_expected = num_tokens + 1 if is_prefilled else num_tokens
+        slot = self.slots.take(request, num_computed_tokens, num_expected, max_output_tokens)
         self._order[self._num_ordered] = slot
         self._num_ordered += 1
         if request.params.structured_output is not None:

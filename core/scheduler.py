@@ -234,10 +234,10 @@ class Scheduler(SchedulerInterface):
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
-        for key in keys:
-            request = self.requests.get(key)
-            if request is not None:
-                self._lifecycle.finish(request, reason, message=message)
+        requests = {key: self.requests[key] for key in keys if key in self.requests}
+        self._lifecycle.finish_all(
+            [(request, reason, None, message) for request in requests.values()]
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         if reset_running_requests:
