@@ -35,11 +35,11 @@ struct AttentionTask {
   const AttentionTask* next;  // what this thread does next, to fetch it ahead; or null
 };
 
-// One softmax over some keys of each row: the maximum, the sum and the weighted values [rows][padded head_dim].
+// One softmax over some keys of each row.
 struct AttentionState {
-  float* maximum;
-  float* sum;
-  float* values;
+  float* maximum;  // [rows]
+  float* sum;      // [rows][16], in as many parts
+  float* values;   // [rows][padded head_dim], weighted
 };
 
 // What a thread needs to do a task.
