@@ -32,14 +32,20 @@ struct AttentionTask {
   int first_partition, last_partition;  // which to take, inclusive
   const int32_t* blocks;                // of the sequence
   const uint8_t* kv_cache;
-  const AttentionTask* next;  // what this thread does next, to fetch it ahead; or null
+  const AttentionTask* next;  // what this thread does next, or null
 };
 
-// One softmax over some keys of each row: the maximum, the sum and the weighted values [rows][padded head_dim].
+// One softmax over some keys of each row.
 struct AttentionState {
-  float* maximum;
-  float* sum;
-  float* values;
+  float* maximum;  // [rows]
+  float* sum;      // [rows][16], in as many parts
+  float* values;   // [rows][padded head_dim], weighted
+};
+
+// How far a thread has fetched keys and values ahead of its work.
+struct AttentionAhead {
+  const AttentionTask* task = nullptr;
+  int key = 0;
 };
 
 // What a thread needs to do a task.
@@ -50,6 +56,7 @@ struct AttentionScratch {
 
   uint32_t* queries;     // [max_rows][head_dim]
   AttentionState part, total;
+  AttentionAhead ahead;
 
  private:
   float* memory_;
@@ -60,6 +67,8 @@ inline int first_key(int position, int window) {
 }
 
 struct AttentionKernels {
+  // Begins to fetch what `task` and those after it read.
+  void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task, AttentionScratch&);
   // Computes the task's partitions one after the other and leaves their combination in `total`.
   void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
                  const AttentionState& total);

@@ -8,7 +8,7 @@ namespace engine {
 
 namespace {
 
-constexpr int kMaxTasksOfTile = 8;
+constexpr int kMaxTasksOfTile = 16;
 
 }  // namespace
 
@@ -54,16 +54,15 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
 }
 
 void Program::run_attention(const Op& op, int tile, int thread) {
-  const int begin = tasks_->first_tasks[tile], end = tasks_->first_tasks[tile + 1];
-  AttentionTask next = attention_task(op, tasks_->tasks[begin]);
-  for (int i = begin; i < end; i++) {
-    AttentionTask attention = next;
-    if (i + 1 < end) {
-      next = attention_task(op, tasks_->tasks[i + 1]);
-      attention.next = &next;
-    }
-    attend(op, tasks_->tasks[i], attention, *scratch_[thread]);
+  const int begin = tasks_->first_tasks[tile], count = tasks_->first_tasks[tile + 1] - begin;
+  AttentionTask tasks[kMaxTasksOfTile] = {};
+  for (int i = 0; i < count; i++) {
+    tasks[i] = attention_task(op, tasks_->tasks[begin + i]);
+    if (i) tasks[i - 1].next = &tasks[i];
   }
+  attention_.fetch(kv_, op.attention, tasks[0], scratch_[thread]->attention);
+  for (int i = 0; i < count; i++)
+    attend(op, tasks_->tasks[begin + i], tasks[i], *scratch_[thread]);
 }
 
 void Program::attend(const Op& op, const Task& task, const AttentionTask& attention,
