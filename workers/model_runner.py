@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -20,7 +20,7 @@ from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
 from .model_loader import load_model
 from .prompt_logprobs import PromptLogprobs
-from .sampling import Sampler
+from .sampling import Sampler, SamplerOutput
 
 GrammarSource = Callable[[int], GrammarOutput | None]
 
@@ -50,7 +50,12 @@ class ModelRunner:
             len(self._windows_by_group),
             device,
         )
-        self._sampler = Sampler(config.scheduler.max_num_seqs, self._spec.vocab_size, device)
+        self._sampler = Sampler(
+            config.scheduler.max_num_seqs,
+            self._spec.vocab_size,
+            device,
+            self._model.choose_tokens,
+        )
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
@@ -157,11 +162,16 @@ class ModelRunner:
         slots_R = plan.slots_S[plan.sampling_rows]
         last_token_R = plan.query_start_loc[plan.sampling_rows + 1] - 1
         hidden_RD = hidden_TD[torch.from_numpy(last_token_R).to(self._device)]
-        if not output.grammar_slots and self._sampler.is_greedy(slots_R):
-            return self._take_most_likely(output.step, slots_R, hidden_RD)
-        logits_RV = self._model.compute_logits(hidden_RD)
-        grammar = self._grammar(output, await_grammar)
-        sampled = self._sampler.sample(logits_RV, slots_R, batch.num_tokens[slots_R], grammar)
+        positions_R = batch.num_tokens[slots_R]
+        metadata = self._sampler.describe(slots_R)
+        if output.grammar_slots or metadata.needs_logits:
+            logits_RV = self._model.compute_logits(hidden_RD)
+            grammar = self._grammar(output, await_grammar)
+            sampled = self._sampler.sample(logits_RV, slots_R, positions_R, grammar)
+        else:
+            sampled = SamplerOutput(
+                self._model.sample(hidden_RD, metadata, positions_R), metadata
+            )
         batch.append(slots_R, sampled.token_ids)
         return ModelRunnerOutput(
             output.step,
@@ -170,19 +180,6 @@ class ModelRunner:
             prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
             nan_slots=sampled.nan_slots,
             failed_slots=sampled.failed_slots,
-        )
-
-    def _take_most_likely(
-        self, step: int, slots_R: Int32Array, hidden_RD: torch.Tensor
-    ) -> ModelRunnerOutput:
-        token_ids_R = self._model.greedy_tokens(hidden_RD)
-        self._batch.append(slots_R, token_ids_R.clamp_min(0))
-        on_host_R = token_ids_R.cpu().numpy()
-        return ModelRunnerOutput(
-            step,
-            sampled_token_ids=int32_bytes(np.maximum(on_host_R, 0)),
-            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
-            nan_slots=int32_bytes(slots_R[on_host_R < 0]),
         )
 
     @staticmethod

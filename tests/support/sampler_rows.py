@@ -4,7 +4,9 @@ import numpy as np
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.sampling import Sampler, SamplerOutput
+from engine.workers.model_loader import Model
+from engine.workers.sampling import Sampler, SamplerOutput, choose_tokens
+from engine.workers.sampling.sampler import ChooseTokens
 
 EOS = 2
 
@@ -12,8 +14,10 @@ EOS = 2
 class Rows:
     """Requests in a sampler, by slot. Slot s has `prompt` tokens 3, 4, 5 unless told otherwise."""
 
-    def __init__(self, vocab_size: int, num_slots: int = 80) -> None:
-        self.sampler = Sampler(num_slots, vocab_size, torch.device("cpu"))
+    def __init__(
+        self, vocab_size: int, num_slots: int = 80, choose: ChooseTokens = choose_tokens
+    ) -> None:
+        self.sampler = Sampler(num_slots, vocab_size, torch.device("cpu"), choose)
         self.lengths = np.zeros(num_slots, np.int32)
 
     def add(
@@ -41,3 +45,10 @@ class Rows:
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         return int32_view(self.sample(logits, slots).sampled_token_ids).tolist()
+
+
+def most_likely(model: Model, hidden: torch.Tensor) -> list[int]:
+    """The greedy token of each row of hidden states, or what is in its place."""
+    rows = Rows(model.spec.vocab_size, len(hidden))
+    slots = np.arange(len(hidden), dtype=np.int32)
+    return model.sample(hidden, rows.sampler.describe(slots), slots).tolist()

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
 from ..loaders.checkpoint import Checkpoint
+from ..sampling import SamplingMetadata, choose_tokens
 from .layers import GATED_ACTIVATIONS, RMSNorm, linear
 from .rope import RotaryEmbedding, RotaryTables, apply_rotary
 from .spec import LayerSpec, ModelSpec
@@ -105,10 +107,13 @@ class Decoder:
         return logits_SV
 
     @torch.inference_mode()
-    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
-        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN."""
-        peak_S, token_S = self.compute_logits(hidden_SD).max(1)
-        return token_S.masked_fill_(peak_S.isnan(), -1).to(torch.int32)
+    def sample(
+        self, hidden_SD: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        """Return what `choose_tokens` returns for the logits of `hidden_SD`."""
+        return choose_tokens(self.compute_logits(hidden_SD), metadata, positions_S)
+
+    choose_tokens = staticmethod(choose_tokens)
 
 
 class DecoderLayer:

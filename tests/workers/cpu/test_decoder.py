@@ -17,6 +17,7 @@ from support.batches import Scheduled, attention_batch, positions
 from support.decoders import Runner
 from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint
+from support.sampler_rows import most_likely
 
 torch.set_num_threads(1)
 
@@ -206,27 +207,12 @@ def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
     native = native_decoder(spec, tmp_path)
     hidden = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     logits = native.compute_logits(hidden)
-    assert native.greedy_tokens(hidden).tolist() == logits.argmax(-1).tolist()
+    assert most_likely(native, hidden) == logits.argmax(-1).tolist()
     hidden[3, 5] = torch.nan
     hidden[4] = 0
-    tokens = native.greedy_tokens(hidden).tolist()
+    tokens = most_likely(native, hidden)
     assert tokens[3] == -1
     assert tokens[4] == 0
-
-
-def test_one_call_computes_and_samples(tmp_path):
-    native = native_decoder(small_spec(), tmp_path)
-    scheduled = [Scheduled(0, 40, [3, 1, 2]), Scheduled(0, 5, [4])]
-    batch = attention_batch(scheduled, BLOCK_SIZE)
-    arguments = (
-        torch.tensor(prompt(45), dtype=torch.int32),
-        positions(scheduled),
-        Runner(native).kv_caches,
-        [native.attention.build(batch, {None})],
-    )
-    hidden, tokens = native.forward_greedy(*arguments, np.array([39, 44]))
-    assert torch.equal(hidden, native.forward(*arguments))
-    assert tokens.tolist() == native.compute_logits(hidden[[39, 44]]).argmax(-1).tolist()
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
