@@ -169,9 +169,7 @@ class ModelRunner:
             grammar = self._grammar(output, await_grammar)
             sampled = self._sampler.sample(logits_RV, slots_R, positions_R, grammar)
         else:
-            sampled = SamplerOutput(
-                self._model.sample(hidden_RD, metadata, positions_R), metadata
-            )
+            sampled = SamplerOutput(self._model.sample(hidden_RD, metadata, positions_R), metadata)
         batch.append(slots_R, sampled.token_ids)
         return ModelRunnerOutput(
             output.step,

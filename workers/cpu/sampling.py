@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
-
 from ...protocol.arrays import Int32Array
 from ..sampling import SamplingMetadata
 from .library import SamplingRows

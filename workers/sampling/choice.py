@@ -36,9 +36,7 @@ def choose_tokens(
     return token_ids.masked_fill_(x.peak_R.isnan() | x.peak_R.isposinf(), NOT_A_NUMBER)
 
 
-def _choose(
-    x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Array
-) -> torch.Tensor:
+def _choose(x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Array) -> torch.Tensor:
     device = x.peak_R.device
     uniform_S = None
     if not metadata.is_greedy:

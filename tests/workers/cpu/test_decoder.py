@@ -4,7 +4,6 @@ import importlib.util
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engine.workers.attention.torch_paged import TorchPagedAttention
@@ -13,7 +12,6 @@ from engine.workers.loaders.checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.models.rope import LinearScaling, RopeSpec
 from engine.workers.models.spec import LayerSpec, NormNames
-from support.batches import Scheduled, attention_batch, positions
 from support.decoders import Runner
 from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint

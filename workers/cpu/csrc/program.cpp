@@ -337,17 +337,15 @@ void Program::run_head(const Op& op, int tile, int thread) {
   const int columns = end - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   float* out = scratch_[thread]->tile.get();
-  int stride = columns;
-  if (step_.logits) {
-    out = step_.logits + size_t(row) * weight.n + begin;
-    stride = weight.n;
-  }
   if (columns)
     linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
-                out, stride);
-  for (int r = 0; r < rows; r++, out += stride) {
+                out, columns);
+  for (int r = 0; r < rows; r++, out += columns) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);
     if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);
+    // The product does not write there itself: rows that are pages apart contend for the same cache lines.
+    if (step_.logits)
+      std::memcpy(step_.logits + size_t(row + r) * weight.n + begin, out, sizeof(float) * columns);
     if (step_.sampling)
       sampling_kernels().block_maxima(out, columns, logit_maxima(row + r) + begin / kLogitBlock);
     if (!step_.tokens || step_.sampling) continue;

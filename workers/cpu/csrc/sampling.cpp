@@ -11,7 +11,6 @@ namespace {
 
 // How many of the largest logits are looked at before a nucleus counts as wide.
 constexpr int kNucleusDepth = 64;
-constexpr int kWiden = 8;
 
 // Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
 // of (seed, position): 53 bits as a fraction in [0, 1).
@@ -77,23 +76,18 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, const float* log
   if (top_k >= vocab_size_ && top_p >= 1) return draw_in_order(floor, noise);
 
   int64_t needed;
+  is_wide_ = false;
   if (top_k < vocab_size_) {
-    const int depth = int(top_k);
-    gather(std::max(threshold(depth), floor));
+    gather(std::max(threshold(int(top_k)), floor));
     // What top-k and min-p leave is the whole of which top-p keeps a share.
     needed = share(keep_top_k(top_k), top_p);
   } else {
     needed = share(weigh_blocks(floor), top_p);
-    for (int64_t depth = kNucleusDepth;; depth *= kWiden) {
-      const bool is_all = depth >= vocab_size_;
-      if (gather(is_all ? floor : std::max(threshold(int(depth)), floor)) >= needed || is_all) break;
-    }
+    is_wide_ = gather(std::max(threshold(kNucleusDepth), floor)) < needed;
+    if (is_wide_) weigh_levels(floor);
   }
-  int64_t before;
-  num_candidates_ = prefix_above(needed - 1, &before);
-  const int64_t total = before + candidates_[num_candidates_ - 1].weight;
-  const int chosen = prefix_above(random_target(noise, total), &before) - 1;
-  return int32_t(~uint32_t(candidates_[chosen].key));
+  const Choice last = nth(needed - 1);
+  return nth(random_target(noise, last.weight)).token;
 }
 
 int32_t TokenChooser::first_of(float logit) const {
@@ -140,6 +134,10 @@ float TokenChooser::threshold(int count) const {
   return from_ordered(low);
 }
 
+TokenChooser::Candidate TokenChooser::candidate(int32_t token, int64_t weight) const {
+  return {uint64_t(ordered(logits_[token])) << 32 | ~uint32_t(token), weight};
+}
+
 // Makes candidates of all tokens whose logit reaches the floor; returns their weight.
 int64_t TokenChooser::gather(float floor) {
   if (tokens_.empty()) {
@@ -163,7 +161,7 @@ int64_t TokenChooser::gather(float floor) {
                            weights_.data());
   int64_t total = 0;
   for (int i = 0; i < n; i++) {
-    candidates_[i] = {uint64_t(ordered(values_[i])) << 32 | ~uint32_t(tokens_[i]), weights_[i]};
+    candidates_[i] = candidate(tokens_[i], weights_[i]);
     total += weights_[i];
   }
   return total;
@@ -182,26 +180,57 @@ int64_t TokenChooser::keep_top_k(int64_t top_k) {
   return total;
 }
 
-// How many of the largest candidates it takes for their weight to exceed the target: they are moved to
-// the front, the smallest of them last, whatever the order of the others.
-int TokenChooser::prefix_above(int64_t target, int64_t* weight_before) {
+// Sorts the tokens that reach the floor into levels, for want of a better order.
+void TokenChooser::weigh_levels(float floor) {
+  const SamplingKernels& kernels = sampling_kernels();
+  levels_.resize(vocab_size_);
+  level_weights_.assign(kNumLevels, 0);
+  kernels.weigh(logits_, vocab_size_, floor, peak_, inverse_temperature_, weights_.data());
+  kernels.levels(logits_, vocab_size_, peak_, inverse_temperature_ * (kNumLevels / kDeepest),
+                 levels_.data());
+  for (int i = 0; i < vocab_size_; i++) level_weights_[levels_[i]] += weights_[i];
+}
+
+void TokenChooser::gather_level(int level) {
+  int n = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    tokens_[n] = token;
+    n += levels_[token] == level;
+  }
+  for (int i = 0; i < n; i++) candidates_[i] = candidate(tokens_[i], weights_[tokens_[i]]);
+  num_candidates_ = n;
+}
+
+// The first token, from the largest, with which the weight exceeds the target.
+TokenChooser::Choice TokenChooser::nth(int64_t target) {
+  if (!is_wide_) return nth_of_candidates(target);
+  int level = 0;
+  int64_t before = 0;
+  while (before + level_weights_[level] <= target) before += level_weights_[level++];
+  gather_level(level);
+  const Choice choice = nth_of_candidates(target - before);
+  return {choice.token, before + choice.weight};
+}
+
+// Moves it and all larger ones to the front, in whatever order.
+TokenChooser::Choice TokenChooser::nth_of_candidates(int64_t target) {
   Candidate* candidates = candidates_.data();
   int begin = 0, end = num_candidates_;
-  *weight_before = 0;
+  int64_t before = 0;
   while (end - begin > 1) {
     const int middle = begin + (end - begin) / 2;
-    std::nth_element(candidates + begin, candidates + middle, candidates + end,
-                     larger);
-    int64_t weight = *weight_before;
+    std::nth_element(candidates + begin, candidates + middle, candidates + end, larger);
+    int64_t weight = before;
     for (int i = begin; i < middle; i++) weight += candidates[i].weight;
     if (weight > target) {
       end = middle;
     } else {
-      *weight_before = weight;
+      before = weight;
       begin = middle;
     }
   }
-  return begin + 1;
+  const Candidate& found = candidates[begin];
+  return {int32_t(~uint32_t(found.key)), before + found.weight};
 }
 
 }  // namespace engine

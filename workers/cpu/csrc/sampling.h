@@ -43,20 +43,31 @@ class TokenChooser {
     uint64_t key;  // orders by logit, then by lower token
     int64_t weight;
   };
+  // A token, and the weight of all from the largest down to it.
+  struct Choice {
+    int32_t token;
+    int64_t weight;
+  };
   static bool larger(const Candidate& a, const Candidate& b) { return a.key > b.key; }
 
+  Candidate candidate(int32_t token, int64_t weight) const;
   int32_t first_of(float logit) const;
   int32_t draw_in_order(float floor, double uniform);
   int64_t weigh_blocks(float floor);
   int64_t gather(float floor);
+  void gather_level(int level);
+  void weigh_levels(float floor);
   int64_t keep_top_k(int64_t top_k);
   float threshold(int count) const;
-  int prefix_above(int64_t target, int64_t* weight_before);
+  Choice nth(int64_t target);
+  Choice nth_of_candidates(int64_t target);
 
   const int vocab_size_, num_blocks_;
   std::vector<int64_t> block_weights_, weights_;
   std::vector<float> values_;
   std::vector<int32_t> tokens_;
+  std::vector<uint16_t> levels_;
+  std::vector<int64_t> level_weights_;
   std::vector<Candidate> candidates_;
 
   // Of the row at hand.
@@ -64,6 +75,7 @@ class TokenChooser {
   const float* maxima_ = nullptr;
   float peak_ = 0, inverse_temperature_ = 1;
   int num_candidates_ = 0;
+  bool is_wide_ = false;  // candidates are gathered from one level at a time
 };
 
 }  // namespace engine
