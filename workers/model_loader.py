@@ -48,10 +48,17 @@ class Model(Protocol):
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""
 
-    def sample(
-        self, hidden_SD: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """Return `choose_tokens` of the logits of `hidden_SD`, int64 [S]."""
+    def forward_and_sample(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`."""
 
     def choose_tokens(
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,11 +107,30 @@ class ModelRunner:
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
-        hidden_TD = self._forward(plan)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        metadata = self._sampler.describe(slots_R)
+        if output.grammar_slots or metadata.needs_logits or not len(slots_R):
+            hidden_TD = self._model.forward(*self._inputs(plan))
+            sampled = None
+        else:
+            hidden_TD, chosen_R = self._model.forward_and_sample(
+                *self._inputs(plan), plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
+            )
+            sampled = SamplerOutput(chosen_R, metadata)
         self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
-        if not len(plan.sampling_rows):
+        if not len(slots_R):
             return ModelRunnerOutput(output.step)
-        return self._sample(output, plan, hidden_TD, await_grammar)
+        if sampled is None:
+            sampled = self._sample(output, plan, hidden_TD, await_grammar)
+        self._batch.append(slots_R, sampled.token_ids)
+        return ModelRunnerOutput(
+            output.step,
+            sampled_token_ids=sampled.sampled_token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
+            nan_slots=sampled.nan_slots,
+            failed_slots=sampled.failed_slots,
+        )
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
         if self._host_cache is not None:
@@ -131,7 +151,10 @@ class ModelRunner:
             if new.sampling_params.prompt_logprobs is not None and not len(generated):
                 self._prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
+    def _inputs(
+        self, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]:
+        """What the model's `forward` takes."""
         batch = self._batch
         metadata = []
         for group, windows in enumerate(self._windows_by_group):
@@ -149,7 +172,7 @@ class ModelRunner:
         positions_T = torch.from_numpy(plan.positions_T).to(self._device)
         slots_T = torch.from_numpy(plan.slots_T).to(self._device)
         input_ids_T = batch.token_ids_NL[slots_T, positions_T]
-        return self._model.forward(input_ids_T, positions_T, self._kv_caches, metadata)
+        return input_ids_T, positions_T, self._kv_caches, metadata
 
     def _sample(
         self,
@@ -157,28 +180,13 @@ class ModelRunner:
         plan: StepPlan,
         hidden_TD: torch.Tensor,
         await_grammar: GrammarSource,
-    ) -> ModelRunnerOutput:
-        batch = self._batch
+    ) -> SamplerOutput:
+        """Sample where the logits themselves are needed."""
         slots_R = plan.slots_S[plan.sampling_rows]
-        last_token_R = plan.query_start_loc[plan.sampling_rows + 1] - 1
-        hidden_RD = hidden_TD[torch.from_numpy(last_token_R).to(self._device)]
-        positions_R = batch.num_tokens[slots_R]
-        metadata = self._sampler.describe(slots_R)
-        if output.grammar_slots or metadata.needs_logits:
-            logits_RV = self._model.compute_logits(hidden_RD)
-            grammar = self._grammar(output, await_grammar)
-            sampled = self._sampler.sample(logits_RV, slots_R, positions_R, grammar)
-        else:
-            sampled = SamplerOutput(self._model.sample(hidden_RD, metadata, positions_R), metadata)
-        batch.append(slots_R, sampled.token_ids)
-        return ModelRunnerOutput(
-            output.step,
-            sampled_token_ids=sampled.sampled_token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
-            nan_slots=sampled.nan_slots,
-            failed_slots=sampled.failed_slots,
-        )
+        hidden_RD = hidden_TD[torch.from_numpy(plan.logit_rows).to(self._device)]
+        logits_RV = self._model.compute_logits(hidden_RD)
+        grammar = self._grammar(output, await_grammar)
+        return self._sampler.sample(logits_RV, slots_R, self._batch.num_tokens[slots_R], grammar)
 
     @staticmethod
     def _grammar(

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.model_loader import Model
 from engine.workers.sampling import Sampler, SamplerOutput, choose_tokens
 from engine.workers.sampling.sampler import ChooseTokens
 
@@ -45,10 +44,3 @@ class Rows:
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         return int32_view(self.sample(logits, slots).sampled_token_ids).tolist()
-
-
-def most_likely(model: Model, hidden: torch.Tensor) -> list[int]:
-    """The greedy token of each row of hidden states, or what is in its place."""
-    rows = Rows(model.spec.vocab_size, len(hidden))
-    slots = np.arange(len(hidden), dtype=np.int32)
-    return model.sample(hidden, rows.sampler.describe(slots), slots).tolist()

@@ -80,54 +80,39 @@ class NativeDecoder:
 
         `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
         """
-        ids_T, positions_T = _int32(input_ids_T), _int32(positions_T)
-        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
-        step = self._step
-        step.num_tokens = len(ids_T)
-        step.num_sequences = len(attn_metadata[0].seq_lens)
-        step.input_ids = ids_T.data_ptr()
-        step.positions = positions_T.data_ptr()
-        step.query_start_loc = attn_metadata[0].query_start_loc.ctypes.data
-        for group, metadata in zip(self._groups, attn_metadata, strict=True):
-            group.block_table = metadata.block_table.ctypes.data
-            group.block_table_stride = metadata.block_table.shape[1]
-            group.slot_mapping = metadata.slot_mapping.ctypes.data
-        if kv_caches is not self._kv_caches:
-            self._kv_caches = kv_caches
-            self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
-        step.hidden = hidden_TD.data_ptr()
-        if not self._program.run(step):
-            raise ValueError(
-                f"token ids must be in [0, {self.spec.vocab_size}), "
-                f"got {ids_T.min()} to {ids_T.max()}"
-            )
-        return hidden_TD
+        return self._run(input_ids_T, positions_T, kv_caches, attn_metadata)
+
+    def forward_and_sample(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`, in one native call.
+
+        Spares the logits' way through memory where every row takes its most likely token.
+        """
+        tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
+        hidden_TD = self._run(
+            input_ids_T,
+            positions_T,
+            kv_caches,
+            attn_metadata,
+            num_logit_rows=len(rows_S),
+            logit_rows=rows_S.ctypes.data,
+            **self._sampling(tokens_S, metadata, positions_S),
+        )
+        return hidden_TD, tokens_S.long()
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
         logits_SV = torch.empty((len(hidden_SD), self.spec.vocab_size), dtype=torch.float32)
         self._run_head(hidden_SD, logits=logits_SV.data_ptr())
         return logits_SV
-
-    def sample(
-        self, hidden_SD: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """Return what `choose_tokens` returns for the logits of `hidden_SD`, in one native call.
-
-        Spares the logits' way through memory where every row takes its most likely token.
-        """
-        tokens_S = torch.empty(len(hidden_SD), dtype=torch.int32)
-        if metadata.is_greedy:
-            self._run_head(hidden_SD, tokens=tokens_S.data_ptr())
-        else:
-            logits_SV = self._logits_buffer(len(hidden_SD))
-            self._run_head(
-                hidden_SD,
-                logits=logits_SV.data_ptr(),
-                tokens=tokens_S.data_ptr(),
-                sampling=sampling_rows(metadata, positions_S),
-            )
-        return tokens_S.long()
 
     def choose_tokens(
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
@@ -146,6 +131,56 @@ class NativeDecoder:
     def profile(self) -> dict[str, float]:
         """Seconds spent in the operations of each kind so far."""
         return self._program.profile()
+
+    def _run(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[NativeAttentionMetadata],
+        *,
+        num_logit_rows: int = 0,
+        logit_rows: int | None = None,
+        logits: int | None = None,
+        tokens: int | None = None,
+        sampling: Any = None,
+    ) -> Tensor:
+        ids_T, positions_T = _int32(input_ids_T), _int32(positions_T)
+        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+        step = self._step
+        step.num_tokens = len(ids_T)
+        step.num_sequences = len(attn_metadata[0].seq_lens)
+        step.input_ids = ids_T.data_ptr()
+        step.positions = positions_T.data_ptr()
+        step.query_start_loc = attn_metadata[0].query_start_loc.ctypes.data
+        for group, metadata in zip(self._groups, attn_metadata, strict=True):
+            group.block_table = metadata.block_table.ctypes.data
+            group.block_table_stride = metadata.block_table.shape[1]
+            group.slot_mapping = metadata.slot_mapping.ctypes.data
+        if kv_caches is not self._kv_caches:
+            self._kv_caches = kv_caches
+            self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
+        step.hidden = hidden_TD.data_ptr()
+        step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
+        step.logits, step.tokens, step.sampling = logits, tokens, sampling
+        if not self._program.run(step):
+            raise ValueError(
+                f"token ids must be in [0, {self.spec.vocab_size}), "
+                f"got {ids_T.min()} to {ids_T.max()}"
+            )
+        return hidden_TD
+
+    def _sampling(
+        self, tokens_S: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> dict[str, Any]:
+        """The fields of a step that chooses tokens."""
+        if metadata.is_greedy:
+            return {"tokens": tokens_S.data_ptr()}
+        return {
+            "tokens": tokens_S.data_ptr(),
+            "logits": self._logits_buffer(len(tokens_S)).data_ptr(),
+            "sampling": sampling_rows(metadata, positions_S),
+        }
 
     def _logits_buffer(self, num_rows: int) -> Tensor:
         """Room that nobody looks into after the call that fills it."""

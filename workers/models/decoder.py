@@ -106,12 +106,21 @@ class Decoder:
             logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
         return logits_SV
 
-    @torch.inference_mode()
-    def sample(
-        self, hidden_SD: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """Return what `choose_tokens` returns for the logits of `hidden_SD`."""
-        return choose_tokens(self.compute_logits(hidden_SD), metadata, positions_S)
+    def forward_and_sample(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `forward`'s hidden states, and `choose_tokens` of the logits of their rows `rows_S`."""
+        hidden_TD = self.forward(input_ids_T, positions_T, kv_caches, attn_metadata)
+        hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
+        logits_SV = self.compute_logits(hidden_SD)
+        return hidden_TD, choose_tokens(logits_SV, metadata, positions_S)
 
     choose_tokens = staticmethod(choose_tokens)
 

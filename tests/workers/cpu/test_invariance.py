@@ -10,7 +10,6 @@ from engine.workers.models.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
 from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec
 from support.random_checkpoints import random_checkpoint
-from support.sampler_rows import most_likely
 
 torch.set_num_threads(1)
 
@@ -151,14 +150,12 @@ def test_what_blocks_held_before_has_no_effect(decoders):
         assert_same_bits(state, whole(decoders[0], tokens)[start:stop])
 
 
-def test_logits_and_tokens_do_not_depend_on_the_batch(decoders):
+def test_logits_do_not_depend_on_the_batch(decoders):
     hidden = whole(decoders[0], prompt(130))
     logits = decoders[0].compute_logits(hidden)
     for decoder in decoders:
         for rows in (range(130), [5], [7, 3, 9], range(20, 90)):
             assert_same_bits(decoder.compute_logits(hidden[list(rows)]), logits[list(rows)])
-            tokens = most_likely(decoder, hidden[list(rows)])
-            assert tokens == logits[list(rows)].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import int32_view
@@ -13,7 +12,7 @@ from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.library import native_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native_decoders import native_decoder, small_spec
+from support.native_decoders import forward_and_sample, native_decoder, small_spec
 from support.sampler_rows import Rows
 
 VOCAB_SIZES = (97, 4096, 5003)
@@ -122,22 +121,24 @@ def test_rows_that_cannot_be_sampled_are_told_apart(decoders: dict[int, NativeDe
         assert int32_view(output.sampled_token_ids)[:3].tolist() == [0, 0, 0]
 
 
-def test_one_call_from_hidden_states_to_tokens(decoders: dict[int, NativeDecoder]) -> None:
+@pytest.mark.parametrize(
+    "kwargs", [{"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.2}], ids=str
+)
+def test_one_call_from_tokens_to_tokens(
+    kwargs: dict[str, Any], decoders: dict[int, NativeDecoder]
+) -> None:
     decoder = decoders[5003]
-    hidden = torch.randn(70, 64, generator=torch.Generator().manual_seed(3))
-    logits = decoder.compute_logits(hidden)
-    slots = np.arange(70, dtype=np.int32)
-    positions = slots + 100
-    for kwargs in ({"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.2}):
-        rows = Rows(5003)
-        for slot in range(70):
-            # A batch of greedy rows takes another way than one with a greedy row.
-            rows.add(slot, SamplingParams(seed=slot, **(kwargs if slot else {"temperature": 0.0})))
-        metadata = rows.sampler.describe(slots)
-        sampled = decoder.sample(hidden, metadata, positions)
-        assert sampled.tolist() == decoder.choose_tokens(logits, metadata, positions).tolist()
-        alone = rows.sampler.describe(slots[7:8])
-        assert decoder.sample(hidden[7:8], alone, positions[7:8])[0] == sampled[7]
+    prompt = torch.randint(5003, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+    params = [SamplingParams(seed=seed, **kwargs) for seed in range(70)]
+    logits, chosen = forward_and_sample(decoder, prompt, range(70), params)
+    samplers = Rows(5003), Rows(5003, choose=decoder.choose_tokens)
+    for sampler in samplers:
+        for row in range(70):
+            sampler.add(row, params[row], prompt=tuple(prompt[:row]))
+        assert sampler.tokens(logits, list(range(70))) == chosen
+    # A batch with a row that is not greedy takes another way than one of greedy rows.
+    others = [*params[5:8], SamplingParams(seed=8)]
+    assert forward_and_sample(decoder, prompt, range(5, 9), others)[1][:3] == chosen[5:8]
 
 
 def test_every_instruction_set_of_this_machine_samples(decoders: dict[int, NativeDecoder]) -> None:
