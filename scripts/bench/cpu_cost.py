@@ -2,8 +2,8 @@
 
     scripts/bench/run cpu_cost [--model PATH] [-c 64 256] [--max-tokens 128]
 
-Every stream has a connection of its own and starts with the others. Times are of whole processes, in
-microseconds a token; a small model gives many tokens soon, the costs are the same.
+Every stream has a connection of its own. Times are of whole processes, in microseconds an event, while all streams
+run; an event is a token unless the frontend falls behind. A small model gives many tokens soon at the same cost.
 """
 
 from __future__ import annotations
@@ -14,66 +14,107 @@ import json
 import sys
 import time
 import urllib.parse
+from pathlib import Path
 
 from local_server import LocalServer, local_server
 
 WATCHED = ("frontend 0", "core 0")
 PROMPT_TOKENS = 16
+FIRST_ORDINARY_ID = 300
 
 
-async def stream(host: str, port: int, request: bytes, started: asyncio.Barrier) -> int:
-    """Returns the number of events."""
-    reader, writer = await asyncio.open_connection(host, port)
-    await started.wait()
-    writer.write(request)
-    answer = await reader.read(-1)
-    writer.close()
-    if not answer.startswith(b"HTTP/1.1 200"):
-        raise SystemExit(f"the server answered {answer[:200]!r}")
-    return answer.count(b"data: {")
+class Window:
+    """The time in which every stream streams: from the last one's first event to the first one's end."""
+
+    def __init__(self, server: LocalServer, streams: int) -> None:
+        self._server = server
+        self._num_silent = streams
+        self._num_events = 0
+        self._start = self._stop = self._read()
+
+    def event(self, count: int, is_first: bool) -> None:
+        self._num_events += count
+        if is_first:
+            self._num_silent -= 1
+            if not self._num_silent:
+                self._start = self._stop = self._read()
+
+    def end(self) -> None:
+        if self._stop is self._start:
+            self._stop = self._read()
+
+    def result(self) -> dict[str, float]:
+        (begin, events_before, before), (end, events_after, after) = self._start, self._stop
+        events = events_after - events_before
+        result = {"events": events, "events_a_second": round(events / (end - begin), 1)}
+        for name in WATCHED:
+            microseconds = (after[name] - before[name]) / events / 1e3
+            result[f"{name.split()[0]}_us"] = round(microseconds, 2)
+        return result
+
+    def _read(self) -> tuple[float, int, dict[str, int]]:
+        times = {name: cpu_ns(self._server.processes[name].pid) for name in WATCHED}
+        return time.perf_counter(), self._num_events, times
+
+
+def cpu_ns(pid: int) -> int:
+    """The CPU time of a process's threads, finer than what the kernel says of the process."""
+    return sum(
+        int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
+    )
+
+
+class Stream(asyncio.Protocol):
+    def __init__(self, window: Window, request: bytes) -> None:
+        self._window = window
+        self._request = request
+        self._has_begun = False
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._has_begun and b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
+            raise SystemExit(f"the server answered {data[:200]!r}")
+        if events := data.count(b"data: {"):
+            self._window.event(events, not self._has_begun)
+            self._has_begun = True
+        if b"data: [DONE]" in data:
+            self._window.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(error)
 
 
 async def measure(server: LocalServer, streams: int, max_tokens: int) -> dict[str, float]:
     address = urllib.parse.urlsplit(server.url)
-    assert address.hostname is not None and address.port is not None
-    started = asyncio.Barrier(streams + 1)
+    window = Window(server, streams)
+    loop = asyncio.get_running_loop()
 
-    def request(number: int) -> bytes:
+    async def run(number: int) -> None:
         body = json.dumps(
             {
                 "model": "cost",
-                "prompt": [1000 + number] * PROMPT_TOKENS,
+                "prompt": [FIRST_ORDINARY_ID + number % 64] * PROMPT_TOKENS,
                 "max_tokens": max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
             }
         ).encode()
-        return (
+        request = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
+        _, protocol = await loop.create_connection(
+            lambda: Stream(window, request), address.hostname, address.port
+        )
+        await protocol.closed
 
-    tasks = [
-        asyncio.create_task(stream(address.hostname, address.port, request(i), started))
-        for i in range(streams)
-    ]
-    await started.wait()
-    before = {name: server.processes[name].cpu_times() for name in WATCHED}
-    begin = time.perf_counter()
-    events = sum(await asyncio.gather(*tasks))
-    seconds = time.perf_counter() - begin
-    tokens = streams * max_tokens
-    result: dict[str, float] = {
-        "streams": streams,
-        "output_tok_s": round(tokens / seconds, 1),
-        "events_a_token": round(events / tokens, 3),
-    }
-    for name in WATCHED:
-        after, kind = server.processes[name].cpu_times(), name.split()[0]
-        result[f"{kind}_user_us"] = round((after.user - before[name].user) / tokens * 1e6, 2)
-        result[f"{kind}_system_us"] = round((after.system - before[name].system) / tokens * 1e6, 2)
-    return result
+    await asyncio.gather(*(run(number) for number in range(streams)))
+    return {"streams": streams, **window.result()}
 
 
 def main() -> int:
