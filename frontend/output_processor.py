@@ -20,7 +20,7 @@ from ..protocol.messages import (
     RequestEvent,
 )
 from .metrics import Metrics
-from .request_group import FAILURES, Sequence
+from .request_group import FAILURES, RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from typing import Final, Protocol
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from ..engine_client import Delta, RequestGroup
 from .eager import run_until_wait
@@ -51,10 +52,14 @@ class ChunkEncoder(Protocol):
 
 
 class EventStream:
-    """One response. It starts with its first write, so that an earlier failure still gets its status."""
+    """One response. It starts with its first write, so that an earlier failure still gets its status.
 
-    def __init__(self, send: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    `send_body` takes what follows the start; it is the server's own, past the layers that add headers.
+    """
+
+    def __init__(self, send: Send, send_body: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self._send = send
+        self._send_body = send_body
         self._keep_alive_s = keep_alive_s
         self._started = False
         self._num_writes = 0
@@ -118,12 +123,15 @@ class EventStream:
         else:
             self._write_news()
 
-    async def _write(self, body: bytes, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            await self._send(_START)
+    def _write(self, body: bytes, more: bool = True) -> Awaitable[None]:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
         self._num_writes += 1
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        return self._send_body(message) if self._started else self._start(message)
+
+    async def _start(self, message: Message) -> None:
+        self._started = True
+        await self._send(_START)
+        await self._send_body(message)
 
     async def _keep_alive(self) -> None:
         """Proxies drop a connection that says nothing; comments are not seen by the client."""
