@@ -1,11 +1,12 @@
 """Applies what the cores report to the sequences that wait for it.
 
 This runs once for every token that the server generates, so a message is handled as a whole: one
-decoding of its arrays, one pass over its tokens, at most one wake-up a request.
+decoding of its arrays, one pass over its tokens, one wake-up for all requests that have news.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from ..protocol.messages import (
     RequestEvent,
 )
 from .metrics import Metrics
-from .request_group import FAILURES, Sequence
+from .request_group import FAILURES, RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class OutputProcessor:
         self.sequences: dict[int, Sequence] = {}
         self._metrics = metrics
         self._abort = abort
+        self._woken: list[RequestGroup] = []
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Apply one message; what belongs to unknown or ended sequences is ignored.
@@ -83,16 +85,27 @@ class OutputProcessor:
         self._leave_queue(sequence)
         sequence.load.finished()
         self._metrics.record_finished(sequence)
-        group = sequence.group
-        group.num_unfinished -= 1
-        if not sequence.has_news:
-            sequence.has_news = True
-            group.news.append(sequence)
-        group.wake()
+        sequence.group.num_unfinished -= 1
+        self._has_news(sequence)
 
     def fail(self, sequences: Iterable[Sequence], error: str) -> None:
         for sequence in list(sequences):
             self.finish(sequence, FinishReason.ERROR, error=error)
+
+    def _has_news(self, sequence: Sequence) -> None:
+        """Wake its reader with all others, once the message has been applied."""
+        group = sequence.group
+        if not sequence.has_news:
+            sequence.has_news = True
+            group.news.append(sequence)
+        if not self._woken:
+            asyncio.get_running_loop().call_soon(self._wake_readers)
+        self._woken.append(group)
+
+    def _wake_readers(self) -> None:
+        woken, self._woken = self._woken, []
+        for group in woken:
+            group.wake()
 
     def _append_tokens(
         self, outputs: EngineCoreOutputs, new_tokens: Iterator[tuple[int, NewTokens]]
@@ -119,12 +132,7 @@ class OutputProcessor:
             if sequence.has_stop_strings:
                 watched.append(sequence)
             if len(unread) >= sequence.wake_at and not sequence.has_news:
-                sequence.has_news = True
-                group = sequence.group
-                group.news.append(sequence)
-                waiter = group.waiter
-                if waiter is not None:
-                    group.wake()
+                self._has_news(sequence)
         if num_tokens:
             self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
         return watched

@@ -179,7 +179,7 @@ class Sequence:
 
 
 class RequestGroup:
-    """The sequences of one request. One task reads it, by `next` or by `result`."""
+    """The sequences of one request. One task reads it, by `next` or by `result`, or `on_news` does by `read`."""
 
     def __init__(
         self,
@@ -194,7 +194,8 @@ class RequestGroup:
         self.stream_interval = stream_interval
         self.num_unfinished = len(sequences)
         self.news: list[Sequence] = []
-        self.waiter: asyncio.Future[None] | None = None
+        self.on_news: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._on_abort = on_abort
         for position, sequence in enumerate(sequences):
             sequence.group = self
@@ -209,6 +210,10 @@ class RequestGroup:
             if not self.num_unfinished:
                 return []
             await self._wait()
+        return self.read()
+
+    def read(self) -> list[tuple[int, Delta]]:
+        """What is new now, which may be nothing."""
         news, self.news = self.news, []
         return [(sequence.position, sequence.read()) for sequence in news]
 
@@ -228,15 +233,14 @@ class RequestGroup:
 
     def wake(self) -> None:
         """Let the reader go on."""
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        self.waiter = asyncio.get_running_loop().create_future()
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self.waiter
+            await self._waiter
         finally:
-            self.waiter = None
+            self._waiter = None

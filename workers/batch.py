@@ -33,6 +33,11 @@ class StepPlan:
     positions_T: Int32Array
     sampling_rows: Int32Array
 
+    @property
+    def logit_rows(self) -> Int32Array:
+        """The last token of each sampling row: int32[len(sampling_rows)]."""
+        return self.query_start_loc[self.sampling_rows + 1] - 1
+
 
 class PersistentBatch:
     """Slot-indexed state. Token ids live on the device, so that a sampled token never has to leave it."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..protocol.arrays import Int32Array
 from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
 from .attention import AttentionBackend, attention_backend
@@ -21,6 +22,7 @@ from .loaders import Checkpoint
 from .models.decoder import Decoder
 from .models.families import model_spec
 from .models.spec import ModelSpec
+from .sampling import SamplingMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +48,22 @@ class Model(Protocol):
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""
 
-    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
-        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN."""
+    def forward_and_sample(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`."""
+
+    def choose_tokens(
+        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the next token of each row, or what is in its place, int64 [S]; see `sampling.choose_tokens`."""
 
 
 def load_model(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -20,7 +21,7 @@ from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
 from .model_loader import load_model
 from .prompt_logprobs import PromptLogprobs
-from .sampling import Sampler
+from .sampling import Sampler, SamplerOutput
 
 GrammarSource = Callable[[int], GrammarOutput | None]
 
@@ -50,7 +51,12 @@ class ModelRunner:
             len(self._windows_by_group),
             device,
         )
-        self._sampler = Sampler(config.scheduler.max_num_seqs, self._spec.vocab_size, device)
+        self._sampler = Sampler(
+            config.scheduler.max_num_seqs,
+            self._spec.vocab_size,
+            device,
+            self._model.choose_tokens,
+        )
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
@@ -101,11 +107,30 @@ class ModelRunner:
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
-        hidden_TD = self._forward(plan)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        metadata = self._sampler.describe(slots_R)
+        if output.grammar_slots or metadata.needs_logits or not len(slots_R):
+            hidden_TD = self._model.forward(*self._inputs(plan))
+            sampled = None
+        else:
+            hidden_TD, chosen_R = self._model.forward_and_sample(
+                *self._inputs(plan), plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
+            )
+            sampled = SamplerOutput(chosen_R, metadata)
         self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
-        if not len(plan.sampling_rows):
+        if not len(slots_R):
             return ModelRunnerOutput(output.step)
-        return self._sample(output, plan, hidden_TD, await_grammar)
+        if sampled is None:
+            sampled = self._sample(output, plan, hidden_TD, await_grammar)
+        self._batch.append(slots_R, sampled.token_ids)
+        return ModelRunnerOutput(
+            output.step,
+            sampled_token_ids=sampled.sampled_token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
+            nan_slots=sampled.nan_slots,
+            failed_slots=sampled.failed_slots,
+        )
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
         if self._host_cache is not None:
@@ -126,7 +151,10 @@ class ModelRunner:
             if new.sampling_params.prompt_logprobs is not None and not len(generated):
                 self._prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
+    def _inputs(
+        self, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]:
+        """What the model's `forward` takes."""
         batch = self._batch
         metadata = []
         for group, windows in enumerate(self._windows_by_group):
@@ -144,7 +172,7 @@ class ModelRunner:
         positions_T = torch.from_numpy(plan.positions_T).to(self._device)
         slots_T = torch.from_numpy(plan.slots_T).to(self._device)
         input_ids_T = batch.token_ids_NL[slots_T, positions_T]
-        return self._model.forward(input_ids_T, positions_T, self._kv_caches, metadata)
+        return input_ids_T, positions_T, self._kv_caches, metadata
 
     def _sample(
         self,
@@ -152,38 +180,13 @@ class ModelRunner:
         plan: StepPlan,
         hidden_TD: torch.Tensor,
         await_grammar: GrammarSource,
-    ) -> ModelRunnerOutput:
-        batch = self._batch
+    ) -> SamplerOutput:
+        """Sample where the logits themselves are needed."""
         slots_R = plan.slots_S[plan.sampling_rows]
-        last_token_R = plan.query_start_loc[plan.sampling_rows + 1] - 1
-        hidden_RD = hidden_TD[torch.from_numpy(last_token_R).to(self._device)]
-        if not output.grammar_slots and self._sampler.is_greedy(slots_R):
-            return self._take_most_likely(output.step, slots_R, hidden_RD)
+        hidden_RD = hidden_TD[torch.from_numpy(plan.logit_rows).to(self._device)]
         logits_RV = self._model.compute_logits(hidden_RD)
         grammar = self._grammar(output, await_grammar)
-        sampled = self._sampler.sample(logits_RV, slots_R, batch.num_tokens[slots_R], grammar)
-        batch.append(slots_R, sampled.token_ids)
-        return ModelRunnerOutput(
-            output.step,
-            sampled_token_ids=sampled.sampled_token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
-            nan_slots=sampled.nan_slots,
-            failed_slots=sampled.failed_slots,
-        )
-
-    def _take_most_likely(
-        self, step: int, slots_R: Int32Array, hidden_RD: torch.Tensor
-    ) -> ModelRunnerOutput:
-        token_ids_R = self._model.greedy_tokens(hidden_RD)
-        self._batch.append(slots_R, token_ids_R.clamp_min(0))
-        on_host_R = token_ids_R.cpu().numpy()
-        return ModelRunnerOutput(
-            step,
-            sampled_token_ids=int32_bytes(np.maximum(on_host_R, 0)),
-            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
-            nan_slots=int32_bytes(slots_R[on_host_R < 0]),
-        )
+        return self._sampler.sample(logits_RV, slots_R, self._batch.num_tokens[slots_R], grammar)
 
     @staticmethod
     def _grammar(

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from .chat_completions import ChatCompletions
 from .completions import Completions
 from .edge import Edge
+from .endpoint import ServerSend
 from .management import Management
 from .serving import Serving
 from .tokenization import Tokenization
@@ -37,10 +38,11 @@ def create_app(serving: Serving) -> ASGIApp:
     frontend = serving.config.frontend
     router = Router(routes, redirect_slashes=False)
     edge = Edge(router, frontend.api_keys, frontend.root_path)
-    return CORSMiddleware(
+    cors = CORSMiddleware(
         edge,
         allow_origins=frontend.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["x-request-id"],
     )
+    return ServerSend(cors)

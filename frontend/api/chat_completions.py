@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import msgspec
 import numpy as np
-from starlette.types import Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
 from ..engine_client import Delta, RequestGroup
-from .body import BodyDecoder, read_body
 from .chat_prompt import render_chat
 from .chunks import Chunks
-from .errors import bad_request, echo, json_response, renamed
-from .event_stream import EventStream
+from .endpoint import Endpoint, NewAnswer
+from .errors import bad_request, echo, renamed
+from .event_stream import ChunkEncoder
 from .forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from .generation import (
     PreparedPrompt,
-    collect,
     raise_if_failed,
-    submit,
-    verify_stream_options,
 )
 from .logprobs import Json, LogprobsRenderer
 from .prompts import fit_context
@@ -35,41 +31,18 @@ from .tool_choice import ToolChoice, ToolMode, parse_tool_choice
 from .usage import count_usage
 
 
-class ChatCompletions:
-    """The endpoint, as an ASGI application."""
-
+class ChatCompletions(Endpoint[ChatCompletionRequest]):
     def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._decoder = BodyDecoder(ChatCompletionRequest, serving.config.frontend.strict)
+        super().__init__(serving, ChatCompletionRequest, "chatcmpl")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serving
-        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
-        request = self._decoder.decode(body)
-        model = serving.verify_model(request.model)
-        serving.verify_serving()
-        verify_stream_options(request)
-        tools = parse_tool_choice(request)
-        prompt = await self._prepare(request, len(body), tools)
-        request_id = scope["state"]["request_id"]
-        group = await submit(serving, request, [prompt], request_id)
-        try:
-            answer = _Answer(
-                serving, request, tools, prompt, group, f"chatcmpl-{request_id}", model
-            )
-            if request.stream:
-                await EventStream(send).run(receive, group, _Chunks(answer))
-            else:
-                outputs = await collect(group, receive)
-                await json_response(answer.whole(outputs))(scope, receive, send)
-        finally:
-            group.abort()
+    def _object_name(self, request: ChatCompletionRequest) -> str:
+        return "chat.completion.chunk" if request.stream else "chat.completion"
 
     async def _prepare(
-        self, request: ChatCompletionRequest, body_size: int, tools: ToolChoice
-    ) -> PreparedPrompt:
-        """Verified parameters and the encoded prompt. Raises APIError 400, ParameterError."""
+        self, request: ChatCompletionRequest, body_size: int
+    ) -> tuple[list[PreparedPrompt], NewAnswer]:
         serving = self._serving
+        tools = parse_tool_choice(request)
         asked_for = constraint_of(request)
         constraint = tools.constraint or asked_for
         params = self._params(request, tools, constraint)
@@ -94,15 +67,14 @@ class ChatCompletions:
             max_model_len=serving.config.model.max_model_len,
             max_tokens_param=_max_tokens_param(request),
         )
-        return PreparedPrompt(
+        prompt = PreparedPrompt(
             token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), chat.text
         )
+        return [prompt], partial(_Answer, serving, request, tools, prompt)
 
     def _params(
         self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
     ) -> SamplingParams:
-        if request.prompt_logprobs is not None and request.stream:
-            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
         for modality in request.modalities or ():
@@ -203,8 +175,7 @@ class _Answer:
         tools: ToolChoice,
         prompt: PreparedPrompt,
         group: RequestGroup,
-        answer_id: str,
-        model: str,
+        envelope: Json,
     ) -> None:
         self.request = request
         self.tools = tools
@@ -217,13 +188,7 @@ class _Answer:
         self.prompt = prompt
         self.serving = serving
         self._group = group
-        self.envelope: Json = {
-            "id": answer_id,
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": serving.fingerprint,
-        }
+        self.envelope = envelope
         self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
 
     def usage(self) -> Json:
@@ -255,6 +220,9 @@ class _Answer:
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
         return answer
+
+    def chunks(self) -> ChunkEncoder:
+        return _Chunks(self)
 
     def _message(self, delta: MessageDelta) -> Json:
         message: Json = {"role": self.role, "content": delta.content, "refusal": None}

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
-from starlette.types import Receive, Scope, Send
 
 from ...protocol.sampling_params import SamplingParams
 from ..engine_client import Delta, RequestGroup, Sequence
-from .body import BodyDecoder, read_body
 from .chunks import Chunks
-from .errors import bad_request, json_response
-from .event_stream import EventStream
+from .endpoint import Endpoint, NewAnswer
+from .event_stream import ChunkEncoder
 from .generation import (
     PreparedPrompt,
-    collect,
     raise_if_failed,
-    submit,
-    verify_stream_options,
 )
 from .logprobs import CompletionLogprobs, Json, LogprobsRenderer
 from .prompts import Prompt, fit_context, parse_prompts, verify_characters
@@ -33,35 +28,16 @@ from .usage import count_usage
 DEFAULT_MAX_TOKENS = 16
 
 
-class Completions:
-    """The endpoint, as an ASGI application."""
-
+class Completions(Endpoint[CompletionRequest]):
     def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._decoder = BodyDecoder(CompletionRequest, serving.config.frontend.strict)
+        super().__init__(serving, CompletionRequest, "cmpl")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serving
-        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
-        request = self._decoder.decode(body)
-        model = serving.verify_model(request.model)
-        serving.verify_serving()
-        verify_stream_options(request)
-        prompts = await self._prepare(request)
-        request_id = scope["state"]["request_id"]
-        group = await submit(serving, request, prompts, request_id)
-        try:
-            answer = _Answer(serving, request, prompts, group, f"cmpl-{request_id}", model)
-            if request.stream:
-                await EventStream(send).run(receive, group, _Chunks(answer))
-            else:
-                outputs = await collect(group, receive)
-                await json_response(answer.whole(outputs))(scope, receive, send)
-        finally:
-            group.abort()
+    def _object_name(self, request: CompletionRequest) -> str:
+        return "text_completion"
 
-    async def _prepare(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
+    async def _prepare(
+        self, request: CompletionRequest, body_size: int
+    ) -> tuple[list[PreparedPrompt], NewAnswer]:
         serving, model = self._serving, self._serving.config.model
         prompts = parse_prompts(request.prompt, model.vocab_size)
         constraint = constraint_of(request)
@@ -77,7 +53,8 @@ class Completions:
         )
         for prompt, token_ids in zip(texts, encoded, strict=True):
             prompt.token_ids = np.array(token_ids, np.int32)
-        return [self._fit(prompt, request, params) for prompt in prompts]
+        prepared = [self._fit(prompt, request, params) for prompt in prompts]
+        return prepared, partial(_Answer, serving, request, prepared)
 
     def _fit(
         self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
@@ -97,8 +74,6 @@ class Completions:
         )
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
-        if request.prompt_logprobs is not None and request.stream:
-            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
         params = sampling_params(
             request,
             defaults=self._serving.config.frontend.default_sampling,
@@ -186,20 +161,13 @@ class _Answer:
         request: CompletionRequest,
         prompts: list[PreparedPrompt],
         group: RequestGroup,
-        answer_id: str,
-        model: str,
+        envelope: Json,
     ) -> None:
         self.request = request
         self._group = group
         self._n = prompts[0].params.n
         self._with_cached = serving.config.frontend.enable_prompt_tokens_details
-        self.envelope: Json = {
-            "id": answer_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": serving.fingerprint,
-        }
+        self.envelope = envelope
         renderer = LogprobsRenderer(serving.tokenizer, bool(request.return_tokens_as_token_ids))
         self.choices = [
             _Choice(serving, request, prompts[i // self._n], sequence, renderer, i)
@@ -219,6 +187,9 @@ class _Answer:
     def whole(self, outputs: list[Delta]) -> Json:
         choices = [c.render(output) for c, output in zip(self.choices, outputs, strict=True)]
         return self.envelope | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self) -> ChunkEncoder:
+        return _Chunks(self)
 
 
 class _Chunks(Chunks):

@@ -36,7 +36,10 @@ class PreparedPrompt:
     text: str | None = None
 
 
-def verify_stream_options(request: GenerationRequest) -> None:
+def verify_streaming(request: GenerationRequest) -> None:
+    """Raises APIError 400 for what a stream cannot carry, and for what only a stream can."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
 

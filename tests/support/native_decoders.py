@@ -1,9 +1,12 @@
 """Native and torch decoders of small specs, with the same weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention import attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
@@ -11,6 +14,8 @@ from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.rope import RopeSpec
 from engine.workers.models.spec import LayerSpec, ModelSpec
+from engine.workers.sampling import Sampler
+from support.batches import Scheduled, attention_batch, positions
 from support.random_checkpoints import random_checkpoint
 
 ROPE = RopeSpec(10_000.0, 16)
@@ -87,3 +92,30 @@ def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
         device=device,
         max_model_len=MAX_MODEL_LEN,
     )
+
+
+def forward_and_sample(
+    decoder: NativeDecoder | Decoder,
+    tokens: list[int],
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+) -> tuple[torch.Tensor, list[int]]:
+    """The logits of those rows of a prompt, and what a request with these parameters takes after each."""
+    blocks = list(range(1, 2 + len(tokens) // BLOCK_SIZE))
+    scheduled = [Scheduled(0, len(tokens), blocks)]
+    batch = attention_batch(scheduled, BLOCK_SIZE)
+    shape = decoder.attention.kv_cache_shape(len(blocks) + 1)
+    sampler = Sampler(len(rows), decoder.spec.vocab_size, torch.device("cpu"))
+    for slot, each in enumerate(params):
+        sampler.add(slot, each, np.zeros(1, np.int32), ())
+    rows_S = np.array(rows, np.int32)
+    hidden, chosen = decoder.forward_and_sample(
+        torch.tensor(tokens),
+        positions(scheduled),
+        [torch.zeros(shape, dtype=decoder.attention.dtype) for _ in decoder.spec.layers],
+        [decoder.attention.build(batch, windows) for windows in decoder.spec.windows_by_group],
+        rows_S,
+        sampler.describe(np.arange(len(rows), dtype=np.int32)),
+        rows_S,
+    )
+    return decoder.compute_logits(hidden[rows_S]), chosen.tolist()

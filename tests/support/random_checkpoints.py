@@ -1,6 +1,7 @@
 """Checkpoints of random weights for any `ModelSpec`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,8 +10,13 @@ from engine.workers.models.spec import ModelSpec
 from safetensors.torch import save_file
 
 
-def random_checkpoint(path: Path, spec: ModelSpec, seed: int = 0) -> Checkpoint:
-    """Write a checkpoint in which no norm and no bias is without effect, and open it."""
+def random_checkpoint(
+    path: Path,
+    spec: ModelSpec,
+    seed: int = 0,
+    edit: Callable[[dict[str, torch.Tensor]], None] = lambda _: None,
+) -> Checkpoint:
+    """Write a checkpoint in which no norm and no bias is without effect, after `edit`, and open it."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, mean: float = 0.0) -> torch.Tensor:
@@ -58,6 +64,7 @@ def random_checkpoint(path: Path, spec: ModelSpec, seed: int = 0) -> Checkpoint:
             tensors[f"{prefix}{name}.weight"] = random(rows, columns)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = random(rows)
+    edit(tensors)
     (path / "config.json").write_text(json.dumps({"model_type": spec.model_type}))
     save_file(
         {name if name == "lm_head.weight" else f"model.{name}": t for name, t in tensors.items()},

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.sampling import Sampler, SamplerOutput
+from engine.workers.sampling import Sampler, SamplerOutput, choose_tokens
+from engine.workers.sampling.sampler import ChooseTokens
 
 EOS = 2
 
@@ -12,8 +13,10 @@ EOS = 2
 class Rows:
     """Requests in a sampler, by slot. Slot s has `prompt` tokens 3, 4, 5 unless told otherwise."""
 
-    def __init__(self, vocab_size: int, num_slots: int = 80) -> None:
-        self.sampler = Sampler(num_slots, vocab_size, torch.device("cpu"))
+    def __init__(
+        self, vocab_size: int, num_slots: int = 80, choose: ChooseTokens = choose_tokens
+    ) -> None:
+        self.sampler = Sampler(num_slots, vocab_size, torch.device("cpu"), choose)
         self.lengths = np.zeros(num_slots, np.int32)
 
     def add(

@@ -8,19 +8,22 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.arrays import Int32Array
 from ..loaders.checkpoint import Checkpoint
 from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
+from ..sampling import SamplingMetadata
 from .attention import NativeAttention, NativeAttentionMetadata
 from .library import Step, StepGroup
 from .program import NativeProgram
 from .recorder import Recorder
+from .sampling import sampling_rows
 from .weights import NativeWeightReader
 
 
@@ -60,6 +63,7 @@ class NativeDecoder:
         self._program = NativeProgram(spec, attention, num_threads)
         Recorder(self._program, spec, weights, max_model_len).record()
         self._kv_caches: Sequence[Tensor] = ()
+        self._logits_SV = torch.empty((0, spec.vocab_size))
         self._kv_pointers = (ctypes.c_void_p * len(spec.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()
         # Filling it again takes a fraction of the time that making it does.
@@ -76,19 +80,33 @@ class NativeDecoder:
 
         `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
         """
-        hidden_TD, _ = self._run(input_ids_T, positions_T, kv_caches, attn_metadata, None)
-        return hidden_TD
+        return self._run(input_ids_T, positions_T, kv_caches, attn_metadata)
 
-    def forward_greedy(
+    def forward_and_sample(
         self,
         input_ids_T: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
-        sampled_S: NDArray[np.int32],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
     ) -> tuple[Tensor, Tensor]:
-        """As `forward` and then `greedy_tokens` of rows `sampled_S`, in one native call."""
-        return self._run(input_ids_T, positions_T, kv_caches, attn_metadata, sampled_S)
+        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`, in one native call.
+
+        Spares the logits' way through memory where every row takes its most likely token.
+        """
+        tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
+        hidden_TD = self._run(
+            input_ids_T,
+            positions_T,
+            kv_caches,
+            attn_metadata,
+            num_logit_rows=len(rows_S),
+            logit_rows=rows_S.ctypes.data,
+            **self._sampling(tokens_S, metadata, positions_S),
+        )
+        return hidden_TD, tokens_S.long()
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
@@ -96,14 +114,19 @@ class NativeDecoder:
         self._run_head(hidden_SD, logits=logits_SV.data_ptr())
         return logits_SV
 
-    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
-        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN.
-
-        Spares the logits' way through memory.
-        """
-        tokens_S = torch.empty(len(hidden_SD), dtype=torch.int32)
-        self._run_head(hidden_SD, argmax=tokens_S.data_ptr())
-        return tokens_S
+    def choose_tokens(
+        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the next token of each row, or what is in its place, int64 [S], as `sampling.choose_tokens` does."""
+        tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
+        step = Step(
+            num_logit_rows=len(logits_SV),
+            logits=logits_SV.data_ptr(),
+            tokens=tokens_S.data_ptr(),
+            sampling=sampling_rows(metadata, positions_S),
+        )
+        self._program.run(step)
+        return tokens_S.long()
 
     def profile(self) -> dict[str, float]:
         """Seconds spent in the operations of each kind so far."""
@@ -115,16 +138,18 @@ class NativeDecoder:
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
-        sampled_S: NDArray[np.int32] | None,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        num_logit_rows: int = 0,
+        logit_rows: int | None = None,
+        logits: int | None = None,
+        tokens: int | None = None,
+        sampling: Any = None,
+    ) -> Tensor:
         ids_T, positions_T = _int32(input_ids_T), _int32(positions_T)
         hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
-        num_sampled = 0 if sampled_S is None else len(sampled_S)
-        tokens_S = torch.empty(num_sampled, dtype=torch.int32)
         step = self._step
         step.num_tokens = len(ids_T)
         step.num_sequences = len(attn_metadata[0].seq_lens)
-        step.num_logit_rows = num_sampled
         step.input_ids = ids_T.data_ptr()
         step.positions = positions_T.data_ptr()
         step.query_start_loc = attn_metadata[0].query_start_loc.ctypes.data
@@ -136,18 +161,34 @@ class NativeDecoder:
             self._kv_caches = kv_caches
             self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
         step.hidden = hidden_TD.data_ptr()
-        if sampled_S is not None:
-            sampled_S = np.ascontiguousarray(sampled_S, np.int32)
-            step.logit_rows = sampled_S.ctypes.data
-            step.argmax = tokens_S.data_ptr()
+        step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
+        step.logits, step.tokens, step.sampling = logits, tokens, sampling
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.vocab_size}), "
                 f"got {ids_T.min()} to {ids_T.max()}"
             )
-        return hidden_TD, tokens_S
+        return hidden_TD
 
-    def _run_head(self, hidden_SD: Tensor, **outputs: int) -> None:
+    def _sampling(
+        self, tokens_S: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> dict[str, Any]:
+        """The fields of a step that chooses tokens."""
+        if metadata.is_greedy:
+            return {"tokens": tokens_S.data_ptr()}
+        return {
+            "tokens": tokens_S.data_ptr(),
+            "logits": self._logits_buffer(len(tokens_S)).data_ptr(),
+            "sampling": sampling_rows(metadata, positions_S),
+        }
+
+    def _logits_buffer(self, num_rows: int) -> Tensor:
+        """Room that nobody looks into after the call that fills it."""
+        if len(self._logits_SV) < num_rows:
+            self._logits_SV = torch.empty((num_rows, self.spec.vocab_size), dtype=torch.float32)
+        return self._logits_SV
+
+    def _run_head(self, hidden_SD: Tensor, **outputs: Any) -> None:
         hidden_SD = hidden_SD.float().contiguous()
         rows = np.arange(len(hidden_SD), dtype=np.int32)
         step = Step(

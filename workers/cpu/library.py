@@ -21,6 +21,7 @@ OP_KINDS = (
     "norm_add",
     "final_norm",
     "head",
+    "sample",
 )
 
 
@@ -77,6 +78,21 @@ class StepGroup(ctypes.Structure):
     )
 
 
+class SamplingRows(ctypes.Structure):
+    """Sampling parameters by slot, and the rows to sample; see `sampling.h`."""
+
+    _fields_ = (
+        ("is_greedy", c_void_p),
+        ("inverse_temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p_margin", c_void_p),
+        ("seed", c_void_p),
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
 class Step(ctypes.Structure):
     """The arrays of one step; see `program.h`."""
 
@@ -92,7 +108,8 @@ class Step(ctypes.Structure):
         ("hidden", c_void_p),
         ("logit_rows", c_void_p),
         ("logits", c_void_p),
-        ("argmax", c_void_p),
+        ("tokens", c_void_p),
+        ("sampling", POINTER(SamplingRows)),
     )
 
 

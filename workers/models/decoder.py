@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
 from ..loaders.checkpoint import Checkpoint
+from ..sampling import SamplingMetadata, choose_tokens
 from .layers import GATED_ACTIVATIONS, RMSNorm, linear
 from .rope import RotaryEmbedding, RotaryTables, apply_rotary
 from .spec import LayerSpec, ModelSpec
@@ -104,11 +106,23 @@ class Decoder:
             logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
         return logits_SV
 
-    @torch.inference_mode()
-    def greedy_tokens(self, hidden_SD: Tensor) -> Tensor:
-        """Return the first token with the largest logit, int32 [S]; -1 if a logit is NaN."""
-        peak_S, token_S = self.compute_logits(hidden_SD).max(1)
-        return token_S.masked_fill_(peak_S.isnan(), -1).to(torch.int32)
+    def forward_and_sample(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        metadata: SamplingMetadata,
+        positions_S: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `forward`'s hidden states, and `choose_tokens` of the logits of their rows `rows_S`."""
+        hidden_TD = self.forward(input_ids_T, positions_T, kv_caches, attn_metadata)
+        hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
+        logits_SV = self.compute_logits(hidden_SD)
+        return hidden_TD, choose_tokens(logits_SV, metadata, positions_S)
+
+    choose_tokens = staticmethod(choose_tokens)
 
 
 class DecoderLayer:

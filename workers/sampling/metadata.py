@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -89,14 +90,14 @@ class LogitBias:
     values_E: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass
 class SamplingMetadata:
     """The wishes of a batch; None stands for a wish that no row has."""
 
+    state: SamplingState
     version: int
     slots_S: Int64Array
-    groups: list[RowGroup]
-    seeds_S: Int64Array | None
+    is_greedy: bool
     allowed: LimitedRows | None
     bad_words: BadWordRows | None
     end_tokens: EndTokens | None
@@ -106,13 +107,11 @@ class SamplingMetadata:
 
     @classmethod
     def of(cls, state: SamplingState, slots_S: Int64Array) -> SamplingMetadata:
-        groups = _row_groups(state, slots_S)
-        is_random = any(group.method is not Method.GREEDY for group in groups)
         return cls(
+            state=state,
             version=state.version,
             slots_S=slots_S,
-            groups=groups,
-            seeds_S=state.seed[slots_S] if is_random else None,
+            is_greedy=bool(state.is_greedy[slots_S].all()),
             allowed=_allowed(state, slots_S),
             bad_words=state.bad_words.rows(slots_S),
             end_tokens=_end_tokens(state, slots_S),
@@ -120,6 +119,16 @@ class SamplingMetadata:
             penalties=_penalties(state, slots_S),
             logprobs=_logprobs(state, slots_S),
         )
+
+    @cached_property
+    def groups(self) -> list[RowGroup]:
+        """The rows by how their tokens are chosen, for `choose_tokens`."""
+        return _row_groups(self.state, self.slots_S)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether tokens cannot be chosen from what the model gives, or more than tokens is wanted."""
+        return self.changes_logits or self.logprobs is not None
 
     @property
     def changes_logits(self) -> bool:

@@ -5,6 +5,7 @@ Shapes: S rows of the batch, V vocabulary, G rows under a grammar.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Final
 
@@ -15,82 +16,85 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
 from ...protocol.messages import I32, RowLogprobs
 from ...protocol.sampling_params import SamplingParams
-from .distribution import BlockedLogits, argmax
-from .filters import sample_top_k, sample_top_p, sample_unfiltered
+from .choice import NOT_A_NUMBER, NOTHING_ALLOWED, choose_tokens
 from .logprobs import Logprobs, compute_logprobs
 from .masks import limit, token_limits
-from .metadata import LogprobRows, Method, RowGroup, SamplingMetadata
-from .random import Stream, uniforms
+from .metadata import SamplingMetadata
 from .state import SamplingState
 
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 
-NOTHING_ALLOWED: Final = (
+ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
+
+_NOTHING_ALLOWED_MESSAGE: Final = (
     "no token satisfies all of the request's constraints (allowed_token_ids, bad_words, min_tokens, "
     "structured output)"
 )
 
 
 class SamplerOutput:
-    """Sampled tokens, still on the device: `token_ids` int64[S].
+    """What `choose_tokens` returned for a batch: int64[S], still on the device.
 
-    The other results are fetched when first asked for. Rows that could not be sampled, because of NaNs in their
-    logits or because nothing was allowed, have token 0.
+    `token_ids` holds token 0 for rows that could not be sampled, because of NaNs in their logits or because nothing
+    was allowed. The other results are fetched when first asked for.
     """
 
     def __init__(
         self,
-        token_ids: torch.Tensor,
-        slots_S: Int64Array,
-        is_nan_S: torch.Tensor,
-        is_stuck_S: torch.Tensor,
-        logprobs: Logprobs | None,
-        logprob_rows: LogprobRows | None,
+        chosen_S: torch.Tensor,
+        metadata: SamplingMetadata,
+        logprobs: Logprobs | None = None,
     ) -> None:
-        self.token_ids = token_ids
-        self._slots_S = slots_S
-        self._is_nan_S = is_nan_S
-        self._is_stuck_S = is_stuck_S
+        self.token_ids = chosen_S.clamp(min=0)
+        self._chosen_S = chosen_S
+        self._metadata = metadata
         self._logprobs = logprobs
-        self._logprob_rows = logprob_rows
 
     @property
     def sampled_token_ids(self) -> I32:
         """int32[S]"""
-        return int32_bytes(self._on_host[0])
+        return int32_bytes(self._on_host.clip(0))
 
     @property
     def nan_slots(self) -> I32:
         """Slots with NaN or infinite logits, int32."""
-        return int32_bytes(self._slots_S[self._on_host[1] != 0])
+        return int32_bytes(self._metadata.slots_S[self._on_host == NOT_A_NUMBER])
 
     @property
     def failed_slots(self) -> list[tuple[int, str]]:
         """Slots whose constraints left no token, with the reason."""
-        slots = self._slots_S[self._on_host[2] != 0]
-        return [(slot, NOTHING_ALLOWED) for slot in slots.tolist()]
+        slots = self._metadata.slots_S[self._on_host == NOTHING_ALLOWED]
+        return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots.tolist()]
 
     @cached_property
     def logprobs(self) -> list[RowLogprobs]:
         """One position of each row that asked for log-probabilities."""
-        if self._logprobs is None or self._logprob_rows is None:
+        rows = self._metadata.logprobs
+        if self._logprobs is None or rows is None:
             return []
-        return self._logprobs.rows(self._logprob_rows.slots, self._logprob_rows.counts)
+        return self._logprobs.rows(rows.slots, rows.counts)
 
     @cached_property
     def _on_host(self) -> Int64Array:
-        flags = (self._is_nan_S.to(torch.int64), self._is_stuck_S.to(torch.int64))
-        return torch.stack([self.token_ids, *flags]).cpu().numpy()
+        on_host: Int64Array = self._chosen_S.cpu().numpy()
+        return on_host
 
 
 class Sampler:
     """Samples for the requests in its slots, and remembers what it sampled.
 
     Raises nothing for what a request asks for: parameters are verified before they get here, and a row that cannot be
-    sampled is reported alone.
+    sampled is reported alone. `choose` is `choose_tokens`, or does the same faster.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        choose: ChooseTokens = choose_tokens,
+    ) -> None:
+        self._choose = choose
         self._vocab_size = vocab_size
         self._device = device
         self._state = SamplingState(num_slots, vocab_size, device)
@@ -112,12 +116,11 @@ class Sampler:
         """The slot is free again."""
         self._state.remove(slot)
 
-    def is_greedy(self, slots_S: Int32Array) -> bool:
-        """Whether every row takes its most likely token and nothing else is asked for: logits can be spared."""
-        metadata = self._describe(slots_S)
-        return (
-            metadata.seeds_S is None and metadata.logprobs is None and not metadata.changes_logits
-        )
+    def describe(self, slots_S: Int32Array) -> SamplingMetadata:
+        """What the rows of a batch ask for. The same until a slot of it changes."""
+        if not self._metadata.describes(self._state.version, slots_S):
+            self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
+        return self._metadata
 
     def sample(
         self,
@@ -132,36 +135,24 @@ class Sampler:
         each row has so far, which is the index of the one to be sampled. `grammar` holds slots int32[G] and their
         bitmasks int32[G, ceil(V / 32)].
         """
-        metadata = self._describe(slots_S)
+        metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
         changes_logits = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
         raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, changes_logits)
         if changes_logits:
-            raw_peak_S = logits_SV.amax(1)
             self._change_logits(logits_SV, metadata, positions_S, grammar)
-            x = BlockedLogits.of(logits_SV)
-        else:
-            x = BlockedLogits.of(logits_SV)
-            raw_peak_S = x.peak_R
-        is_nan_S = raw_peak_S.isnan() | raw_peak_S.isposinf()
-        is_stuck_S = x.peak_R.isneginf()
-        token_ids = self._choose(x, metadata, positions_S)
-        token_ids.masked_fill_(is_nan_S | is_stuck_S, 0)
+        chosen_S = self._choose(logits_SV, metadata, positions_S)
+        sampled = SamplerOutput(chosen_S, metadata)
         if metadata.penalties is not None:
-            self._state.seen_tokens.learn(metadata.penalties, token_ids)
+            self._state.seen_tokens.learn(metadata.penalties, sampled.token_ids)
         if metadata.bad_words is not None:
-            self._state.bad_words.learn(metadata.bad_words, token_ids)
-        logprobs = None
-        if wanted is not None and raw_logits_RV is not None:
-            chosen_R = token_ids if wanted.rows is None else token_ids[wanted.rows]
-            logprobs = compute_logprobs(raw_logits_RV, chosen_R, max(wanted.counts))
-        return SamplerOutput(token_ids, metadata.slots_S, is_nan_S, is_stuck_S, logprobs, wanted)
-
-    def _describe(self, slots_S: Int32Array) -> SamplingMetadata:
-        if not self._metadata.describes(self._state.version, slots_S):
-            self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
-        return self._metadata
+            self._state.bad_words.learn(metadata.bad_words, sampled.token_ids)
+        if wanted is None or raw_logits_RV is None:
+            return sampled
+        token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
+        logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
+        return SamplerOutput(chosen_S, metadata, logprobs)
 
     def _change_logits(
         self,
@@ -200,32 +191,5 @@ class Sampler:
         order = order[rows_G[order] >= 0]
         return rows_G[order], bitmask_GK[order]
 
-    def _choose(
-        self, x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> torch.Tensor:
-        uniform_S = None
-        if metadata.seeds_S is not None:
-            noise = uniforms(metadata.seeds_S, positions_S.astype(np.int64), Stream.TOKEN)
-            uniform_S = self._to_device(noise)
-        if len(metadata.groups) == 1:
-            return _choose_group(x, metadata.groups[0], uniform_S)
-        token_ids = torch.zeros(len(metadata.slots_S), dtype=torch.int64, device=self._device)
-        for group in metadata.groups:
-            token_ids[group.rows] = _choose_group(x.rows(group.rows), group, uniform_S)
-        return token_ids
-
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _choose_group(
-    x: BlockedLogits, group: RowGroup, uniform_S: torch.Tensor | None
-) -> torch.Tensor:
-    if group.method is Method.GREEDY or uniform_S is None:
-        return argmax(x)
-    uniform_R = uniform_S if group.rows is None else uniform_S[group.rows]
-    if group.method is Method.TOP_K:
-        return sample_top_k(x, group.filters, group.depth, uniform_R)
-    if group.method is Method.TOP_P:
-        return sample_top_p(x, group.filters, group.depth, uniform_R)
-    return sample_unfiltered(x, group.filters, uniform_R)

@@ -208,7 +208,7 @@ async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         request = SequenceRequest([5, 6], SamplingParams(max_tokens=2))
         group = await client.submit([request], request_id="r")
-        stream = EventStream(send, keep_alive_s=0.02)
+        stream = EventStream(send, send, keep_alive_s=0.02)
         running = asyncio.create_task(stream.run(receive, group, _Texts()))
         while len(sent) < 4:
             await asyncio.sleep(0.005)

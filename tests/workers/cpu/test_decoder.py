@@ -4,18 +4,24 @@ import importlib.util
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.loaders.checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.models.rope import LinearScaling, RopeSpec
 from engine.workers.models.spec import LayerSpec, NormNames
-from support.batches import Scheduled, attention_batch, positions
 from support.decoders import Runner
-from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec, torch_decoder
+from support.native_decoders import (
+    BLOCK_SIZE,
+    ROPE,
+    forward_and_sample,
+    native_decoder,
+    small_spec,
+    torch_decoder,
+)
 from support.random_checkpoints import random_checkpoint
 
 torch.set_num_threads(1)
@@ -201,32 +207,30 @@ def test_int8_quantization_is_close(tmp_path):
 
 
 def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
-    # Equal rows of the head make equal logits.
-    spec = small_spec(vocab_size=700)
-    native = native_decoder(spec, tmp_path)
-    hidden = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    logits = native.compute_logits(hidden)
-    assert native.greedy_tokens(hidden).tolist() == logits.argmax(-1).tolist()
-    hidden[3, 5] = torch.nan
-    hidden[4] = 0
-    tokens = native.greedy_tokens(hidden).tolist()
-    assert tokens[3] == -1
-    assert tokens[4] == 0
+    def repeat_rows_of_head(tensors):
+        tensors["lm_head.weight"][350:] = tensors["lm_head.weight"][:350].clone()
 
-
-def test_one_call_computes_and_samples(tmp_path):
-    native = native_decoder(small_spec(), tmp_path)
-    scheduled = [Scheduled(0, 40, [3, 1, 2]), Scheduled(0, 5, [4])]
-    batch = attention_batch(scheduled, BLOCK_SIZE)
-    arguments = (
-        torch.tensor(prompt(45), dtype=torch.int32),
-        positions(scheduled),
-        Runner(native).kv_caches,
-        [native.attention.build(batch, {None})],
+    spec = small_spec(vocab_size=700, tie_word_embeddings=False)
+    native = native_decoder(spec, random_checkpoint(tmp_path, spec, edit=repeat_rows_of_head))
+    rows = range(50)
+    logits, tokens = forward_and_sample(
+        native, prompt(50), rows, [SamplingParams(temperature=0)] * 50
     )
-    hidden, tokens = native.forward_greedy(*arguments, np.array([39, 44]))
-    assert torch.equal(hidden, native.forward(*arguments))
-    assert tokens.tolist() == native.compute_logits(hidden[[39, 44]]).argmax(-1).tolist()
+    assert tokens == [int(torch.nonzero(row == row.max())[0]) for row in logits]
+    assert max(tokens) < 350
+
+
+def test_rows_of_nans_have_no_greedy_token(tmp_path):
+    def spoil_a_token(tensors):
+        tensors["embed_tokens.weight"][7] = torch.nan
+
+    spec = small_spec(tie_word_embeddings=False)
+    native = native_decoder(spec, random_checkpoint(tmp_path, spec, edit=spoil_a_token))
+    for temperature in (0, 1):
+        params = [SamplingParams(temperature=temperature, seed=1)] * 3
+        _, tokens = forward_and_sample(native, [1, 2, 3, 7, 8], [1, 2, 3], params)
+        assert tokens[2] == -1
+        assert min(tokens[:2]) >= 0
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):

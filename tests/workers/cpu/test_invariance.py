@@ -150,14 +150,12 @@ def test_what_blocks_held_before_has_no_effect(decoders):
         assert_same_bits(state, whole(decoders[0], tokens)[start:stop])
 
 
-def test_logits_and_tokens_do_not_depend_on_the_batch(decoders):
+def test_logits_do_not_depend_on_the_batch(decoders):
     hidden = whole(decoders[0], prompt(130))
     logits = decoders[0].compute_logits(hidden)
     for decoder in decoders:
         for rows in (range(130), [5], [7, 3, 9], range(20, 90)):
             assert_same_bits(decoder.compute_logits(hidden[list(rows)]), logits[list(rows)])
-            tokens = decoder.greedy_tokens(hidden[list(rows)]).tolist()
-            assert tokens == logits[list(rows)].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])

@@ -41,9 +41,10 @@ void Program::Buffer::reserve(size_t bytes) {
   data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
 }
 
-Program::Scratch::Scratch(int max_rows, const KVLayout& kv)
+Program::Scratch::Scratch(int max_rows, const KVLayout& kv, int vocab_size)
     : attention(max_rows, kv.padded_head_dim()),
-      tile(new float[std::max(2 * kTileFloats, max_rows * kv.head_dim)]) {}
+      tile(new float[std::max(2 * kTileFloats, max_rows * kv.head_dim)]),
+      chooser(vocab_size) {}
 
 Program::Program(const ModelShape& shape)
     : shape_(shape),
@@ -54,7 +55,7 @@ Program::Program(const ModelShape& shape)
       pool_(shape.num_threads) {
   const int max_rows = std::max(kTaskRows, shape.num_heads / shape.num_kv_heads);
   for (int i = 0; i < pool_.num_threads(); i++)
-    scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_));
+    scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_, shape_.vocab_size));
 }
 
 void Program::add(const Op& op) { ops_.push_back(op); }
@@ -98,15 +99,25 @@ int Program::begin(int phase) {
     timed_op_ = int(ops_[op].kind);
     return begin_op(ops_[op]);
   }
-  timed_op_ = int(OpKind::head);
-  if (phase == head_phase && step_.num_logit_rows) return begin_head(ops_.back());
-  if (phase == head_phase + 1 && step_.num_logit_rows && step_.argmax) merge_argmax();
+  if (phase == head_phase && step_.num_logit_rows) {
+    timed_op_ = int(OpKind::head);
+    if (step_.sampling)
+      logit_maxima_.reserve(sizeof(float) * step_.num_logit_rows * logit_blocks(shape_.vocab_size));
+    return step_.logit_rows ? begin_head(ops_.back()) : 0;
+  }
+  timed_op_ = int(OpKind::sample);
+  if (phase == head_phase + 1 && step_.tokens) {
+    if (step_.sampling) return step_.num_logit_rows;
+    take_most_likely();
+  }
   return -1;
 }
 
 void Program::tile(int phase, int tile, int thread) {
   const int ops_of_slice = int(ops_.size()) - 1;
-  if (phase >= num_slices_ * ops_of_slice) return run_head(ops_.back(), tile, thread);
+  const int head_phase = num_slices_ * ops_of_slice;
+  if (phase == head_phase) return run_head(ops_.back(), tile, thread);
+  if (phase > head_phase) return choose_token(tile, thread);
   const Op& op = ops_[phase % ops_of_slice];
   switch (op.kind) {
     case OpKind::linear:
@@ -311,7 +322,8 @@ int Program::begin_head(const Op& op) {
     quantize_rows(op.input_kind, step_.hidden + size_t(step_.logit_rows[r]) * hidden_size, hidden_size, 1,
                   hidden_size, head_activations_.bytes() + r * row_bytes);
   const int tiles = share_columns(op, rows, 1);
-  if (step_.argmax) best_.reserve(size_t(rows) * column_tiles_[0] * sizeof(Best));
+  if (step_.tokens && !step_.sampling)
+    best_.reserve(size_t(rows) * column_tiles_[0] * sizeof(Best));
   return tiles;
 }
 
@@ -325,18 +337,18 @@ void Program::run_head(const Op& op, int tile, int thread) {
   const int columns = end - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   float* out = scratch_[thread]->tile.get();
-  int stride = columns;
-  if (step_.logits) {
-    out = step_.logits + size_t(row) * weight.n + begin;
-    stride = weight.n;
-  }
   if (columns)
     linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
-                out, stride);
-  for (int r = 0; r < rows; r++, out += stride) {
+                out, columns);
+  for (int r = 0; r < rows; r++, out += columns) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);
     if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);
-    if (!step_.argmax) continue;
+    // The product does not write there itself: rows that are pages apart contend for the same cache lines.
+    if (step_.logits)
+      std::memcpy(step_.logits + size_t(row + r) * weight.n + begin, out, sizeof(float) * columns);
+    if (step_.sampling)
+      sampling_kernels().block_maxima(out, columns, logit_maxima(row + r) + begin / kLogitBlock);
+    if (!step_.tokens || step_.sampling) continue;
     Best& best = bests()[size_t(row + r) * column_tiles_[0] + tile];
     best = {-INFINITY, begin};
     if (columns == 0) continue;
@@ -345,14 +357,24 @@ void Program::run_head(const Op& op, int tile, int thread) {
   }
 }
 
-void Program::merge_argmax() {
+void Program::take_most_likely() {
   for (int r = 0; r < step_.num_logit_rows; r++) {
     const Best* best = bests() + size_t(r) * column_tiles_[0];
     Best winner = best[0];
     for (int i = 1; i < column_tiles_[0] && winner.index >= 0; i++)
       if (best[i].index < 0 || best[i].logit > winner.logit) winner = best[i];
-    step_.argmax[r] = winner.index;
+    step_.tokens[r] = winner.index < 0 || winner.logit == INFINITY ? kNotANumber
+                      : winner.logit == -INFINITY                  ? kNothingAllowed
+                                                                   : winner.index;
   }
+}
+
+void Program::choose_token(int row, int thread) {
+  const float* logits = step_.logits + size_t(row) * shape_.vocab_size;
+  float* maxima = logit_maxima(row);
+  if (!step_.logit_rows) sampling_kernels().block_maxima(logits, shape_.vocab_size, maxima);
+  step_.tokens[row] =
+      scratch_[thread]->chooser.choose(*step_.sampling, row, logits, maxima);
 }
 
 }  // namespace engine

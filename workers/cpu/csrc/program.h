@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "row_kernels.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace engine {
@@ -35,8 +36,9 @@ enum class OpKind : int32_t {
   norm_add = 6,      // residual += scale * block normed by vectors[0]
   final_norm = 7,    // hidden = residual normed by vectors[0]
   head = 8,          // logits of the rows asked for; the last operation
+  sample = 9,        // the choice of their tokens, which is not recorded
 };
-constexpr int kNumOpKinds = 9;
+constexpr int kNumOpKinds = 10;
 
 enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2 };  // adds scale * y to residual
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2 };
@@ -82,9 +84,10 @@ struct Step {
   const StepGroup* groups;
   uint8_t* const* kv_caches;  // of each layer
   float* hidden;              // [num_tokens, hidden_size]
-  const int32_t* logit_rows;  // [num_logit_rows], of hidden
+  const int32_t* logit_rows;  // [num_logit_rows], of hidden; null if `logits` are given
   float* logits;              // [num_logit_rows, vocab_size], or null
-  int32_t* argmax;            // [num_logit_rows], or null; -1 where a logit is NaN
+  int32_t* tokens;            // [num_logit_rows], as TokenChooser gives them, or null
+  const SamplingRows* sampling;  // with logits, or null for the most likely tokens
 };
 
 class Program final : private Phases {
@@ -126,9 +129,10 @@ class Program final : private Phases {
     int32_t index;
   };
   struct Scratch {
-    Scratch(int max_rows, const KVLayout& kv);
+    Scratch(int max_rows, const KVLayout& kv, int vocab_size);
     AttentionScratch attention;
     std::unique_ptr<float[]> tile;
+    TokenChooser chooser;
   };
   // A buffer that is aligned to 64 bytes and only grows.
   class Buffer {
@@ -169,11 +173,15 @@ class Program final : private Phases {
   void make_tiles(TaskList& list) const;
   template <class Function>
   void for_each_task(int window, Function f) const;
-  void merge_argmax();
+  void take_most_likely();
+  void choose_token(int row, int thread);
 
   float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }
   float* block(int row) const { return block_.floats() + size_t(row) * shape_.hidden_size; }
   float* qkv(int row) const { return qkv_.floats() + size_t(row) * qkv_size_; }
+  float* logit_maxima(int row) const {
+    return logit_maxima_.floats() + size_t(row) * logit_blocks(shape_.vocab_size);
+  }
   Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
   size_t partial_floats() const;
   AttentionState partial_state(int slot) const;
@@ -186,7 +194,7 @@ class Program final : private Phases {
   std::vector<Op> ops_;
   std::vector<Rope> ropes_;
   std::vector<TaskList> task_lists_;
-  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
+  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_, logit_maxima_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
   size_t num_finished_slots_ = 0;

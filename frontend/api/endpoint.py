@@ -1,0 +1,92 @@
+"""What completions and chat completions do alike: from the body to the answer, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..engine_client import Delta, RequestGroup
+from .body import BodyDecoder, read_body
+from .errors import json_response
+from .event_stream import ChunkEncoder, EventStream
+from .generation import PreparedPrompt, collect, submit, verify_streaming
+from .logprobs import Json
+from .schema import GenerationRequest
+from .serving import Serving
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+class Answer(Protocol):
+    """The answer to one request, whole or as the parts of a stream."""
+
+    def whole(self, outputs: list[Delta]) -> Json: ...
+
+    def chunks(self) -> ChunkEncoder: ...
+
+
+NewAnswer = Callable[[RequestGroup, Json], Answer]
+"""Of the sequences and the envelope: everything of an answer or a chunk but its choices and usage."""
+
+
+class Endpoint(ABC, Generic[Request]):
+    """An endpoint that generates, as an ASGI application below `ServerSend`."""
+
+    def __init__(self, serving: Serving, request_type: type[Request], id_prefix: str) -> None:
+        self._serving = serving
+        self._decoder = BodyDecoder(request_type, serving.config.frontend.strict)
+        self._id_prefix = id_prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving, state = self._serving, scope["state"]
+        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
+        request = self._decoder.decode(body)
+        model = serving.verify_model(request.model)
+        serving.verify_serving()
+        verify_streaming(request)
+        prompts, new_answer = await self._prepare(request, len(body))
+        request_id = state["request_id"]
+        group = await submit(serving, request, prompts, request_id)
+        try:
+            answer = new_answer(
+                group,
+                {
+                    "id": f"{self._id_prefix}-{request_id}",
+                    "object": self._object_name(request),
+                    "created": int(time.time()),
+                    "model": model,
+                    "system_fingerprint": serving.fingerprint,
+                },
+            )
+            if request.stream:
+                stream = EventStream(send, state["server_send"])
+                await stream.run(receive, group, answer.chunks())
+            else:
+                outputs = await collect(group, receive)
+                await json_response(answer.whole(outputs))(scope, receive, send)
+        finally:
+            group.abort()
+
+    @abstractmethod
+    def _object_name(self, request: Request) -> str: ...
+
+    @abstractmethod
+    async def _prepare(
+        self, request: Request, body_size: int
+    ) -> tuple[list[PreparedPrompt], NewAnswer]:
+        """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
+
+
+class ServerSend:
+    """The outermost layer, which lets streams send past the layers inside: those touch headers alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["server_send"] = send
+        await self._app(scope, receive, send)

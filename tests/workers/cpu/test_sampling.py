@@ -1,0 +1,154 @@
+"""The native program's choice of tokens, against the torch sampler's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine.protocol.arrays import int32_view
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.cpu.library import native_library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.native_decoders import forward_and_sample, native_decoder, small_spec
+from support.sampler_rows import Rows
+
+VOCAB_SIZES = (97, 4096, 5003)
+NUM_ROWS = 40
+NUM_ISAS = 4
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 40, "top_p": 0.95, "temperature": 0.8},
+    {"top_k": 90, "temperature": 2.0},
+    {"top_p": 0.7},
+    {"top_p": 0.99, "temperature": 4.0},
+    {"top_p": 1e-9},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+    {"top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, NativeDecoder]:
+    """By the size of their vocabulary, on two threads."""
+    return {
+        size: native_decoder(
+            small_spec(vocab_size=size), tmp_path_factory.mktemp(f"model{size}"), num_threads=2
+        )
+        for size in VOCAB_SIZES
+    }
+
+
+def random_logits(vocab_size: int, seed: int, num_rows: int = NUM_ROWS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * 3
+
+
+def both_choose(
+    decoder: NativeDecoder, logits: torch.Tensor, params: list[SamplingParams]
+) -> tuple[list[int], list[int]]:
+    vocab_size = logits.shape[1]
+    samplers = Rows(vocab_size), Rows(vocab_size, choose=decoder.choose_tokens)
+    slots = list(range(len(params)))
+    for rows in samplers:
+        for slot, each in enumerate(params):
+            rows.add(slot, each)
+    torch_tokens, native_tokens = (rows.tokens(logits, slots) for rows in samplers)
+    return native_tokens, torch_tokens
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("kwargs", PARAMS, ids=str)
+def test_the_same_tokens_as_the_torch_sampler(
+    kwargs: dict[str, Any], vocab_size: int, decoders: dict[int, NativeDecoder]
+) -> None:
+    params = [SamplingParams(seed=seed, **kwargs) for seed in range(NUM_ROWS)]
+    native, expected = both_choose(decoders[vocab_size], random_logits(vocab_size, 1), params)
+    assert native == expected
+
+
+@given(
+    top_k=st.sampled_from([0, 1, 2, 7, 40, 1000, 4000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.3, 1.0]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    seed=st.integers(0, 2**63 - 1),
+    levels=st.sampled_from([1, 3, 50]),
+    masked=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_ties_and_masks_make_no_difference(
+    decoders: dict[int, NativeDecoder],
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+    seed: int,
+    levels: int,
+    masked: bool,
+) -> None:
+    params = SamplingParams(
+        top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, seed=seed
+    )
+    logits = torch.round(random_logits(4096, seed % 2**32, 4) * levels / 3) / levels
+    if masked:
+        logits[:, torch.randperm(4096)[:4090]] = -torch.inf
+        logits[0, :] = -torch.inf
+        logits[0, 4095] = -1000.0
+    native, expected = both_choose(decoders[4096], logits, [params] * 4)
+    assert native == expected
+
+
+def test_rows_that_cannot_be_sampled_are_told_apart(decoders: dict[int, NativeDecoder]) -> None:
+    logits = random_logits(97, 2, 5)
+    logits[0, 50] = torch.nan
+    logits[1, 96] = torch.inf
+    logits[2] = -torch.inf
+    for kwargs in PARAMS:
+        rows = Rows(97, choose=decoders[97].choose_tokens)
+        for slot in range(5):
+            rows.add(slot, SamplingParams(seed=slot, **kwargs))
+        output = rows.sample(logits, [0, 1, 2, 3, 4])
+        assert int32_view(output.nan_slots).tolist() == [0, 1]
+        assert [slot for slot, _ in output.failed_slots] == [2]
+        assert int32_view(output.sampled_token_ids)[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.2}], ids=str
+)
+def test_one_call_from_tokens_to_tokens(
+    kwargs: dict[str, Any], decoders: dict[int, NativeDecoder]
+) -> None:
+    decoder = decoders[5003]
+    prompt = torch.randint(5003, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+    params = [SamplingParams(seed=seed, **kwargs) for seed in range(70)]
+    logits, chosen = forward_and_sample(decoder, prompt, range(70), params)
+    samplers = Rows(5003), Rows(5003, choose=decoder.choose_tokens)
+    for sampler in samplers:
+        for row in range(70):
+            sampler.add(row, params[row], prompt=tuple(prompt[:row]))
+        assert sampler.tokens(logits, list(range(70))) == chosen
+    # A batch with a row that is not greedy takes another way than one of greedy rows.
+    others = [*params[5:8], SamplingParams(seed=8)]
+    assert forward_and_sample(decoder, prompt, range(5, 9), others)[1][:3] == chosen[5:8]
+
+
+def test_every_instruction_set_of_this_machine_samples(decoders: dict[int, NativeDecoder]) -> None:
+    library = native_library()
+    selected = library.engine_isa()
+    try:
+        for _ in filter(library.engine_select_isa, range(NUM_ISAS)):
+            for kwargs in PARAMS:
+                params = [SamplingParams(seed=seed, **kwargs) for seed in range(9)]
+                native, expected = both_choose(decoders[5003], random_logits(5003, 5, 9), params)
+                assert native == expected
+    finally:
+        library.engine_select_isa(selected)

@@ -1,0 +1,81 @@
+// The next token of each row of logits: the most likely one, or one drawn at random under temperature,
+// top-k, top-p and min-p.
+//
+// The rules, the integer weights and the random numbers are those of workers/sampling: a row's token is
+// a function of its logits, its parameters, its seed and its position alone. The vocabulary is never
+// sorted: the largest logits are found by a threshold, and a share of them by selection.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sampling_kernels.h"
+
+namespace engine {
+
+inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) / kLogitBlock; }
+
+// In place of a token.
+constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
+constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
+
+// Sampling parameters by slot, and the slots of the rows at hand.
+struct SamplingRows {
+  const bool* is_greedy;
+  const float* inverse_temperature;
+  const int64_t* top_k;       // the vocabulary's size where there is none
+  const double* top_p;        // 1 where there is none
+  const float* min_p_margin;  // how far below the largest a logit may be; -infinity where there is no min-p
+  const int64_t* seed;
+  const int64_t* slots;      // [rows]
+  const int32_t* positions;  // [rows], of the token to be chosen
+};
+
+// Chooses tokens, one row at a time. Its buffers are reused; one for each thread.
+class TokenChooser {
+ public:
+  explicit TokenChooser(int vocab_size);
+  // `maxima` holds the largest logit of each block, NaN if one is NaN.
+  int32_t choose(const SamplingRows& rows, int row, const float* logits, const float* maxima);
+
+ private:
+  struct Candidate {
+    uint64_t key;  // orders by logit, then by lower token
+    int64_t weight;
+  };
+  // A token, and the weight of all from the largest down to it.
+  struct Choice {
+    int32_t token;
+    int64_t weight;
+  };
+  static bool larger(const Candidate& a, const Candidate& b) { return a.key > b.key; }
+
+  Candidate candidate(int32_t token, int64_t weight) const;
+  int32_t first_of(float logit) const;
+  int32_t draw_in_order(float floor, double uniform);
+  int64_t weigh_blocks(float floor);
+  int64_t gather(float floor);
+  void gather_level(int level);
+  void weigh_levels(float floor);
+  int64_t keep_top_k(int64_t top_k);
+  float threshold(int count) const;
+  Choice nth(int64_t target);
+  Choice nth_of_candidates(int64_t target);
+
+  const int vocab_size_, num_blocks_;
+  std::vector<int64_t> block_weights_, weights_;
+  std::vector<float> values_;
+  std::vector<int32_t> tokens_;
+  std::vector<uint16_t> levels_;
+  std::vector<int64_t> level_weights_;
+  std::vector<Candidate> candidates_;
+
+  // Of the row at hand.
+  const float* logits_ = nullptr;
+  const float* maxima_ = nullptr;
+  float peak_ = 0, inverse_temperature_ = 1;
+  int num_candidates_ = 0;
+  bool is_wide_ = false;  // candidates are gathered from one level at a time
+};
+
+}  // namespace engine

@@ -1,0 +1,34 @@
+#include "sampling_kernels.h"
+
+#include <cmath>
+
+#include "isa.h"
+
+namespace engine {
+
+const SamplingKernels& sampling_kernels() {
+  switch (isa()) {
+#if defined(__x86_64__)
+    case Isa::avx512:
+      return avx512::kSamplingKernels;
+    case Isa::avx2:
+      return avx2::kSamplingKernels;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return neon::kSamplingKernels;
+#endif
+    default:
+      return portable::kSamplingKernels;
+  }
+}
+
+float largest(const float* x, int n) {
+  float top = -INFINITY;
+  for (int i = 0; i < n; i++) {
+    if (std::isnan(x[i])) return x[i];
+    top = x[i] > top ? x[i] : top;
+  }
+  return top;
+}
+
+}  // namespace engine

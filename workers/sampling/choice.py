@@ -1,0 +1,64 @@
+"""The token of each row of logits, by torch.
+
+Shapes: S rows of the batch, V vocabulary, R rows of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import Int32Array
+from .distribution import BlockedLogits, argmax
+from .filters import sample_top_k, sample_top_p, sample_unfiltered
+from .metadata import Method, RowGroup, SamplingMetadata
+from .random import Stream, uniforms
+
+NOT_A_NUMBER: Final = -1
+"""In place of a token, where a logit is NaN or infinite."""
+
+NOTHING_ALLOWED: Final = -2
+"""In place of a token, where no logit is above -inf."""
+
+
+def choose_tokens(
+    logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+) -> torch.Tensor:
+    """The next token of each row, or what is in its place: int64[S].
+
+    `positions_S` is how many tokens each row has so far, which is the index of the one to be chosen.
+    """
+    x = BlockedLogits.of(logits_SV)
+    token_ids = _choose(x, metadata, positions_S)
+    token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
+    return token_ids.masked_fill_(x.peak_R.isnan() | x.peak_R.isposinf(), NOT_A_NUMBER)
+
+
+def _choose(x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Array) -> torch.Tensor:
+    device = x.peak_R.device
+    uniform_S = None
+    if not metadata.is_greedy:
+        seeds_S = metadata.state.seed[metadata.slots_S]
+        noise = uniforms(seeds_S, positions_S.astype(np.int64), Stream.TOKEN)
+        uniform_S = torch.from_numpy(noise).to(device)
+    if len(metadata.groups) == 1:
+        return _choose_group(x, metadata.groups[0], uniform_S)
+    token_ids = torch.zeros(len(metadata.slots_S), dtype=torch.int64, device=device)
+    for group in metadata.groups:
+        token_ids[group.rows] = _choose_group(x.rows(group.rows), group, uniform_S)
+    return token_ids
+
+
+def _choose_group(
+    x: BlockedLogits, group: RowGroup, uniform_S: torch.Tensor | None
+) -> torch.Tensor:
+    if group.method is Method.GREEDY or uniform_S is None:
+        return argmax(x)
+    uniform_R = uniform_S if group.rows is None else uniform_S[group.rows]
+    if group.method is Method.TOP_K:
+        return sample_top_k(x, group.filters, group.depth, uniform_R)
+    if group.method is Method.TOP_P:
+        return sample_top_p(x, group.filters, group.depth, uniform_R)
+    return sample_unfiltered(x, group.filters, uniform_R)
