@@ -4,8 +4,8 @@
 
 The default model's weights, dequantised and quantised again to each format, run over prose (Python's help
 topics) and code (its standard library): natively, with the KV cache in bf16 as it is served, and on plain
-torch in float32 with the very values that the quantised weights have. For the formats that `-q` makes of a
-float checkpoint, which are a choice of weights as well, the float32 model has the weights before it.
+torch in float32 with the very values that the quantised weights have. What `-q` makes of a float checkpoint is
+a choice of weights as well: `-q int8` is compared with its own weights, `-q int8 in all` with those before it.
 
 What differs is printed as the change of perplexity with its standard error, the mean Kullback-Leibler
 divergence of the next token's distribution, and how often both prefer the same token.
@@ -29,6 +29,13 @@ from engine.protocol.gguf import GGMLQuantizationType as GGMLType
 from engine.workers.attention import AttentionBatch, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.cpu.weights import (
+    QUANTIZATIONS,
+    WeightFormat,
+    WeightMemory,
+    allocate_packed,
+    pack_rows,
+)
 from engine.workers.loaders.dequantize import dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder
@@ -36,8 +43,8 @@ from engine.workers.models.families import model_spec
 from numpy.typing import NDArray
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from quantizers import quantize
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.quantizers import quantize
 
 CODE_MODULES = ("argparse", "json.decoder", "textwrap", "heapq", "http.client")
 WINDOW, BLOCK_SIZE = 512, 16
@@ -46,12 +53,16 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Format:
-    """How matrices, and the embedding with the head, are stored; `quantization` is of the loader."""
+    """How matrices, and the embedding with the head, are stored.
+
+    `quantization` is the loader's; with `counts_weights` the float32 model has the weights before it.
+    """
 
     matrix: GGMLType
     embedding: GGMLType
     dtype: torch.dtype = torch.bfloat16
     quantization: str | None = None
+    counts_weights: bool = False
 
 
 FORMATS = {
@@ -63,8 +74,12 @@ FORMATS = {
     "Q5_K": Format(GGMLType.Q5_K, GGMLType.Q6_K),
     "Q6_K": Format(GGMLType.Q6_K, GGMLType.Q6_K),
     "bf16": Format(GGMLType.BF16, GGMLType.BF16),
+    "f16": Format(GGMLType.F16, GGMLType.F16, dtype=torch.float16),
+    "f32": Format(GGMLType.F32, GGMLType.F32, dtype=torch.float32),
     "-q int8": Format(GGMLType.F32, GGMLType.F32, quantization="int8"),
     "-q int4": Format(GGMLType.F32, GGMLType.F32, quantization="int4"),
+    "-q int8 in all": Format(GGMLType.F32, GGMLType.F32, quantization="int8", counts_weights=True),
+    "-q int4 in all": Format(GGMLType.F32, GGMLType.F32, quantization="int4", counts_weights=True),
 }
 _K_TYPES = (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
 _K_BLOCK = 256
@@ -165,6 +180,29 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         return axes.get(name.split(".")[-2], [hidden])
 
 
+class LoadedCheckpoint(RelabelledCheckpoint):
+    """Its matrices have the values that the loader gives them when it quantises."""
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        *,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        values = super().tensor(name, dtype, dim=dim, start=start, stop=stop)
+        quantization = self._form.quantization
+        if quantization is None or values.dim() != 2:
+            return values
+        weight_format = WeightFormat.U8 if "embed_tokens" in name else QUANTIZATIONS[quantization]
+        rows, columns = values.shape
+        weight = allocate_packed(weight_format, rows, columns, WeightMemory())
+        pack_rows(weight, GGMLType.F32, values.float().numpy().view(np.uint8))
+        return torch.from_numpy(weight.rows(range(rows))).to(values.dtype)
+
+
 def texts() -> dict[str, str]:
     from pydoc_data.topics import topics
 
@@ -220,7 +258,8 @@ def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDec
     }
     common: dict[str, Any] = {"device": CPU, "max_model_len": WINDOW}
     attention = attention_backend(**heads, dtype=torch.float32)
-    return Decoder(spec, checkpoint, attention, dtype=torch.float32, **common), NativeDecoder(
+    expected = checkpoint if form.counts_weights else LoadedCheckpoint(path, form)
+    return Decoder(spec, expected, attention, dtype=torch.float32, **common), NativeDecoder(
         spec,
         checkpoint,
         NativeAttention(**heads, dtype=torch.bfloat16),

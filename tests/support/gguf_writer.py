@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import quantize
+from support.quantizers import quantize
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ARCHITECTURES = {
@@ -56,12 +57,13 @@ def write_gguf(
     tokenizer: PreTrainedTokenizerFast | None = None,
     *,
     ggml_type: GGMLQuantizationType = GGMLQuantizationType.F32,
+    ggml_types: Mapping[str, GGMLQuantizationType] | None = None,
     pre_tokenizer: str = "gpt-2",
 ) -> Path:
     """Write `model` to `path` and return it.
 
-    Matrices are stored as `ggml_type` if their rows are whole blocks of it, else as F32; vectors
-    are always F32. `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`.
+    Matrices are stored as `ggml_types` has it by the last part of their module's name, others as
+    `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32. `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -77,13 +79,12 @@ def write_gguf(
         if name == "lm_head.weight" and is_tied:
             continue
         values = converted(name, weight.detach().float(), config, architecture)
-        block_size, _ = GGML_QUANT_SIZES[ggml_type]
-        stored = ggml_type
+        stored = (ggml_types or {}).get(name.split(".")[-2], ggml_type)
+        block_size, _ = GGML_QUANT_SIZES[stored]
         if values.ndim == 1 or values.shape[-1] % block_size:
             stored = GGMLQuantizationType.F32
-        writer.add_tensor(
-            gguf_name(name, architecture), quantize(values.numpy(), stored), raw_dtype=stored
-        )
+        raw = quantize(values.numpy(), stored) if values.ndim == 2 else values.numpy()
+        writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -178,10 +178,8 @@ class Recorder:
         reader = self._weights
         biases: list[Floats | None] = [None] * len(sizes)
         if len(names) == len(sizes):
-            weights = [
-                reader.packed(f"{prefix}{name}.weight", size, inputs)
-                for name, size in zip(names, sizes, strict=True)
-            ]
+            rows = {f"{prefix}{name}.weight": size for name, size in zip(names, sizes, strict=True)}
+            weights = reader.packed_together(rows, inputs)
             if has_bias:
                 biases = [
                     reader.vector(f"{prefix}{name}.bias", size)
@@ -196,8 +194,4 @@ class Recorder:
             ]
             if has_bias:
                 biases = list(np.split(reader.vector(f"{name}.bias", stops[-1]), stops[:-1]))
-        if len({weight.activation_kind for weight in weights}) > 1:
-            raise NotSupportedNatively(
-                f"the projections of {prefix.rstrip('.')} are stored both quantized and not"
-            )
         return weights, biases

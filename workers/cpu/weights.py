@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 
@@ -170,14 +170,35 @@ class NativeWeightReader(WeightReader):
         self, name: str, rows: int, columns: int, *, start: int = 0, stop: int | None = None
     ) -> PackedWeight:
         """Return the decoder's matrix `name`, of that shape, or its rows ``start:stop``."""
-        return self._packed(self._prefix + name, rows, columns, start, stop)
+        name = self._prefix + name
+        return self._packed(name, rows, columns, self._format(name), start, stop)
+
+    def packed_together(self, sizes: Mapping[str, int], columns: int) -> list[PackedWeight]:
+        """Return matrices of these names and numbers of rows that read the same activations.
+
+        Those activations are of one kind: where a float matrix is among quantized ones, these are
+        packed as floats too.
+        """
+        formats = {self._prefix + name: self._format(self._prefix + name) for name in sizes}
+        if len({weight_format.activation_kind for weight_format in formats.values()}) > 1:
+            formats = dict.fromkeys(formats, _FLOAT_FORMATS[self.dtype])
+        return [
+            self._packed(name, rows, columns, weight_format)
+            for (name, weight_format), rows in zip(formats.items(), sizes.values(), strict=True)
+        ]
 
     def packed_head(self, vocab_size: int, hidden_size: int) -> PackedWeight:
         """Return the output projection of a model that does not tie it to the embedding."""
-        return self._packed(self._head, vocab_size, hidden_size)
+        return self._packed(self._head, vocab_size, hidden_size, self._format(self._head))
 
     def _packed(
-        self, name: str, rows: int, columns: int, start: int = 0, stop: int | None = None
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        weight_format: WeightFormat,
+        start: int = 0,
+        stop: int | None = None,
     ) -> PackedWeight:
         found = tuple(self.checkpoint.shape(name))
         if found != (rows, columns):
@@ -185,7 +206,6 @@ class NativeWeightReader(WeightReader):
                 f"the tensor {name!r} has shape {list(found)}, the config needs {[rows, columns]}"
             )
         stop = rows if stop is None else stop
-        weight_format = self._format(name)
         weight = allocate_packed(weight_format, stop - start, columns, self._memory)
         step = max(1, _ELEMENTS_AT_ONCE // columns)
 

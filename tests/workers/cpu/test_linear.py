@@ -304,13 +304,15 @@ def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_many_rows_pass_in_several_cached_parts(isa: int) -> None:
+def test_blocks_of_rows_pass_over_cached_parts_of_many_columns(isa: int) -> None:
     native_library().engine_select_isa(isa)
-    weight = random_weight(T.Q4_1, F.U4_OFFSET, 16, 1536)
-    x_RK = activations(300, 1536)
+    weight = random_weight(T.Q4_1, F.U4_OFFSET, 600, 1536)
+    x_RK = activations(40, 1536)
     whole_RN = multiply(weight, x_RK)
-    for row in (0, 111, 112, 299):
+    for row in (0, 15, 16, 39):
         np.testing.assert_array_equal(multiply(weight, x_RK[row : row + 1])[0], whole_RN[row])
+    for begin, end in ((0, 16), (272, 304), (576, 600)):
+        np.testing.assert_array_equal(multiply(weight, x_RK, begin, end), whole_RN[:, begin:end])
 
 
 @pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)

@@ -22,7 +22,7 @@ struct Codes {
   __m256i low, high;
 };
 
-constexpr int kIntegerRows = 4, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kIntegerRows = 4, kRowsAtOnce = 1, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
 
 template <int kBytes>
@@ -111,18 +111,21 @@ ENGINE_INLINE __m256i dot16(__m256i start, const __m256i (&codes)[4], const __m2
   }
   return start;
 }
-template <int kMaxCode>
-ENGINE_INLINE Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
-  __m256i low[4], high[4], fours[4];
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
   ENGINE_UNROLL
-  for (int i = 0; i < 4; i++) {
-    int32_t four;
-    std::memcpy(&four, q + 4 * i, 4);
-    low[i] = codes[i].low;
-    high[i] = codes[i].high;
-    fours[i] = _mm256_set1_epi32(four);
+  for (int r = 0; r < kRows; r++) {
+    __m256i low[4], high[4], fours[4];
+    ENGINE_UNROLL
+    for (int i = 0; i < 4; i++) {
+      int32_t four;
+      std::memcpy(&four, q + r * row_bytes + 4 * i, 4);
+      low[i] = codes[i].low;
+      high[i] = codes[i].high;
+      fours[i] = _mm256_set1_epi32(four);
+    }
+    sums[r] = {dot16<kMaxCode>(sums[r].low, low, fours), dot16<kMaxCode>(sums[r].high, high, fours)};
   }
-  return {dot16<kMaxCode>(start.low, low, fours), dot16<kMaxCode>(start.high, high, fours)};
 }
 ENGINE_INLINE Floats odd_halves(Codes x) {
   const __m256i upper = _mm256_set1_epi32(-65536);

@@ -15,7 +15,7 @@ using Ints = __m512i;
 using Floats = __m512;
 using Codes = __m512i;
 
-constexpr int kIntegerRows = 16, kFloatRows = 8, kFloatTiles = 2;
+constexpr int kIntegerRows = 16, kRowsAtOnce = 4, kFloatRows = 8, kFloatTiles = 2;
 constexpr int kPrefetchBytes = 2048;
 
 template <int kBytes>
@@ -59,16 +59,17 @@ template <int kZeroPoint>
 ENGINE_INLINE Ints times(Ints minus_sum) {
   return _mm512_slli_epi32(minus_sum, __builtin_ctz(kZeroPoint));
 }
-// start + the dot product of 16 codes of each column with 16 activations.
-template <int kMaxCode>
-ENGINE_INLINE Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
+// Adds to each row's sum the dot product of 16 codes of each column with 16 activations.
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
   ENGINE_UNROLL
-  for (int i = 0; i < 4; i++) {
-    int32_t four;
-    std::memcpy(&four, q + 4 * i, 4);
-    start = _mm512_dpbusd_epi32(start, codes[i], _mm512_set1_epi32(four));
-  }
-  return start;
+  for (int i = 0; i < 4; i++)
+    ENGINE_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      int32_t four;
+      std::memcpy(&four, q + r * row_bytes + 4 * i, 4);
+      sums[r] = _mm512_dpbusd_epi32(sums[r], codes[i], _mm512_set1_epi32(four));
+    }
 }
 // sum + w[1] * x[1], rounded, + w[0] * x[0], rounded, for the pair of each column.
 ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {

@@ -22,7 +22,7 @@ struct Codes {
   uint8x16_t v[4];
 };
 
-constexpr int kIntegerRows = 4, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kIntegerRows = 4, kRowsAtOnce = 1, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
 
 template <int kBytes>
@@ -98,18 +98,20 @@ template <int kMaxCode>
 ENGINE_INLINE int8x16_t centred(uint8x16_t codes) {
   return vreinterpretq_s8_u8(kMaxCode == 255 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
 }
-// sum + the dot product of 16 codes of each column with 16 activations.
-template <int kMaxCode>
-ENGINE_INLINE Ints dot16(Ints sum, const Codes* codes, const int8_t* q) {
-  const int8x16_t sixteen = vld1q_s8(q);
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
   ENGINE_UNROLL
-  for (int i = 0; i < 4; i++) {
-    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[0].v[i]), sixteen, 0);
-    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[1].v[i]), sixteen, 1);
-    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[2].v[i]), sixteen, 2);
-    sum.v[i] = vdotq_laneq_s32(sum.v[i], centred<kMaxCode>(codes[3].v[i]), sixteen, 3);
+  for (int r = 0; r < kRows; r++) {
+    const int8x16_t sixteen = vld1q_s8(reinterpret_cast<const int8_t*>(q + r * row_bytes));
+    ENGINE_UNROLL
+    for (int i = 0; i < 4; i++) {
+      int32x4_t& sum = sums[r].v[i];
+      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[0].v[i]), sixteen, 0);
+      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[1].v[i]), sixteen, 1);
+      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[2].v[i]), sixteen, 2);
+      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[3].v[i]), sixteen, 3);
+    }
   }
-  return sum;
 }
 ENGINE_INLINE float32x4_t odd_half(uint8x16_t pairs) {
   return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(pairs), vdupq_n_u32(0xffff0000)));

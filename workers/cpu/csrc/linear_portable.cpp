@@ -18,7 +18,7 @@ struct Codes {
   uint8_t v[4 * kColumnTile];
 };
 
-constexpr int kIntegerRows = 2, kFloatRows = 2, kFloatTiles = 1;
+constexpr int kIntegerRows = 2, kRowsAtOnce = 1, kFloatRows = 2, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 0;
 
 template <int kBytes>
@@ -82,12 +82,13 @@ template <int kZeroPoint>
 inline Ints times(const Ints& minus_sum) {
   return each<Ints>([&](int i) { return minus_sum.v[i] * kZeroPoint; });
 }
-template <int kMaxCode>
-inline Ints dot16(Ints start, const Codes* codes, const int8_t* q) {
-  for (int v = 0; v < 4; v++)
-    for (int i = 0; i < kColumnTile; i++)
-      for (int j = 0; j < 4; j++) start.v[i] += codes[v].v[4 * i + j] * q[4 * v + j];
-  return start;
+template <int kMaxCode, int kRows>
+inline void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < 4; v++)
+      for (int i = 0; i < kColumnTile; i++)
+        for (int j = 0; j < 4; j++)
+          sums[r].v[i] += codes[v].v[4 * i + j] * int8_t(q[r * row_bytes + 4 * v + j]);
 }
 inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
   uint16_t pairs[2 * kColumnTile], pair[2];
