@@ -78,7 +78,7 @@ class Batch:
         return rows
 
 
-class Tenure(msgspec.Struct, frozen=True):
+class Tenure(msgspec.Struct, frozen=True, gc=False):
     """A request from one admission until it leaves its slot, with the drafts that a step verifies of it.
 
     `draft_token_ids` is None while only the workers know them.

@@ -25,7 +25,7 @@ class Load(NamedTuple):
     key: bytes
 
 
-class CachedPrefix(msgspec.Struct, frozen=True):
+class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
     """The first `num_blocks` blocks of a request need not be computed.
 
     `blocks[group]` are those of them that the tokens after them will see, the last one last; `loads` those

@@ -34,7 +34,8 @@ class Tenant:
 class FairQueue(RequestQueue):
     """Admits for the tenant that has received least, and within a tenant first come, first served.
 
-    Computed tokens are what counts, prompt or output; cached ones cost nothing. A tenant that comes back from
+    Computed tokens are what counts, prompt or output; cached ones cost nothing, and neither does computing
+    a token again, after a preemption or a rejected draft. A tenant that comes back from
     idleness starts level with the least served active one, so that nothing is saved up by waiting; what it
     received above that level is remembered.
     """
@@ -64,14 +65,15 @@ class FairQueue(RequestQueue):
         tenant = self._tenants[request.tenant]
         tenant.num_running += 1
         self._tenant_of[request.slot] = tenant.index
-        self._num_charged[request.slot] = num_cached_tokens
+        self._num_charged[request.slot] = max(num_cached_tokens, request.num_charged_tokens)
 
     def leaving(self, request: Request) -> None:
         slot = request.slot
         tenant = self._tenants[request.tenant]
-        computed = int(self._running.slots.num_computed_tokens[slot])
-        self._charge(tenant, computed - int(self._num_charged[slot]))
-        self._num_charged[slot] = computed
+        charged = int(self._num_charged[slot])
+        computed = max(charged, int(self._running.slots.num_computed_tokens[slot]))
+        self._charge(tenant, computed - charged)
+        self._num_charged[slot] = request.num_charged_tokens = computed
         tenant.num_running -= 1
         self._note_idle(tenant)
 
@@ -113,8 +115,9 @@ class FairQueue(RequestQueue):
     def _charge_running(self) -> None:
         """Charge what the running requests have received since the last time."""
         slots = self._running.order
-        computed = self._running.slots.num_computed_tokens[slots]
-        tokens = computed - self._num_charged[slots]
+        charged = self._num_charged[slots]
+        computed = np.maximum(charged, self._running.slots.num_computed_tokens[slots])
+        tokens = computed - charged
         if tokens.any():
             self._num_charged[slots] = computed
             owed = np.bincount(self._tenant_of[slots], tokens)

@@ -21,7 +21,7 @@ from .request import Request
 from .slots import SlotArray, Slots
 
 
-class Prefix(msgspec.Struct, frozen=True):
+class Prefix(msgspec.Struct, frozen=True, gc=False):
     """The computed tokens that a waiting request can begin with.
 
     Others can find the first `num_cached_blocks` of its blocks, too. A reserved prefix is held for the request already.

@@ -57,7 +57,8 @@ class Request:
     `output_token_ids`, and `num_tokens` counts them and the prompt's. `num_cached_tokens` is -1 until
     the first admission. Of its first `num_reserved_tokens` tokens the computed blocks are held for it while
     it waits; with `computes_locally` nothing more is loaded for it. Blocks that are not trusted may hold anything,
-    and must not be found by others.
+    and must not be found by others. For the computation of its first `num_charged_tokens` tokens the tenant has paid
+    already, where that counts.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Request:
         "lora_name",
         "num_admissions",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_prompt_tokens",
         "num_reserved_tokens",
         "num_tokens",
@@ -134,6 +136,7 @@ class Request:
         self.has_untrusted_blocks = False
         self.computes_locally = False
         self.num_reserved_tokens = 0
+        self.num_charged_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     @property

@@ -146,6 +146,20 @@ def test_2_2_tenants_get_tokens_by_their_weights(weights, share):
     harness.drain()
 
 
+def test_2_2_a_tenant_does_not_pay_for_being_preempted():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, enable_prefix_caching=False)
+    tenant_of = flood(harness, "ab", 60)
+    for step in range(300):
+        harness.step()
+        for key, tenant in tenant_of.items():
+            request = harness.scheduler.requests.get(key)
+            if step % 3 == 0 and tenant == "a" and request is not None and request.slot >= 0:
+                harness.scheduler._lifecycle.preempt(request.slot, harness.now)
+    counts = tokens_by_tenant(harness, tenant_of)
+    assert counts["a"] / (counts["a"] + counts["b"]) == pytest.approx(0.5, abs=0.05)
+    harness.drain()
+
+
 def test_2_2_within_a_tenant_requests_are_admitted_as_they_came():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1)
     tenant_of = flood(harness, "ab", 8)
