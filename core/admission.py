@@ -114,6 +114,7 @@ class Admission:
     def admit(self, plan: RunningPlan, max_admitted: int, now: float) -> Admissions:
         """Admit waiting requests while tokens, slots and blocks last."""
         queue, manager, limits = self._queue, self._manager, self._partial_prefills
+        encoders, transfers, share = plan.encoders, self._transfers, plan.share
         admitted = Admissions([], [], [], [])
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not (queue and max_admitted and budget > 0):
@@ -133,8 +134,8 @@ class Admission:
             queue.recall(Obstacle.LORA_SLOTS)
         queue.recall(Obstacle.CONNECTOR)
         while budget > 0 and len(admitted.requests) < max_admitted:
-            if plan.encoders is not None:
-                plan.encoders.undo(0)
+            if encoders is not None:
+                encoders.undo(0)
             request = queue.peek()
             if request is None:
                 self.end = AdmissionEnd.ALL_ADMITTED
@@ -150,13 +151,13 @@ class Admission:
                 continue
             prefix = manager.find_prefix(request)
             num_external = 0
-            if self._transfers is not None:
-                match = self._transfers.match(request, prefix)
+            if transfers is not None:
+                match = transfers.match(request, prefix)
                 if match is None or match.is_async:
                     if match is None and not request.is_finished:
                         queue.set_aside(Obstacle.CONNECTOR)
                     elif match is not None and not self._load(
-                        self._transfers, request, prefix, match.num_tokens
+                        transfers, request, prefix, match.num_tokens
                     ):
                         self.end = AdmissionEnd.BLOCKS
                         break
@@ -165,19 +166,19 @@ class Admission:
             num_computed = prefix.num_tokens + num_external
             wanted = request.num_tokens - num_computed
             granted = wanted
-            if wanted > budget or wanted > plan.share:
-                granted = self._first_chunk(wanted, budget, plan.share)
-            if request.encoder_inputs and plan.encoders is not None:
+            if wanted > budget or wanted > share:
+                granted = self._first_chunk(wanted, budget, share)
+            if request.encoder_inputs and encoders is not None:
                 most = num_computed + (budget if granted else 0)
                 end = self._encoders.fit(
-                    plan.encoders, request, num_computed, num_computed + granted, most
+                    encoders, request, num_computed, num_computed + granted, most
                 )
                 granted = end - num_computed
                 if granted < wanted and not self._config.enable_chunked_prefill:
                     granted = 0
-                if plan.encoders.failed:
-                    self._lifecycle.fail_all(plan.encoders.failed)
-                    plan.encoders.failed.clear()
+                if encoders.failed:
+                    self._lifecycle.fail_all(encoders.failed)
+                    encoders.failed.clear()
                     continue
             is_partial = granted < wanted
             is_long = is_partial and limits.is_long(request.num_tokens)
@@ -199,15 +200,15 @@ class Admission:
                 if tables is None:
                     self.end = AdmissionEnd.BLOCKS
                     break
-            if self._transfers is not None:
-                if num_external and not self._transfers.allocated(request, tables[0], num_external):
+            if transfers is not None:
+                if num_external and not transfers.allocated(request, tables[0], num_external):
                     continue
-                self._transfers.started(request)
+                transfers.started(request)
             num_partial += is_partial
             num_long += is_long
             data = self._lifecycle.start(request, tables, prefix, num_external, granted, now)
-            if plan.encoders is not None:
-                self._encoders.carry_out(plan.encoders)
+            if encoders is not None:
+                self._encoders.carry_out(encoders)
             admitted.requests.append(data)
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)

@@ -77,8 +77,10 @@ class RequestLifecycle:
         if (client_index, message.request_index) in self.requests:
             return None
         # Those that the next step can take do not wait for anything.
-        num_queued = max(0, len(self.requests) - self._max_num_seqs)
-        refusal = self._requirements.refuse(message, num_queued, self._num_queued_tokens)
+        num_queued = len(self.requests) - self._max_num_seqs
+        refusal = self._requirements.refuse(
+            message, num_queued if num_queued > 0 else 0, self._num_queued_tokens
+        )
         if refusal is not None:
             reason, text = refusal
             finished = FinishedRequest(message.request_index, reason, message=text)
@@ -93,7 +95,7 @@ class RequestLifecycle:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
         if request.encoder_inputs:
             self._encoders.are_in_use = True
-        if self.grammars.start(request):
+        if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         else:
             self.queue.add(request)
