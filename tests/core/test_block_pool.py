@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 from engine.core.block_pool import NULL_BLOCK, BlockPool
+from engine.core.block_tables import BlockTables
+from engine.core.cached_prefix import CachedPrefix
+from engine.protocol.kv_cache_groups import FULL_ATTENTION
 
 
 def digests(*names: str) -> list[bytes]:
@@ -37,6 +40,17 @@ def test_3_1_the_least_recently_freed_cached_block_is_evicted_first_tails_before
     assert pool.find(digests("a", "b", "c")) == held[:2]
     assert pool.allocate(1) == [held[1]]
     assert pool.find(digests("a", "b")) == [held[0]]
+
+
+def test_3_1_of_requests_that_end_together_the_first_is_evicted_first_tails_before_heads():
+    pool = BlockPool(num_blocks=7)
+    tables = BlockTables(pool, FULL_ATTENTION, block_size=4, max_num_seqs=2)
+    first, second = pool.allocate(3), pool.allocate(3)
+    pool.cache(first + second, digests("a", "b", "c", "d", "e", "f"))
+    for slot, blocks in enumerate((first, second)):
+        tables.fill(slot, (blocks,), CachedPrefix(0, ([],)))
+    tables.clear([0, 1])
+    assert pool.allocate(6) == first[::-1] + second[::-1]
 
 
 def test_3_3_a_hit_takes_the_longest_prefix_and_revives_free_blocks(pool):

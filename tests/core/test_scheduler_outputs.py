@@ -116,7 +116,9 @@ def test_4_3_aborting_during_execution_or_twice_or_unknown_is_harmless():
     harness.schedule()
     harness.abort(key)
     harness.abort(key)
-    harness.scheduler.finish_requests([(7, 7)], FinishReason.ABORT)
+    harness.scheduler.finish_requests([(7, 7), key, key], FinishReason.ABORT)
+    twice = harness.add(4, 5)
+    harness.abort(twice, twice)
     harness.drain()
     assert harness.heard[key].token_ids == []
     assert len(harness.heard[other].token_ids) == 5
