@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from copy import copy
 from hashlib import blake2b
-from typing import Final
 
 import msgspec
 
-from ..protocol.arrays import int32_bytes
-from ..protocol.messages import EncoderWork, EngineCoreOutputs, NewRequestData, SchedulerOutput
-from ..protocol.sampling_params import SamplingParams
+from ..protocol.messages import (
+    EngineCoreOutputs,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from .events import Told
 
-_NO_PARAMS: Final = SamplingParams()
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -31,19 +31,18 @@ class DecisionChain:
     def value(self) -> bytes:
         return self._hasher.digest()
 
-    def scheduled(self, step: SchedulerOutput | None) -> SchedulerOutput | None:
-        """Take in a step. Returns it with nothing of its content but how much that is."""
+    def scheduled(self, step: SchedulerOutput | None) -> None:
+        """Take in a step: of its content, how much that is."""
         if step is not None:
-            if step.new_requests:
+            has_content = bool(step.new_requests or step.draft_token_ids or step.encoders)
+            if has_content:
+                self._hasher.update(_encode(_sizes_of_content(step)))
+            if has_content or step.kv_connector_metadata:
                 step = copy(step)
-                step.new_requests = [_without_tokens(data) for data in step.new_requests]
-            if step.draft_token_ids or step.kv_connector_metadata or step.encoders is not None:
-                step = copy(step)
-                step.draft_token_ids = int32_bytes(len(step.draft_token_ids) // 4)
-                step.kv_connector_metadata = b""
-                step.encoders = step.encoders and _without_hashes(step.encoders)
+                step.new_requests = []
+                step.draft_token_ids = step.kv_connector_metadata = b""
+                step.encoders = None
         self._hasher.update(_encode(step))
-        return step
 
     def told(self, outputs: dict[int, EngineCoreOutputs]) -> list[Told]:
         """Take in what clients are told. Returns the part of it that is not about tokens."""
@@ -66,7 +65,7 @@ class DecisionChain:
                     ends,
                     message.finished_set,
                     events,
-                    message.stats,
+                    message.stats and _without_counts(message.stats),
                 )
             )
             if events or message.finished_set:
@@ -78,14 +77,28 @@ class DecisionChain:
         self._hasher.update(_encode(answer))
 
 
-def _without_tokens(data: NewRequestData) -> NewRequestData:
-    data = copy(data)
-    data.token_ids = int32_bytes(len(data.token_ids) // 4)
-    data.sampling_params = _NO_PARAMS
-    data.lora_name = ""
-    data.encoder_inputs = []
-    return data
+def _sizes_of_content(step: SchedulerOutput) -> object:
+    encoders = step.encoders
+    return (
+        [
+            (
+                data.slot,
+                data.request_id,
+                len(data.token_ids),
+                data.num_prompt_tokens,
+                data.num_computed_tokens,
+                data.block_ids,
+            )
+            for data in step.new_requests
+        ],
+        len(step.draft_token_ids),
+        encoders and (len(encoders.freed_hashes), encoders.computed, encoders.loaded),
+    )
 
 
-def _without_hashes(work: EncoderWork) -> EncoderWork:
-    return EncoderWork([b""] * len(work.freed_hashes), work.computed, work.loaded)
+def _without_counts(stats: SchedulerStats) -> SchedulerStats:
+    """The KV connector counts for itself."""
+    if stats.kv_connector is not None and stats.kv_connector.counts:
+        stats = copy(stats)
+        stats.kv_connector = msgspec.structs.replace(stats.kv_connector, counts={})  # type: ignore[type-var]
+    return stats

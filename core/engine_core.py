@@ -182,12 +182,12 @@ class EngineCore:
             kv_cache_groups=memory.groups,
             core_index=self._core_index,
             speculative=config.speculative,
+            kv_transfer=config.kv_transfer,
         )
         self._scheduler = RecordedScheduler(
             setup,
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None,
-            kv_transfer=config.kv_transfer,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size

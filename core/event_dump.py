@@ -22,10 +22,16 @@ from . import snapshot as state
 from .event_log import EventLog, Segment
 from .events import Event
 from .recorded_scheduler import RecordedScheduler, Setup
-from .redaction import Pseudonyms, redact_config, redact_events, redact_snapshot
+from .redaction import (
+    Pseudonyms,
+    redact_config,
+    redact_events,
+    redact_kv_transfer,
+    redact_snapshot,
+)
 from .snapshot import Snapshot
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"
@@ -92,7 +98,11 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
     """The log as it may leave the process."""
     log.settle()
     pseudonyms = Pseudonyms()
-    setup = msgspec.structs.replace(setup, config=redact_config(setup.config, pseudonyms))
+    setup = msgspec.structs.replace(
+        setup,
+        config=redact_config(setup.config, pseudonyms),
+        kv_transfer=setup.kv_transfer and redact_kv_transfer(setup.kv_transfer),
+    )
     segments = [_redact(segment, pseudonyms) for segment in log.segments]
     return Dump(
         "engine events",

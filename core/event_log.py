@@ -16,7 +16,7 @@ import numpy as np
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.block_hash import PlacedInput, hash_blocks
 from .decision_chain import DecisionChain
-from .events import AddRequest, Event, GrammarAccepts, GrammarRefused, Hashed, Update
+from .events import AddRequest, Answer, Event, GrammarAccepts, GrammarRefused, Hashed, Update
 from .grammars import GrammarBackend
 from .request import RequestKey
 from .scheduler import Scheduler
@@ -32,7 +32,10 @@ STEP_BYTES: Final = 600
 """Memory of what a step leaves in the log, without arrays."""
 
 REQUEST_BYTES: Final = 1000
-"""Memory of an arrival in the log, without hashes."""
+"""Memory of an arrival in the log, without tokens and hashes."""
+
+ANSWER_BYTES: Final = 100
+"""Memory of an answer in the log, without hashes."""
 
 UNSETTLED_BYTES: Final = 64 << 10
 """Outputs are looked through together once they fill so much: few calls, and nothing leaves the processor's cache."""
@@ -67,18 +70,18 @@ class EventLog:
         self._recent: list[Update] = []
         self._num_recent_bytes = 0
         self.problem = ""
-        """Why what is recorded cannot be replayed: an error of ours, or what is not recorded."""
-
-    def give_up(self, problem: str) -> None:
-        """Nothing that follows can be replayed."""
-        self.problem = problem
-        self.segments[-1].is_whole = False
+        """Why later states could not be captured: an error of ours."""
 
     def add(self, event: AddRequest) -> None:
         message = event.message
         self.events.append(event)
-        self.num_bytes += REQUEST_BYTES + len(message.block_hashes)
+        self.num_bytes += REQUEST_BYTES + event.num_prompt_bytes + len(message.block_hashes)
         self._stops.update(message.eos_token_ids, message.sampling_params.stop_token_ids)
+
+    def answer(self, event: Answer) -> None:
+        """What somebody outside has answered while the event before was handled."""
+        self.events.append(event)
+        self.num_bytes += ANSWER_BYTES
 
     def update(self, event: Update) -> None:
         self.events.append(event)
@@ -149,7 +152,7 @@ class EventLog:
     ) -> bytes:
         """`block_hash.hash_blocks`, written down: a replay has no tokens to hash."""
         digests = hash_blocks(token_ids, block_size, parent, inputs)
-        self.events.append(Hashed(digests))
+        self.answer(Hashed(digests))
         self.num_bytes += len(digests)
         return digests
 
@@ -168,11 +171,11 @@ class RecordedGrammars(Outside):
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
         accepted = self._backend.accept_tokens(key, token_ids)
         if not accepted:
-            self._log.events.append(GrammarRefused(key))
+            self._log.answer(GrammarRefused(key))
         return accepted
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         num_tokens = self._backend.num_acceptable(key, token_ids)
         if num_tokens < len(token_ids):
-            self._log.events.append(GrammarAccepts(key, num_tokens))
+            self._log.answer(GrammarAccepts(key, num_tokens))
         return num_tokens

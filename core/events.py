@@ -41,7 +41,7 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """`message` comes without its tokens, of which there are `num_prompt_bytes` bytes."""
+    """In a file `message` is without its tokens, of which there are `num_prompt_bytes` bytes."""
 
     client_index: int
     message: EngineCoreRequest
@@ -65,7 +65,7 @@ class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
 
 
 class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=False):
-    """`step` comes without tokens, but for their number (see `DecisionChain`)."""
+    """In a file `step` is without tokens, but for their number (see `redaction`)."""
 
     now: float
     step: SchedulerOutput | None = None
@@ -124,6 +124,35 @@ class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
     num_tokens: int
 
 
+class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=False):
+    """While the event before was handled, the KV connector said what it can load; None: not yet."""
+
+    transfer_id: int
+    num_tokens: int | None
+    is_async: bool = False
+
+
+class DelaysFree(msgspec.Struct, tag=15, array_like=True, gc=False):
+    """While the event before was handled, the KV connector kept the blocks of a request that ended."""
+
+    transfer_id: int
+
+
+class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
+    """While the event before was handled, the encoder-cache connector said whether it has an output."""
+
+    transfer_id: int
+    input_index: int
+    found: bool
+
+
+class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
+    """While the event before was handled, this method of a connector raised an error."""
+
+    call: str
+    transfer_id: int
+
+
 class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
     """Drafts that came after the output of their step, without the tokens but for their number."""
 
@@ -131,7 +160,15 @@ class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
 
 
 Decided: TypeAlias = Schedule | Update | TakeOutputs
-Answer: TypeAlias = Hashed | GrammarRefused | GrammarAccepts
+Answer: TypeAlias = (
+    Hashed
+    | GrammarRefused
+    | GrammarAccepts
+    | Matched
+    | DelaysFree
+    | CacheItemFound
+    | ConnectorRaised
+)
 Event: TypeAlias = (
     AddClient
     | FinishClient
@@ -147,4 +184,8 @@ Event: TypeAlias = (
     | GrammarRefused
     | GrammarAccepts
     | UpdateDrafts
+    | Matched
+    | DelaysFree
+    | CacheItemFound
+    | ConnectorRaised
 )

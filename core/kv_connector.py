@@ -39,7 +39,8 @@ class EndOfRequest(NamedTuple):
 class KVConnector(ABC):
     """Asked by the scheduler between steps. An exception ends the request that it was asked about.
 
-    Only `build_connector_meta` and `transfer_expired`, which are not about a live request, must never raise.
+    What is not about a live request must never raise: `build_connector_meta`, `transfer_expired`, `take_events`
+    and `take_stats`.
     """
 
     @abstractmethod

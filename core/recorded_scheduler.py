@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any
 
 import msgspec
 
@@ -39,8 +38,9 @@ from .events import (
 )
 from .grammars import GrammarBackend
 from .interface import SchedulerInterface
-from .kv_connector import KVConnector
+from .kv_connector import KVConnector, create_connector
 from .prefix_cache import HashBlocks
+from .recorded_connectors import RecordedEncoderCacheConnector, RecordedKVConnector
 from .request import RequestKey
 from .scheduler import Scheduler
 
@@ -58,6 +58,8 @@ class Setup(msgspec.Struct, frozen=True):
     speculative: SpeculativeConfig | None = None
     num_host_blocks: int = 0
     kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
+    kv_transfer: KVTransferConfig | None = None
+    has_encoder_cache_connector: bool = False
 
     def make_scheduler(
         self,
@@ -65,7 +67,8 @@ class Setup(msgspec.Struct, frozen=True):
         hash_blocks: HashBlocks = hash_blocks,
         log_kv_events: bool = False,
         scheduler_class: Callable[..., Scheduler] = Scheduler,
-        **connectors: Any,
+        kv_connector: KVConnector | None = None,
+        encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> Scheduler:
         """Raises ConfigError for limits that contradict each other."""
         return scheduler_class(
@@ -81,7 +84,9 @@ class Setup(msgspec.Struct, frozen=True):
             log_kv_events=log_kv_events,
             hash_blocks=hash_blocks,
             speculative=self.speculative,
-            **connectors,
+            kv_connector=kv_connector,
+            kv_transfer=self.kv_transfer,
+            encoder_cache_connector=encoder_cache_connector,
         )
 
 
@@ -95,23 +100,27 @@ class RecordedScheduler(SchedulerInterface):
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
         kv_connector: KVConnector | None = None,
-        kv_transfer: KVTransferConfig | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
         log: EventLog | None = None,
     ) -> None:
+        """Without a `kv_connector` it is the one that the setup names. Raises ConfigError as `make_scheduler` does."""
         self.log = log = log or EventLog()
-        self.setup = msgspec.structs.replace(setup, has_grammars=structured_output is not None)
-        grammars = structured_output and RecordedGrammars(structured_output, log)
+        self.setup = msgspec.structs.replace(
+            setup,
+            has_grammars=structured_output is not None,
+            has_encoder_cache_connector=encoder_cache_connector is not None,
+        )
+        if setup.kv_transfer is not None and kv_connector is None:
+            kv_connector = create_connector(setup.kv_transfer)
+        self._kv_connector = kv_connector
         self.scheduler = setup.make_scheduler(
-            grammars,
+            structured_output and RecordedGrammars(structured_output, log),
             log.hash_blocks,
             log_kv_events,
-            kv_connector=kv_connector,
-            kv_transfer=kv_transfer,
-            encoder_cache_connector=encoder_cache_connector,
+            kv_connector=kv_connector and RecordedKVConnector(kv_connector, log),
+            encoder_cache_connector=encoder_cache_connector
+            and RecordedEncoderCacheConnector(encoder_cache_connector, log),
         )
-        if kv_transfer is not None or encoder_cache_connector is not None:
-            log.give_up("what connectors answer is not recorded, so there is no replay with them")
 
     @property
     def violations(self) -> list[str]:
@@ -129,14 +138,13 @@ class RecordedScheduler(SchedulerInterface):
         self.scheduler.finish_client(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
-        kept = copy(message)
-        kept.prompt_token_ids = b""
-        kept.kv_transfer_params = None
-        kept.encoder_inputs = [
-            msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
-        ]
-        num_prompt_bytes = len(message.prompt_token_ids)
-        self.log.add(AddRequest(client_index, kept, num_prompt_bytes, now))
+        kept = message
+        if message.encoder_inputs:
+            kept = copy(message)
+            kept.encoder_inputs = [
+                msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
+            ]
+        self.log.add(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
         self.scheduler.add_request(client_index, message, now)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
@@ -177,10 +185,15 @@ class RecordedScheduler(SchedulerInterface):
         event = Schedule(now)
         log.events.append(event)
         step = self.scheduler.schedule(now)
-        event.step = log.chain.scheduled(step)
+        event.step = step
+        log.chain.scheduled(step)
         event.chain = log.chain.value
-        if step is not None and step.slots is not None:
-            log.num_bytes += len(step.slots)
+        if step is not None:
+            log.num_bytes += len(step.slots or b"") + len(step.kv_connector_metadata)
+            for data in step.new_requests:
+                # The first time these are the very bytes that came with the request.
+                if len(data.token_ids) > 4 * data.num_prompt_tokens:
+                    log.num_bytes += len(data.token_ids)
         return step
 
     def update_from_output(
@@ -222,7 +235,7 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.take_kv_events()
 
     def get_kv_connector(self) -> KVConnector | None:
-        return self.scheduler.get_kv_connector()
+        return self._kv_connector
 
     def has_requests(self) -> bool:
         return self.scheduler.has_requests()

@@ -14,16 +14,22 @@ import numpy as np
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.block_hash import HASH_BYTES
-from ..protocol.config import SchedulerConfig
+from ..protocol.config import KVTransferConfig, SchedulerConfig
 from ..protocol.messages import (
     DraftTokenIds,
+    EncoderWork,
     EngineCoreRequest,
     FinishedRequest,
     ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
 )
+from ..protocol.sampling_params import SamplingParams
 from . import snapshot as state
-from .events import AddRequest, Event, Hashed, TakeOutputs, Told, Update
+from .events import AddRequest, Event, Hashed, Schedule, TakeOutputs, Told, Update
 from .snapshot import Node, Snapshot, without_content
+
+_NO_PARAMS: Final = SamplingParams()
 
 KEPT_STRINGS: Final = frozenset({"request_id"})
 """Fields whose strings are not replaced."""
@@ -50,6 +56,15 @@ class Pseudonyms:
 def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerConfig:
     weights = {pseudonyms.name(n): weight for n, weight in config.tenant_weights.items()}
     return msgspec.structs.replace(config, tenant_weights=weights)
+
+
+def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
+    """What the scheduler itself reads of it."""
+    return KVTransferConfig(
+        "recorded",
+        kv_load_failure_policy=config.kv_load_failure_policy,
+        transfer_timeout_s=config.transfer_timeout_s,
+    )
 
 
 def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
@@ -88,6 +103,8 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
             case AddRequest():
                 message = _redact_request(event.message, pseudonyms)
                 event = msgspec.structs.replace(event, message=message)
+            case Schedule(step=SchedulerOutput() as step):
+                event = msgspec.structs.replace(event, step=redact_step(step))
             case Update():
                 event = msgspec.structs.replace(
                     event,
@@ -102,6 +119,30 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
                 event = Hashed(pseudonyms.numbers(digests))
         redacted.append(event)
     return redacted
+
+
+def redact_step(step: SchedulerOutput) -> SchedulerOutput:
+    """A step with the numbers of its tokens, int32, in the place of these."""
+    work = step.encoders
+    return msgspec.structs.replace(
+        step,
+        new_requests=[_redact_new_request(data) for data in step.new_requests],
+        draft_token_ids=step.draft_token_ids and int32_bytes(len(step.draft_token_ids) // 4),
+        kv_connector_metadata=b"",
+        encoders=work and EncoderWork([b""] * len(work.freed_hashes), work.computed, work.loaded),
+    )
+
+
+def _redact_new_request(data: NewRequestData) -> NewRequestData:
+    return NewRequestData(
+        slot=data.slot,
+        request_id=data.request_id,
+        token_ids=int32_bytes(len(data.token_ids) // 4),
+        num_prompt_tokens=data.num_prompt_tokens,
+        num_computed_tokens=data.num_computed_tokens,
+        block_ids=data.block_ids,
+        sampling_params=_NO_PARAMS,
+    )
 
 
 def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> EngineCoreRequest:
@@ -131,6 +172,7 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
         num_sampled=result.num_sampled,
         nan_slots=result.nan_slots,
         failed_slots=[(slot, "") for slot, _ in result.failed_slots],
+        kv_connector_output=result.kv_connector_output,
         drafts=result.drafts,
     )
 

@@ -35,8 +35,9 @@ from .events import (
     Update,
     UpdateDrafts,
 )
+from .recorded_connectors import ReplayedEncoderCacheConnector, ReplayedKVConnector
 from .recorded_scheduler import Setup
-from .redaction import expand_drafts, expand_request, expand_result
+from .redaction import expand_drafts, expand_request, expand_result, redact_step
 from .request import RequestKey
 from .scheduler import Scheduler
 from .snapshot import Outside, expand_digests, restore
@@ -57,7 +58,7 @@ class Moment(NamedTuple):
 class Replayer(Outside):
     """Feeds a scheduler what a segment recorded. `scheduler` is in the state after the last `Moment`.
 
-    Where the scheduler asks for hashes or for a grammar's opinion, it hears the recorded answers.
+    Where the scheduler asks for hashes, a grammar's opinion or a connector, it hears the recorded answers.
     """
 
     def __init__(
@@ -82,6 +83,10 @@ class Replayer(Outside):
             _RecordedOpinions(self._answers) if setup.has_grammars else None,
             self._hash_blocks,
             scheduler_class=scheduler_class,
+            kv_connector=ReplayedKVConnector(self._answers) if setup.kv_transfer else None,
+            encoder_cache_connector=ReplayedEncoderCacheConnector(self._answers)
+            if setup.has_encoder_cache_connector
+            else None,
         )
         if segment.snapshot is not None:
             restore(segment.snapshot, self.scheduler)
@@ -163,13 +168,14 @@ class Replayer(Outside):
         event = moment.event
         if self._answers:
             raise Difference(
-                f"{_place(index, event)}: recorded were {len(self._answers)} more requests that "
-                "ended, were preempted or broke their grammar here"
+                f"{_place(index, event)}: {len(self._answers)} more answers from outside were "
+                f"recorded here, beginning with {type(self._answers[0]).__name__}: "
+                f"{_readable(self._answers[0])}"
             )
         match event:
             case Schedule(_, recorded, chain):
-                step = self._chain.scheduled(moment.step)
-                explain = partial(_compare_steps, recorded, step)
+                self._chain.scheduled(moment.step)
+                explain = partial(_compare_steps, recorded, moment.step)
             case Update(told=recorded_told, chain=chain) | TakeOutputs(_, recorded_told, chain):
                 told = self._chain.told(moment.outputs or {})
                 explain = partial(_compare_values, "told", recorded_told, told)
@@ -253,6 +259,7 @@ def _compare_steps(recorded: SchedulerOutput | None, now: SchedulerOutput | None
     if recorded is None or now is None:
         describe = {True: "nothing to do", False: "a step"}
         return [f"recorded: {describe[recorded is None]}; now: {describe[now is None]}"]
+    now = redact_step(now)
     lines = []
     for name in recorded.__struct_fields__:
         lines += _compare_values(name, getattr(recorded, name), getattr(now, name))

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = {}
         for policy, num_replicas in itertools.product(args.policy, args.replicas):
             config = msgspec.structs.replace(base.config, policy=policy)
-            setup = msgspec.structs.replace(base, config=config, has_grammars=False)
+            setup = msgspec.structs.replace(
+                base, config=config, has_grammars=False, kv_transfer=None
+            )
             results[policy, num_replicas] = simulate(setup, trace, step_time, num_replicas)
     except EngineError as error:
         print(f"engine simulate: {error}", file=sys.stderr)

@@ -14,9 +14,9 @@ import pytest
 from engine.core import event_dump
 from engine.core import event_log as event_log_module
 from engine.core.block_pool import BlockPool
-from engine.core.event_dump import Dump, DumpError, make_dump, read_dump, write_dump
+from engine.core.event_dump import Dump, DumpError, read_dump, write_dump
 from engine.core.events import AddRequest, Schedule, Update
-from engine.core.recorded_scheduler import RecordedScheduler
+from engine.core.kv_connector import EndOfRequest, ExternalMatch
 from engine.core.replay import main
 from engine.core.replayer import Difference, Replayer
 from engine.core.request_queue import FCFSQueue
@@ -24,10 +24,16 @@ from engine.core.scheduler import Scheduler
 from engine.protocol import messages, sampling_params
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import KVTransferConfig, SchedulingPolicy, SpeculativeConfig
-from engine.protocol.messages import DraftTokenIds, EncoderInput, ModelRunnerOutput
+from engine.protocol.messages import (
+    DraftTokenIds,
+    EncoderInput,
+    FinishReason,
+    ModelRunnerOutput,
+)
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness, replay
+from support.scheduler_harness import Harness
 from support.traffic import Traffic, random_harness
 
 SMALL_SEGMENT = 20_000
@@ -79,15 +85,7 @@ def test_recording_changes_no_decision():
         harness.drain(50_000)
         return harness.steps
 
-    assert decisions(partial(RecordedHarness, segment_bytes=SMALL_SEGMENT)) == decisions(
-        traffic_harness
-    )
-
-
-def traffic_harness(**settings):
-    from support.scheduler_harness import Harness
-
-    return Harness(**{**settings, "connector": None})
+    assert decisions(partial(RecordedHarness, segment_bytes=SMALL_SEGMENT)) == decisions(Harness)
 
 
 def test_a_grammars_refusal_is_replayed():
@@ -118,14 +116,120 @@ def test_drafts_that_come_late_are_replayed():
     replay(harness.dump())
 
 
-def test_a_log_with_connectors_says_that_it_cannot_be_replayed():
-    config = KVTransferConfig("model")
-    setup = RecordedHarness().scheduler.setup
-    recorded = RecordedScheduler(setup, kv_connector=ModelConnector(), kv_transfer=config)
-    dump = make_dump(recorded.log, recorded.setup, reason="test", wall_time=0.0, now=0.0)
-    assert "what connectors answer is not recorded" in dump.problem
-    with pytest.raises(event_dump.EngineError, match="no state to start from"):
-        Replayer(dump.setup, dump.segments[0])
+def raise_error(*args):
+    raise RuntimeError("the store is not reachable")
+
+
+def answer_nonsense(*args):
+    return "nonsense"
+
+
+def answer_late(request, num_computed_tokens):
+    request.tenant += "x"
+    return ExternalMatch(8, True) if len(request.tenant) > 3 else None
+
+
+ANSWERS = {
+    "late": {"get_num_new_matched_tokens": answer_late},
+    "asynchronous": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(8, True)},
+    "synchronous": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(8)},
+    "too much": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(1 << 70)},
+    "half a token": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(0.5)},
+    "no match": {"get_num_new_matched_tokens": answer_nonsense},
+    "no question": {"get_num_new_matched_tokens": raise_error},
+    "no allocation": {
+        "get_num_new_matched_tokens": lambda *args: ExternalMatch(8),
+        "update_state_after_alloc": raise_error,
+    },
+    "no end": {"request_finished": raise_error},
+    "an end of nonsense": {"request_finished": answer_nonsense},
+    "parameters of nonsense": {
+        "request_finished": lambda *args: EndOfRequest(False, {"a": object()})
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("num_bad_blocks", [0, 1])
+def test_8_1_i6_what_a_connector_answers_about_one_request_is_replayed(name, num_bad_blocks):
+    """Late, failing or lying: the others do not notice, and the log tells it all."""
+
+    class Connector(ModelConnector):
+        pass
+
+    for method, answer in ANSWERS[name].items():
+        usual = getattr(ModelConnector, method)
+
+        def ask(self, request, *args, usual=usual, answer=answer):
+            told = usual(self, request, *args)
+            if request.request_index != 1:
+                return told
+            told = answer(request, *args)
+            if isinstance(told, ExternalMatch) and told.num_tokens == 8:
+                self._matched[request.transfer_id] = args[0], told.is_async
+            return told
+
+        setattr(Connector, method, ask)
+    harness = RecordedHarness(connector=Connector(), enable_prefix_caching=False)
+    harness.worker.transfers.find_bad_blocks = lambda load: set(range(num_bad_blocks))
+    for index in range(3):
+        harness.add([index + 1] * 12, 6)
+    harness.drain()
+    is_wrong = name.startswith(("too", "half", "no", "an end", "parameters"))
+    expected = FinishReason.ERROR if is_wrong else FinishReason.LENGTH
+    assert [heard.reason for heard in harness.heard.values()] == [
+        FinishReason.LENGTH,
+        expected,
+        FinishReason.LENGTH,
+    ]
+    replay(harness.dump())
+
+
+def test_8_4_i6_blocks_that_are_fetched_late_or_never_are_replayed():
+    connector = ModelConnector(delays_free=lambda request: True)
+    harness = RecordedHarness(connector=connector, transfer_timeout_s=20.0)
+    delays = iter((3, 30, 300))
+    harness.worker.transfers.get_delay = lambda: next(delays)
+    for index in range(3):
+        harness.add([index + 1] * 12, 6)
+    harness.drain()
+    assert len(connector.expired) == 2
+    replay(harness.dump())
+
+
+def test_a_crash_of_a_connector_is_reproduced(tmp_path, capsys):
+    connector = ModelConnector()
+    connector.build_connector_meta = raise_error
+    harness = RecordedHarness(connector=connector)
+    harness.add([1, 2, 3], 5)
+    with pytest.raises(RuntimeError):
+        harness.schedule()
+    path = write_dump(harness.scheduler, str(tmp_path), reason="crash", wall_time=0.0, now=9.0)
+    assert main([str(path)]) == 0
+    assert "build_connector_meta raised an error" in capsys.readouterr().out
+
+
+def test_a_connector_that_is_asked_otherwise_is_found():
+    class Forgetful(Scheduler):
+        """Believes that every connector has nothing to say."""
+
+        def schedule(self, now):
+            self._transfers.started = lambda request: setattr(request, "computes_locally", True)
+            return super().schedule(now)
+
+    harness = RecordedHarness(connector=ModelConnector(lambda *args: ExternalMatch(4)))
+    harness.add([1] * 9, 3)
+    harness.drain()
+    with pytest.raises(
+        Difference, match=r"1 more answers from outside .* Matched: transfer_id=0, num_tokens=4"
+    ):
+        replay(harness.dump(), Forgetful)
+
+
+def test_a_dump_names_no_connector():
+    harness = RecordedHarness(connector=ModelConnector())
+    dump = harness.dump()
+    assert dump.setup.kv_transfer == KVTransferConfig("recorded", transfer_timeout_s=1000.0)
 
 
 def test_memory_is_bounded_and_the_last_events_are_there():
@@ -136,9 +240,8 @@ def test_memory_is_bounded_and_the_last_events_are_there():
         harness.step()
         assert len(log.segments) <= 2
         assert sum(len(segment.events) for segment in log.segments) < 400
-    assert any(
-        isinstance(event, AddRequest) and event.message.request_index == 299 for event in log.events
-    )
+    arrivals = [e for s in log.segments for e in s.events if isinstance(e, AddRequest)]
+    assert arrivals[-1].message.request_index == 299
 
 
 def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):

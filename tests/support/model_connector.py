@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from engine.core.encoder_cache_connector import EncoderCacheConnector
 from engine.core.kv_connector import EndOfRequest, ExternalMatch, KVConnector
 from engine.core.request import Request
 from engine.protocol.arrays import int32_bytes, int32_view
@@ -208,6 +209,24 @@ def chance_connector(rng: random.Random) -> ModelConnector:
         return ExternalMatch(num_tokens, rng.random() < 0.5)
 
     return ModelConnector(match, lambda request: rng.random() < 0.3)
+
+
+class ChanceEncoderCache(EncoderCacheConnector):
+    """Has an output as often as not, and fails now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def has_cache_item(self, request: Request, index: int) -> bool:
+        draw = self._rng.random()
+        if draw < 0.02:
+            raise RuntimeError("the cache is not reachable")
+        return draw < 0.5
+
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
+    ) -> bytes:
+        return b"%d" % len(loads)
 
 
 def find_bad_blocks_by_chance(rng: random.Random) -> Callable[[Transfer], set[int]]:

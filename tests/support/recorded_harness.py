@@ -24,10 +24,9 @@ class TransparentRecorder(RecordedScheduler):
 
 
 class RecordedHarness(Harness):
-    """There is no replay with connectors, so it goes without."""
+    """Everything that its scheduler does can be replayed."""
 
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
-        settings["connector"] = None
         super().__init__(**settings)
         block_size = self.block_size
         caching = settings.get("enable_prefix_caching", True)
@@ -41,9 +40,12 @@ class RecordedHarness(Harness):
                 num_host_blocks=settings.get("num_host_blocks", 0),
                 kv_cache_groups=settings.get("groups", FULL_ATTENTION),
                 speculative=self.speculative,
+                kv_transfer=self.kv_transfer,
             ),
             structured_output=self.grammar,
             log_kv_events=settings.get("log_kv_events", False),
+            kv_connector=settings.get("connector"),
+            encoder_cache_connector=settings.get("encoder_connector"),
             log=EventLog(segment_bytes),
         )
 

@@ -117,6 +117,11 @@ class Harness:
         self.block_size = block_size
         self.max_in_flight = max_in_flight
         self.grammar = ModelGrammar(vocab_size)
+        self.kv_transfer = connector and KVTransferConfig(
+            "model",
+            kv_load_failure_policy=load_failure_policy,
+            transfer_timeout_s=transfer_timeout_s,
+        )
         self.scheduler = Scheduler(
             self.config,
             CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
@@ -128,13 +133,7 @@ class Harness:
             structured_output=self.grammar,
             log_kv_events=log_kv_events,
             kv_connector=connector,
-            kv_transfer=KVTransferConfig(
-                "model",
-                kv_load_failure_policy=load_failure_policy,
-                transfer_timeout_s=transfer_timeout_s,
-            )
-            if connector
-            else None,
+            kv_transfer=self.kv_transfer,
             speculative=speculative,
             encoder_cache_connector=encoder_connector,
         )

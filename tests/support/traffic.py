@@ -17,7 +17,7 @@ from engine.protocol.config import (
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import EncoderInput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from support.model_connector import chance_connector, find_bad_blocks_by_chance
+from support.model_connector import ChanceEncoderCache, chance_connector, find_bad_blocks_by_chance
 from support.model_worker import propose_by_chance
 from support.scheduler_harness import Harness
 
@@ -80,6 +80,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         scheduler_delay_factor=rng.choice((0.0, 0.0, 0.5, 3.0)),
         max_loras=rng.choice((1, 2)),
         connector=chance_connector(rng) if has_connector else None,
+        encoder_connector=ChanceEncoderCache(rng) if rng.random() < 0.5 else None,
         load_failure_policy=rng.choice((*LoadFailurePolicy, LoadFailurePolicy.RECOMPUTE)),
         transfer_timeout_s=rng.choice((3.0, 1000.0)),
         max_num_encoder_input_tokens=rng.choice((0, 4, 9)),
