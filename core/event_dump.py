@@ -18,8 +18,7 @@ import msgspec
 
 from .. import __version__
 from ..protocol.errors import EngineError
-from . import snapshot as state
-from .event_log import EventLog, Segment
+from .event_log import EventLog
 from .events import Event
 from .recorded_scheduler import RecordedScheduler, Setup
 from .redaction import (
@@ -29,7 +28,7 @@ from .redaction import (
     redact_kv_transfer,
     redact_snapshot,
 )
-from .snapshot import Snapshot
+from .snapshot import Snapshot, SnapshotError, describe
 
 VERSION: Final = 2
 """Of the format of `Dump`."""
@@ -103,7 +102,17 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
         config=redact_config(setup.config, pseudonyms),
         kv_transfer=setup.kv_transfer and redact_kv_transfer(setup.kv_transfer),
     )
-    segments = [_redact(segment, pseudonyms) for segment in log.segments]
+    problem = log.problem
+    segments = []
+    for segment in log.segments:
+        snapshot, is_whole = None, segment.is_whole
+        if segment.start is not None:
+            try:
+                snapshot = redact_snapshot(describe(segment.start), pseudonyms)
+            except SnapshotError as error:
+                problem, is_whole = str(error), False
+        events = redact_events(segment.events, pseudonyms)
+        segments.append(DumpSegment(snapshot, is_whole, segment.chain_start, events))
     return Dump(
         "engine events",
         VERSION,
@@ -113,7 +122,7 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
         now,
         setup,
         segments,
-        log.problem,
+        problem,
     )
 
 
@@ -140,14 +149,6 @@ def read_dump(path: str | Path) -> Dump:
 def default_directory() -> str:
     """A directory of the user's own among the temporary ones."""
     return os.path.join(tempfile.gettempdir(), f"engine-dumps-{os.geteuid()}")
-
-
-def _redact(segment: Segment, pseudonyms: Pseudonyms) -> DumpSegment:
-    snapshot = None
-    if segment.snapshot is not None:
-        snapshot = redact_snapshot(state.decode(segment.snapshot), pseudonyms)
-    events = redact_events(segment.events, pseudonyms)
-    return DumpSegment(snapshot, segment.is_whole, segment.chain_start, events)
 
 
 def _prepare(directory: str) -> None:

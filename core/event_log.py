@@ -7,8 +7,9 @@ of one. Only the last two segments are kept, so memory is bounded and there is a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -17,16 +18,17 @@ from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.block_hash import PlacedInput, hash_blocks
 from .decision_chain import DecisionChain
 from .events import AddRequest, Answer, Event, GrammarAccepts, GrammarRefused, Hashed, Update
+from .frozen_state import FrozenState
 from .grammars import GrammarBackend
+from .outside import Outside
 from .request import RequestKey
 from .scheduler import Scheduler
-from .snapshot import Outside, capture
 
 SEGMENT_BYTES: Final = 8 << 20
 """Memory of a segment's events, roughly, before the next one begins."""
 
-MAX_SNAPSHOT_REQUESTS: Final = 10_000
-"""With more live requests a snapshot would hold up the steps for too long; it waits until they are fewer."""
+MAX_FROZEN_REQUESTS: Final = 10_000
+"""With more live requests it would hold up the steps for too long to freeze the state; it waits until they are fewer."""
 
 STEP_BYTES: Final = 600
 """Memory of what a step leaves in the log, without arrays."""
@@ -48,10 +50,10 @@ PATIENCE: Final = 4
 
 
 class Segment:
-    """Events in order. `snapshot` is the state before them; None that of a new scheduler if `is_whole`, else unknown."""
+    """Events in order. `start` is the state before them; None that of a new scheduler if `is_whole`, else unknown."""
 
-    def __init__(self, snapshot: bytes | None, is_whole: bool, chain_start: bytes) -> None:
-        self.snapshot = snapshot
+    def __init__(self, start: FrozenState | None, is_whole: bool, chain_start: bytes) -> None:
+        self.start = start
         self.is_whole = is_whole
         self.chain_start = chain_start
         self.events: list[Event] = []
@@ -66,7 +68,8 @@ class EventLog:
         self.segments: deque[Segment] = deque([Segment(None, True, b"")], maxlen=2)
         self.events = self.segments[-1].events
         self.num_bytes = 0
-        self._stops: set[int] = set()
+        self._ends: set[Collection[int]] = set()
+        """Tokens at which some request of this segment stops."""
         self._recent: list[Update] = []
         self._num_recent_bytes = 0
         self.problem = ""
@@ -76,7 +79,8 @@ class EventLog:
         message = event.message
         self.events.append(event)
         self.num_bytes += REQUEST_BYTES + event.num_prompt_bytes + len(message.block_hashes)
-        self._stops.update(message.eos_token_ids, message.sampling_params.stop_token_ids)
+        self._ends.add(message.eos_token_ids)
+        self._ends.add(message.sampling_params.stop_token_ids)
 
     def answer(self, event: Answer) -> None:
         """What somebody outside has answered while the event before was handled."""
@@ -115,33 +119,34 @@ class EventLog:
 
     def _find_stops(self, token_ids: Int32Array) -> Int64Array:
         """The positions of tokens at which some request of this segment stops."""
-        if len(self._stops) > FEW_STOPS:
-            return np.isin(token_ids, list(self._stops)).nonzero()[0]
+        stops = set(chain.from_iterable(self._ends))
+        if len(stops) > FEW_STOPS:
+            return np.isin(token_ids, list(stops)).nonzero()[0]
         is_stop = np.zeros(len(token_ids), np.bool_)
-        for token_id in self._stops:
+        for token_id in stops:
             is_stop |= token_ids == token_id
         return is_stop.nonzero()[0]
 
     def roll_over(self, scheduler: Scheduler) -> None:
         """Begin the next segment with the scheduler's state, if that costs little."""
         requests = scheduler.requests
-        snapshot = None
-        if len(requests) <= MAX_SNAPSHOT_REQUESTS and not self.problem:
+        start = None
+        if len(requests) <= MAX_FROZEN_REQUESTS and not self.problem:
             try:
-                snapshot = capture(scheduler)
+                start = FrozenState(scheduler)
             except Exception as error:
                 # Whatever is wrong here, requests must not suffer from it.
                 self.problem = f"{type(error).__name__}: {error}"
-        if snapshot is None and self.num_bytes <= PATIENCE * self.segment_bytes:
+        if start is None and self.num_bytes <= PATIENCE * self.segment_bytes:
             return
         self.settle()
-        self._stops = set().union(*(request.stop_token_ids for request in requests.values()))
+        self._ends = {request.stop_token_ids for request in requests.values()}
         chain_start = self.chain.value
         self.chain = DecisionChain(chain_start)
-        self.segments.append(Segment(snapshot, snapshot is not None, chain_start))
+        self.segments.append(Segment(start, start is not None, chain_start))
         self.events = self.segments[-1].events
         # Without a state to start from, the next chance to have one must come soon.
-        self.num_bytes = 0 if snapshot is not None else self.segment_bytes
+        self.num_bytes = 0 if start is not None else self.segment_bytes
 
     def hash_blocks(
         self,

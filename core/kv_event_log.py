@@ -6,7 +6,7 @@ from typing import Final
 
 from ..protocol.block_hash import HASH_BYTES
 from ..protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from .snapshot import Outside
+from .outside import Outside
 
 MEDIUM: Final = "GPU"
 """What subscribers call the workers' own tier, whatever the device."""

@@ -20,8 +20,8 @@ from .encoder_cache_connector import EncoderCacheConnector
 from .event_log import EventLog
 from .events import Answer, CacheItemFound, ConnectorRaised, DelaysFree, Matched
 from .kv_connector import EndOfRequest, ExternalMatch, KVConnector
+from .outside import Outside
 from .request import Request
-from .snapshot import Outside
 
 NO_TRANSFER: Final = -1
 """In the place of a transfer's id, for a call that is about no request."""

@@ -27,6 +27,7 @@ from ..protocol.messages import (
 from ..protocol.sampling_params import SamplingParams
 from . import snapshot as state
 from .events import AddRequest, Event, Hashed, Schedule, TakeOutputs, Told, Update
+from .frozen_state import Blank
 from .snapshot import Node, Snapshot, without_content
 
 _NO_PARAMS: Final = SamplingParams()
@@ -78,7 +79,7 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
                 return state.GroupKey(pseudonyms.numbers(node[:HASH_BYTES]), node[HASH_BYTES])
             case bytes():
                 if len(node) % HASH_BYTES:
-                    return state.Blank((len(node),))
+                    return Blank((len(node),))
                 return state.Digests(pseudonyms.numbers(node)) if node else node
             case state.Sequence(kind, items):
                 return state.Sequence(kind, [redact(item) for item in items])

@@ -35,12 +35,13 @@ from .events import (
     Update,
     UpdateDrafts,
 )
+from .outside import Outside
 from .recorded_connectors import ReplayedEncoderCacheConnector, ReplayedKVConnector
 from .recorded_scheduler import Setup
 from .redaction import expand_drafts, expand_request, expand_result, redact_step
 from .request import RequestKey
 from .scheduler import Scheduler
-from .snapshot import Outside, expand_digests, restore
+from .snapshot import expand_digests, restore
 
 
 class Difference(EngineError):

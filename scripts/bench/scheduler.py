@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from engine.core.frozen_state import FrozenState
 from engine.core.recorded_scheduler import RecordedScheduler, Setup
-from engine.core.snapshot import capture
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import CacheConfig, SchedulerConfig
@@ -220,7 +220,7 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
 
 
 def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
-    """What the event log does once in a segment of some thousand steps: write down the whole state."""
+    """What the event log does once in a segment of some thousand steps: freeze the whole state."""
     loop = Loop(num_running, 2048)
     for _ in range(num_running):
         loop.add(512, 1024)
@@ -231,8 +231,7 @@ def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
     return {
         "case": f"snapshot with {num_waiting} waiting",
         "running": num_running,
-        **summary(time_each(lambda: capture(scheduler), 20)),
-        "bytes": len(capture(scheduler)),
+        **summary(time_each(lambda: FrozenState(scheduler), 20)),
     }
 
 

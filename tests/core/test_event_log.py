@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import stat
 import zlib
+from fractions import Fraction
 from functools import partial
 from hashlib import sha256
 
@@ -245,7 +246,7 @@ def test_memory_is_bounded_and_the_last_events_are_there():
 
 
 def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):
-    monkeypatch.setattr(event_log_module, "MAX_SNAPSHOT_REQUESTS", 3)
+    monkeypatch.setattr(event_log_module, "MAX_FROZEN_REQUESTS", 3)
     harness = RecordedHarness(segment_bytes=2_000)
     for index in range(20):
         harness.add([index] * 5, 4)
@@ -267,10 +268,22 @@ def test_an_error_of_the_log_harms_nobody(monkeypatch):
     def broken(scheduler):
         raise RuntimeError("no snapshot today")
 
-    monkeypatch.setattr(event_log_module, "capture", broken)
+    monkeypatch.setattr(event_log_module, "FrozenState", broken)
     harness = record(3, SMALL_SEGMENT)
     harness.drain(50_000)
     assert "no snapshot today" in harness.dump().problem
+
+
+def test_a_state_that_cannot_be_described_leaves_the_events():
+    harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
+    harness.scheduler.scheduler.colour = Fraction(1, 3)
+    for index in range(200):
+        harness.add([index] * 5, 4)
+        harness.step()
+    dump = harness.dump()
+    assert dump.problem == "a fractions.Fraction cannot be captured"
+    assert not dump.segments[-1].is_whole
+    assert len(dump.segments[-1].events) > 5
 
 
 # a changed scheduler

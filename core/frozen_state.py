@@ -1,0 +1,269 @@
+"""The state of a scheduler at one moment, held at little cost until somebody wants to read it.
+
+What may change is copied, what never does is only referred to. The graph of objects is walked kind by kind
+instead of object by object, so that most of the work is done by few calls, and nothing is made for a single object
+that a collection of garbage would have to look at. It relies on this: the items of a list, the keys and the values of a
+dictionary, and what instances of a class with slots hold in one field are of one type, or None.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import chain
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ..protocol.messages import EncoderInput, FinishedRequest, RequestEvent, TokenLogprobs
+from ..protocol.sampling_params import SamplingParams
+from .batch import Tenure
+from .drafts import Drafts
+from .outside import Outside
+from .request import Request
+from .slots import Slots
+
+ROOT: Final = __name__.rpartition(".core.")[0]
+ATOMS: Final = frozenset({type(None), bool, int, float, bytes})
+
+CONTENT: Final[dict[type, frozenset[str]]] = {
+    Request: frozenset({"prompt_token_ids", "output_token_ids", "kv_transfer_params"}),
+    EncoderInput: frozenset({"data"}),
+    Drafts: frozenset({"_token_ids"}),
+    Tenure: frozenset({"draft_token_ids"}),
+    Slots: frozenset({"_output_token_ids"}),
+    TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
+}
+"""Fields that hold what was said, of which no decision depends on more than the size."""
+
+CONSTANT: Final[dict[type, frozenset[str]]] = {
+    Request: frozenset(
+        {
+            "arrival",
+            "client_index",
+            "deadline",
+            "encoder_inputs",
+            "eos_token_ids",
+            "key",
+            "kv_transfer_params",
+            "lora_name",
+            "num_prompt_tokens",
+            "params",
+            "priority",
+            "prompt_block_hashes",
+            "prompt_token_ids",
+            "queued_at",
+            "request_id",
+            "request_index",
+            "root_hash",
+            "stop_token_ids",
+            "tenant",
+        }
+    )
+}
+"""Fields that keep what they got at first, which does not change either."""
+
+_IMMUTABLE: Final = ATOMS | {
+    str,
+    SamplingParams,
+    EncoderInput,
+    FinishedRequest,
+    RequestEvent,
+    TokenLogprobs,
+}
+_EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
+"""Kinds of containers, and what a copy of an empty one is."""
+
+Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
+"""Copies what changes of objects of one kind. Returns columns of what these refer to."""
+
+
+class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
+    """Zeros: bytes for an empty `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+
+class FrozenState:
+    """Takes 1 µs a live request. The objects reached from `root` must not be asked themselves what they hold."""
+
+    def __init__(self, root: object) -> None:
+        self.root = root
+        self._met: dict[int, Any] = {}
+        self._copies: dict[int, Any] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self._columns: dict[int, list[list[Any]]] = {}
+        self._rows: dict[int, int] = {}
+        columns: list[Sequence[Any]] = [[root]]
+        while columns:
+            column = columns.pop()
+            kinds = set(map(type, column))
+            for kind in kinds:
+                if (freeze := _find_freezer(kind)) is not None:
+                    is_alike = len(kinds) == 1
+                    alike = column if is_alike else [o for o in column if type(o) is kind]
+                    columns += freeze(self, alike)
+
+    def copy_of(self, container: Any) -> Any:
+        """A list, dictionary or array with what it held; itself if only constants refer to it."""
+        return self._copies.get(id(container), container)
+
+    def fields_of(self, instance: Any) -> dict[str, Any]:
+        """What an instance's fields held, `Blank` for `CONTENT`."""
+        kind: type = type(instance)
+        own = self._attributes.get(id(instance))
+        if own is not None:
+            return own
+        row, columns = self._rows[id(instance)], self._columns[id(instance)]
+        held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
+        content = CONTENT.get(kind, frozenset())
+        found = {}
+        for name in field_names(kind):
+            value = held[name] if name in held else getattr(instance, name)
+            found[name] = blank(value) if name in content else value
+        return found
+
+    def _add_new(self, items: Sequence[Any]) -> dict[int, Any]:
+        met = self._met
+        new = {id(item): item for item in items if id(item) not in met}
+        met.update(new)
+        return new
+
+    def _freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        new = self._add_new(items)
+        empty = _EMPTY[type(items[0])]
+        copy = type(empty)
+        copies = [copy(item) if item else empty for item in new.values()]
+        self._copies.update(zip(new, copies, strict=True))
+        for held in filter(None, copies):
+            if _may_refer(held):
+                yield list(held)
+            if copy is dict and _may_refer(held.values()):
+                yield list(held.values())
+
+    def _freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        self._copies.update((key, item.copy()) for key, item in self._add_new(items).items())
+        yield ()
+
+    def _freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        yield list(chain.from_iterable(items))
+
+    def _freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        kind: type = type(items[0])
+        for name in field_names(kind):
+            yield list(map(attrgetter(name), items))
+
+    def _freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Instances of which every one has the same fields."""
+        new = self._add_new(items)
+        kind: type = type(items[0])
+        columns = []
+        for name in _changing_names(kind):
+            column = list(map(attrgetter(name), new.values()))
+            columns.append(column)
+            if _may_refer(column):
+                yield column
+        self._rows.update(zip(new, range(len(new)), strict=True))
+        self._columns.update(dict.fromkeys(new, columns))
+
+    def _freeze_instances(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        for key, item in self._add_new(items).items():
+            kind: type = type(item)
+            cached, content = cached_names(kind), CONTENT.get(kind, frozenset())
+            own = {name: getattr(item, name) for name in field_names(kind)}
+            own.update((n, v) for n, v in vars(item).items() if n not in cached)
+            for name in content:
+                own[name] = blank(own[name])
+            self._attributes[key] = own
+            yield list(own.values())
+
+
+def is_given(kind: type) -> bool:
+    """Whether such objects are what a scheduler was made with."""
+    return (
+        issubclass(kind, Outside | FunctionType | BuiltinFunctionType | MethodType)
+        or kind.__module__ == f"{ROOT}.protocol.config"
+    )
+
+
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith((f"{ROOT}.core.", f"{ROOT}.protocol."))
+
+
+def is_record(kind: type) -> bool:
+    """Whether its instances are values: they are made from their fields, and compared by them."""
+    return issubclass(kind, msgspec.Struct) or (
+        issubclass(kind, tuple) and hasattr(kind, "_fields")
+    )
+
+
+def is_mutable_record(kind: type) -> bool:
+    return issubclass(kind, msgspec.Struct) and not kind.__struct_config__.frozen
+
+
+def blank(value: object) -> Blank | None:
+    match value:
+        case np.ndarray():
+            return Blank(value.shape, value.dtype.str)
+        case bytes():
+            return Blank((len(value),))
+        case _:
+            return None
+
+
+def _may_refer(items: Iterable[Any]) -> bool:
+    """Whether items, which are of one type if they are not None, may change or refer to what does."""
+    kind: type = type(next((item for item in items if item is not None), None))
+    return _find_freezer(kind) is not None
+
+
+@cache
+def _find_freezer(kind: type) -> Freezer | None:
+    """None for what never changes and refers to nothing that does."""
+    if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
+        return None
+    if kind in _EMPTY:
+        return FrozenState._freeze_containers
+    if kind is np.ndarray:
+        return FrozenState._freeze_arrays
+    if issubclass(kind, tuple | frozenset):
+        return FrozenState._freeze_values
+    if is_mutable_record(kind):
+        return FrozenState._freeze_rows
+    if issubclass(kind, msgspec.Struct):
+        return FrozenState._freeze_constants
+    if not is_ours(kind):
+        return None
+    has_attributes = kind.__dictoffset__ != 0
+    return FrozenState._freeze_instances if has_attributes else FrozenState._freeze_rows
+
+
+@cache
+def field_names(kind: type) -> tuple[str, ...]:
+    """The fields that every instance has."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+@cache
+def _changing_names(kind: type) -> tuple[str, ...]:
+    constant = CONSTANT.get(kind, frozenset())
+    return tuple(name for name in field_names(kind) if name not in constant)
+
+
+@cache
+def cached_names(kind: type) -> frozenset[str]:
+    """Attributes that are computed again when they are missing."""
+    return frozenset(
+        n for n, v in inspect.getmembers_static(kind) if isinstance(v, cached_property)
+    )
