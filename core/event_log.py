@@ -45,6 +45,9 @@ UNSETTLED_BYTES: Final = 64 << 10
 FEW_STOPS: Final = 16
 """So many tokens are looked for one by one."""
 
+FORGOTTEN_A_STEP: Final = 250
+"""Events of a segment that gives way to another are freed by and by: all of them would hold up a step for too long."""
+
 PATIENCE: Final = 4
 """How many times `SEGMENT_BYTES` a segment may grow meanwhile; then its events are dropped."""
 
@@ -72,6 +75,7 @@ class EventLog:
         """Tokens at which some request of this segment stops."""
         self._recent: list[Update] = []
         self._num_recent_bytes = 0
+        self._outdated: list[Event] = []
         self.problem = ""
         """Why later states could not be captured: an error of ours."""
 
@@ -94,6 +98,8 @@ class EventLog:
         self._num_recent_bytes += STEP_BYTES + len(event.result.sampled_token_ids)
         if self._num_recent_bytes > UNSETTLED_BYTES:
             self.settle()
+        if self._outdated:
+            del self._outdated[-FORGOTTEN_A_STEP:]
 
     def settle(self) -> None:
         """Forget the tokens of recent outputs, but for those that some request stops at."""
@@ -141,6 +147,8 @@ class EventLog:
             return
         self.settle()
         self._ends = {request.stop_token_ids for request in requests.values()}
+        if len(self.segments) == self.segments.maxlen:
+            self._outdated = self.segments[0].events
         chain_start = self.chain.value
         self.chain = DecisionChain(chain_start)
         self.segments.append(Segment(start, start is not None, chain_start))

@@ -3,17 +3,17 @@
 What may change is copied, what never does is only referred to. The graph of objects is walked kind by kind
 instead of object by object, so that most of the work is done by few calls, and nothing is made for a single object
 that a collection of garbage would have to look at. It relies on this: the items of a list, the keys and the values of a
-dictionary, and what instances of a class with slots hold in one field are of one type, or None.
+dictionary, and what the instances of a class hold in one field are of one type, or None; and fields are made in `__init__`.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
-import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, cached_property
-from itertools import chain
+from functools import cache
+from itertools import chain, pairwise
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, TypeAlias
@@ -98,7 +98,6 @@ class FrozenState:
         self.root = root
         self._met: dict[int, Any] = {}
         self._copies: dict[int, Any] = {}
-        self._attributes: dict[int, dict[str, Any]] = {}
         self._columns: dict[int, list[list[Any]]] = {}
         self._rows: dict[int, int] = {}
         columns: list[Sequence[Any]] = [[root]]
@@ -118,9 +117,6 @@ class FrozenState:
     def fields_of(self, instance: Any) -> dict[str, Any]:
         """What an instance's fields held, `Blank` for `CONTENT`."""
         kind: type = type(instance)
-        own = self._attributes.get(id(instance))
-        if own is not None:
-            return own
         row, columns = self._rows[id(instance)], self._columns[id(instance)]
         held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
         content = CONTENT.get(kind, frozenset())
@@ -161,28 +157,17 @@ class FrozenState:
             yield list(map(attrgetter(name), items))
 
     def _freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Instances of which every one has the same fields."""
         new = self._add_new(items)
         kind: type = type(items[0])
+        content = CONTENT.get(kind, frozenset())
         columns = []
         for name in _changing_names(kind):
             column = list(map(attrgetter(name), new.values()))
             columns.append(column)
-            if _may_refer(column):
+            if name not in content and _may_refer(column):
                 yield column
         self._rows.update(zip(new, range(len(new)), strict=True))
         self._columns.update(dict.fromkeys(new, columns))
-
-    def _freeze_instances(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        for key, item in self._add_new(items).items():
-            kind: type = type(item)
-            cached, content = cached_names(kind), CONTENT.get(kind, frozenset())
-            own = {name: getattr(item, name) for name in field_names(kind)}
-            own.update((n, v) for n, v in vars(item).items() if n not in cached)
-            for name in content:
-                own[name] = blank(own[name])
-            self._attributes[key] = own
-            yield list(own.values())
 
 
 def is_given(kind: type) -> bool:
@@ -241,29 +226,33 @@ def _find_freezer(kind: type) -> Freezer | None:
         return FrozenState._freeze_constants
     if not is_ours(kind):
         return None
-    has_attributes = kind.__dictoffset__ != 0
-    return FrozenState._freeze_instances if has_attributes else FrozenState._freeze_rows
+    return FrozenState._freeze_rows
 
 
 @cache
 def field_names(kind: type) -> tuple[str, ...]:
-    """The fields that every instance has."""
+    """The fields that every instance has: its slots, and what `__init__` assigns.
+
+    Nobody asks an instance for its `__dict__`: it would be a slower object from then on.
+    """
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
-    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    names: dict[str, None] = {}
+    for base in reversed(kind.__mro__):
+        slots = vars(base).get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+        names.update(dict.fromkeys(_assigned_names(vars(base).get("__init__"))))
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _assigned_names(init: object) -> Iterator[str]:
+    if isinstance(init, FunctionType):
+        for load, store in pairwise(dis.get_instructions(init)):
+            if store.opname == "STORE_ATTR" and load.argval == "self":
+                yield store.argval
 
 
 @cache
 def _changing_names(kind: type) -> tuple[str, ...]:
     constant = CONSTANT.get(kind, frozenset())
     return tuple(name for name in field_names(kind) if name not in constant)
-
-
-@cache
-def cached_names(kind: type) -> frozenset[str]:
-    """Attributes that are computed again when they are missing."""
-    return frozenset(
-        n for n, v in inspect.getmembers_static(kind) if isinstance(v, cached_property)
-    )

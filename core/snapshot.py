@@ -9,9 +9,11 @@ scheduler that the state is put into. Of tokens only the number is kept.
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
@@ -28,7 +30,6 @@ from .frozen_state import (
     Blank,
     FrozenState,
     blank,
-    cached_names,
     field_names,
     is_given,
     is_mutable_record,
@@ -301,6 +302,14 @@ class _Describer:
         return name
 
 
+@cache
+def _cached_names(kind: type) -> frozenset[str]:
+    """Attributes that are computed again when they are missing."""
+    return frozenset(
+        n for n, v in inspect.getmembers_static(kind) if isinstance(v, cached_property)
+    )
+
+
 class _Restorer:
     """`given` is the object that stands where the one to build belongs, if there is one."""
 
@@ -360,7 +369,7 @@ class _Restorer:
             return kind(**{n: self.build(field) for n, field in zip(names, fields, strict=True)})
         if isinstance(given, kind) and self._may_use(given):
             target = given
-            for name in cached_names(kind):
+            for name in _cached_names(kind):
                 vars(given).pop(name, None)
         else:
             target = kind.__new__(kind)

@@ -6,8 +6,9 @@ import random
 import stat
 import zlib
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
+from inspect import getattr_static
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from engine.core import event_log as event_log_module
 from engine.core.block_pool import BlockPool
 from engine.core.event_dump import Dump, DumpError, read_dump, write_dump
 from engine.core.events import AddRequest, Schedule, Update
+from engine.core.frozen_state import FrozenState, field_names
 from engine.core.kv_connector import EndOfRequest, ExternalMatch
 from engine.core.replay import main
 from engine.core.replayer import Difference, Replayer
@@ -274,9 +276,23 @@ def test_an_error_of_the_log_harms_nobody(monkeypatch):
     assert "no snapshot today" in harness.dump().problem
 
 
+def test_everything_that_an_object_has_is_part_of_its_state():
+    harness = record(21, 1 << 30)
+    met = FrozenState(harness.scheduler.scheduler)._met.values()
+    instances = [item for item in met if hasattr(item, "__dict__")]
+    assert len(instances) > 15
+    for instance in instances:
+        computed = {
+            n
+            for n in vars(instance)
+            if isinstance(getattr_static(type(instance), n, None), cached_property)
+        }
+        assert vars(instance).keys() - computed <= set(field_names(type(instance)))
+
+
 def test_a_state_that_cannot_be_described_leaves_the_events():
     harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
-    harness.scheduler.scheduler.colour = Fraction(1, 3)
+    harness.scheduler.scheduler._max_loras = Fraction(1, 3)
     for index in range(200):
         harness.add([index] * 5, 4)
         harness.step()
