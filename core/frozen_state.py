@@ -205,8 +205,12 @@ def blank(value: object) -> Blank | None:
 
 def _may_refer(items: Iterable[Any]) -> bool:
     """Whether items, which are of one type if they are not None, may change or refer to what does."""
-    kind: type = type(next((item for item in items if item is not None), None))
-    return _find_freezer(kind) is not None
+    try:
+        first = next(filter(None, items), None)
+    except ValueError:
+        return True  # An array is neither true nor false.
+    kinds = set(map(type, items)) if first is None else {type(first)}
+    return any(map(_find_freezer, kinds))
 
 
 @cache
