@@ -5,8 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine.protocol.config import PreemptionMode
-from engine.protocol.kv_cache_groups import FULL_ATTENTION
+from engine.protocol.config import (
+    LoadFailurePolicy,
+    PreemptionMode,
+    ProposerMethod,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import HealthCheck, settings
@@ -17,55 +23,71 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support.model_connector import (
+    ChanceEncoderCache,
+    chance_connector,
+    find_bad_blocks_by_chance,
+)
+from support.model_worker import propose_by_chance
 from support.recorded_harness import RecordedHarness, replay
 from support.traffic import HYBRIDS, SALTS, Traffic, random_harness, run_traffic
+
+VOCAB_SIZE = 32
+
+
+@st.composite
+def limits(draw):
+    """What a harness is made with, between comfortable and absurd."""
+    groups = draw(st.sampled_from((FULL_ATTENTION, FULL_ATTENTION, *HYBRIDS)))
+    has_states = any(group.kind is AttentionKind.STATE_SPACE for group in groups)
+    num_host_blocks = draw(st.sampled_from((0, 0, 2, 100)))
+    may_transfer = groups == FULL_ATTENTION and not num_host_blocks
+    rng = random.Random(draw(st.integers(0, 1 << 32)))
+    num_drafts = 0 if has_states else draw(st.sampled_from((0, 0, 1, 4)))
+    return rng, {
+        "segment_bytes": draw(st.sampled_from((3_000, 10_000, 1 << 30))),
+        "num_blocks": draw(st.integers(4, 40)) * len(groups),
+        "groups": groups,
+        "num_host_blocks": num_host_blocks,
+        "preemption_mode": draw(st.sampled_from(PreemptionMode)),
+        "block_size": draw(st.sampled_from((1, 2, 4))),
+        "max_model_len": 40,
+        "vocab_size": VOCAB_SIZE,
+        "max_in_flight": draw(st.integers(1, 4)),
+        "async_scheduling": draw(st.booleans()),
+        "enable_prefix_caching": draw(st.booleans()),
+        "policy": draw(st.sampled_from(SchedulingPolicy)),
+        "priority_preemption": draw(st.booleans()),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.integers(1, 40)),
+        "long_prefill_token_threshold": draw(st.sampled_from((0, 0, 3))),
+        "max_num_partial_prefills": draw(st.sampled_from((0, 0, 1, 3))),
+        "max_loras": draw(st.integers(1, 2)),
+        "max_num_encoder_input_tokens": draw(st.sampled_from((0, 4, 9))),
+        "encoder_cache_size": draw(st.sampled_from((0, 4, 12))),
+        "disable_chunked_mm_input": draw(st.booleans()),
+        "encoder_connector": ChanceEncoderCache(rng) if draw(st.booleans()) else None,
+        "connector": chance_connector(rng) if may_transfer and draw(st.booleans()) else None,
+        "load_failure_policy": draw(st.sampled_from(LoadFailurePolicy)),
+        "transfer_timeout_s": draw(st.sampled_from((3.0, 1000.0))),
+        "speculative": SpeculativeConfig(num_drafts, draw(st.sampled_from(ProposerMethod)))
+        if num_drafts
+        else None,
+        "propose": propose_by_chance(rng, VOCAB_SIZE, num_drafts) if num_drafts else None,
+    }
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis chooses limits, arrivals, aborts and how far the workers lag behind; all of it is replayed."""
 
-    @initialize(
-        num_blocks=st.integers(4, 40),
-        block_size=st.sampled_from((1, 2, 4)),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 40),
-        threshold=st.sampled_from((0, 0, 3)),
-        max_in_flight=st.integers(1, 4),
-        caching=st.booleans(),
-        segment_bytes=st.sampled_from((3_000, 10_000, 1 << 30)),
-        groups=st.sampled_from((FULL_ATTENTION, *HYBRIDS)),
-        num_host_blocks=st.sampled_from((0, 2, 100)),
-        preemption_mode=st.sampled_from(PreemptionMode),
-    )
-    def start(
-        self,
-        num_blocks,
-        block_size,
-        max_num_seqs,
-        budget,
-        threshold,
-        max_in_flight,
-        caching,
-        segment_bytes,
-        groups,
-        num_host_blocks,
-        preemption_mode,
-    ):
-        self.harness = RecordedHarness(
-            segment_bytes=segment_bytes,
-            num_blocks=num_blocks * len(groups),
-            groups=groups,
-            num_host_blocks=num_host_blocks,
-            preemption_mode=preemption_mode,
-            block_size=block_size,
-            max_model_len=40,
-            vocab_size=32,
-            max_in_flight=max_in_flight,
-            enable_prefix_caching=caching,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=threshold,
-        )
+    @initialize(limits=limits())
+    def start(self, limits):
+        self.rng, settings = limits
+        self.harness = RecordedHarness(**settings)
+        transfers = self.harness.worker.transfers
+        transfers.find_bad_blocks = find_bad_blocks_by_chance(self.rng)
+        transfers.get_delay = lambda: self.rng.choice((0, 1, 5))
+        self.traffic = Traffic(self.harness, self.rng)
 
     @rule(
         length=st.integers(1, 30),
@@ -76,8 +98,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from(((), (3,), (2, 5, 11))),
         min_tokens=st.integers(0, 1),
         constrained=st.booleans(),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("ab"),
+        patience=st.sampled_from((None, None, 1, 30)),
+        lora_name=st.sampled_from(("", "", "x", "y", "z")),
+        has_inputs=st.booleans(),
     )
-    def add(self, length, fork, salt, max_tokens, client, eos, min_tokens, constrained):
+    def add(
+        self,
+        length,
+        fork,
+        salt,
+        max_tokens,
+        client,
+        eos,
+        min_tokens,
+        constrained,
+        priority,
+        tenant,
+        patience,
+        lora_name,
+        has_inputs,
+    ):
         prompt = [5 if index < fork else 6 + fork % 7 for index in range(length)]
         self.harness.add(
             prompt,
@@ -88,12 +130,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos=eos,
             min_tokens=min_tokens,
             structured_output=StructuredOutput(GrammarKind.JSON_OBJECT) if constrained else None,
+            priority=priority,
+            tenant=tenant,
+            deadline=self.harness.now + patience if patience else 0.0,
+            lora_name=lora_name,
+            inputs=self.traffic.encoder_inputs(length) if has_inputs else (),
         )
 
     @precondition(lambda self: self.harness.scheduler.requests)
     @rule(data=st.data())
     def abort(self, data):
         self.harness.abort(data.draw(st.sampled_from(list(self.harness.scheduler.requests))))
+
+    @rule(num_preempted=st.integers(1, 6))
+    def preemption_storm(self, num_preempted):
+        """The scheduler runs short of blocks: long prompts arrive that want them all."""
+        for _ in range(num_preempted):
+            self.harness.add(self.rng.choices(range(6, 12), k=12), None, client=1)
 
     @rule()
     def compile_grammars(self):
