@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from ..protocol.config import KVEventsConfig
+from ..protocol.errors import ConfigError
 from ..protocol.kv_events import END_OF_REPLAY, KVCacheEvent, KVEventBatch
 
 
@@ -18,6 +19,7 @@ class KVEventPublisher:
 
     A subscriber asks at the replay endpoint with the first sequence number it lacks (8 bytes, big-endian), and gets
     (sequence number, batch) for each one kept, then `END_OF_REPLAY`. Ports are offset by the core's index.
+    Raises ConfigError for an endpoint that cannot be bound.
     """
 
     def __init__(self, context: zmq.Context[Any], config: KVEventsConfig, core_index: int) -> None:
@@ -29,12 +31,13 @@ class KVEventPublisher:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, config.hwm)
-        self._socket.bind(endpoint_of_core(config.endpoint, core_index))
+        _bind(self._socket, "endpoint", endpoint_of_core(config.endpoint, core_index))
         self.replay_socket: zmq.Socket[bytes] | None = None
         if config.replay_endpoint:
             self.replay_socket = context.socket(zmq.ROUTER)
             self.replay_socket.set(zmq.LINGER, 0)
-            self.replay_socket.bind(endpoint_of_core(config.replay_endpoint, core_index))
+            endpoint = endpoint_of_core(config.replay_endpoint, core_index)
+            _bind(self.replay_socket, "replay_endpoint", endpoint)
 
     def publish(self, events: list[KVCacheEvent]) -> None:
         """Send the events of one step. Never waits: who reads too slowly must ask for a replay."""
@@ -60,6 +63,16 @@ class KVEventPublisher:
         self._socket.close()
         if self.replay_socket is not None:
             self.replay_socket.close()
+
+
+def _bind(socket: zmq.Socket[bytes], field: str, endpoint: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--kv-events-config: {field} {endpoint} cannot be bound: {error.strerror}; stop whatever "
+            "listens there, or choose another address (each core adds its index to the port)"
+        ) from error
 
 
 def endpoint_of_core(endpoint: str, core_index: int) -> str:

@@ -1,0 +1,171 @@
+"""A real core process, with the parts of the supervisor, the worker and a client played by the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from engine.core.event_dump import SUFFIX, read_dump
+from engine.core.replay import main as replay
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import (
+    PROTOCOL_VERSION,
+    CacheConfig,
+    EngineConfig,
+    FrontendConfig,
+    KVEventsConfig,
+)
+from engine.protocol.messages import (
+    AddRequests,
+    AllocateKVCache,
+    ClientHello,
+    CoreMessage,
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    ProcessStatus,
+    SchedulerOutput,
+    Stage,
+    WorkerCommand,
+    WorkerHello,
+    WorkerMemory,
+    WorkerReady,
+)
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.transport import Peer, StatusReceiver
+from support.engine_fixtures import engine_config
+
+SABOTAGE = """
+import sys
+from engine.core import scheduler
+from engine.core.__main__ import main
+from engine.core.block_pool import BlockPool
+
+scheduler.CONSERVATION_INTERVAL = 5
+count = BlockPool.num_free.fget
+BlockPool.num_free = property(lambda pool: count(pool) - 1)
+sys.exit(main(sys.argv[1], 0))
+"""
+"""A core that believes in one free block less than there is, and counts again every 5 steps."""
+
+HONEST = SABOTAGE.replace("count(pool) - 1", "count(pool)")
+
+
+class CoreProcess:
+    """The process, and who it talks to."""
+
+    def __init__(self, config: EngineConfig, program: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.statuses = StatusReceiver(self.context, config)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, str(config.save())],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.worker: Peer[WorkerCommand] = Peer(
+            self.context, config.worker_address(0), b"worker", WorkerCommand
+        )
+        self.client: Peer[CoreMessage] = Peer(
+            self.context, config.core_address(0), b"client", CoreMessage
+        )
+        self._epoch = config.epoch
+
+    def await_stage(self, stage: Stage) -> ProcessStatus:
+        while True:
+            status = self.statuses.receive(20_000)
+            assert status is not None, "the core says nothing"
+            if status.stage is stage:
+                return status
+
+    def start(self) -> None:
+        self.worker.send(WorkerHello(PROTOCOL_VERSION, self._epoch, 0))
+        self.worker.send(WorkerMemory(0, 64))
+        assert isinstance(self.worker.receive(block=True), AllocateKVCache)
+        self.worker.send(WorkerReady(0))
+        self.await_stage(Stage.READY)
+        self.client.send(ClientHello(PROTOCOL_VERSION, self._epoch, 0))
+        assert isinstance(self.client.receive(block=True), CoreReady)
+
+    def generate(self, num_tokens: int) -> list[EngineCoreOutputs]:
+        """What the client hears of one request."""
+        params = SamplingParams(max_tokens=num_tokens)
+        request = EngineCoreRequest(0, int32_bytes([1, 2, 3]), params, 0.0)
+        self.client.send(AddRequests([request]))
+        heard: list[EngineCoreOutputs] = []
+        num_rows = 0
+        while not heard or not heard[-1].finished_set:
+            if self.worker.socket.poll(5) and isinstance(
+                step := self.worker.receive(), SchedulerOutput
+            ):
+                num_rows = num_rows if step.slots is None else len(step.slots) // 4
+                self.worker.send(ModelRunnerOutput(step.step, int32_bytes([7] * num_rows)))
+            if isinstance(message := self.client.receive(), EngineCoreOutputs):
+                heard.append(message)
+        return heard
+
+    def stop(self) -> str:
+        """End the process. Returns what it has logged."""
+        self.process.terminate()
+        log = self.process.communicate(timeout=20)[1]
+        for end in (self.worker, self.client, self.statuses):
+            end.close()
+        self.context.term()
+        return log
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[EngineConfig]:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    yield engine_config(run_dir, frontend=FrontendConfig(dump_dir=str(tmp_path / "dumps")))
+
+
+def test_books_that_do_not_balance_are_told_counted_and_dumped_once(config, tmp_path, capsys):
+    core = CoreProcess(config, SABOTAGE)
+    core.start()
+    heard = core.generate(20)
+    log = core.stop()
+    assert sum(len(outputs.token_ids) // 4 for outputs in heard) == 20
+    assert "the scheduler's books do not balance: free and held blocks: 62 counted, 63" in log
+    assert sum(o.stats.num_violations for o in heard if o.stats is not None) >= 3
+    (path,) = (tmp_path / "dumps").glob(f"*-violation{SUFFIX}")
+    assert read_dump(path).reason == "violation"
+    # An honest scheduler shows where the other one went wrong: one block seemed to be in use.
+    assert replay([str(path)]) == 1
+    assert "output of step 1" in capsys.readouterr().out
+
+
+def test_balanced_books_leave_no_dump(config, tmp_path):
+    core = CoreProcess(config, HONEST)
+    core.start()
+    heard = core.generate(20)
+    assert "books" not in core.stop()
+    assert sum(o.stats.num_violations for o in heard if o.stats is not None) == 0
+    assert not (tmp_path / "dumps").exists()
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+def test_an_endpoint_of_kv_events_in_use_ends_the_start_with_the_remedy(config, field):
+    with zmq.Context() as context, context.socket(zmq.PUB) as squatter:
+        port = squatter.bind_to_random_port("tcp://127.0.0.1")
+        events = KVEventsConfig(
+            **{"endpoint": "tcp://127.0.0.1:0", field: f"tcp://127.0.0.1:{port}"}
+        )
+        cache = CacheConfig(block_size=16, kv_events=events)
+        core = CoreProcess(msgspec.structs.replace(config, cache=cache), HONEST)
+        status = core.await_stage(Stage.FAILED)
+        assert core.process.wait(20) == 1
+        log = core.stop()
+    assert "--kv-events-config" in status.detail
+    assert (
+        f"{field} tcp://127.0.0.1:{port} cannot be bound: Address already in use" in status.detail
+    )
+    assert "choose another" in status.detail
+    assert "Traceback" not in log
