@@ -96,6 +96,19 @@ class Drafts:
         if self._running.num_constrained:
             self._validate(slots)
 
+    def propose_late(self, batch: Batch, drafts: DraftTokenIds) -> None:
+        """Take in what was proposed after a step, and came after its output.
+
+        Raises EngineError as `propose` does, and with placeholders: a worker that verifies drafts which nobody else
+        knows may sample what a grammar forbids.
+        """
+        if self._uses_placeholders:
+            raise EngineError(
+                f"the drafts that follow step {drafts.step} came after its output; with asynchronous "
+                "scheduling a worker must send them with it: do so, or use --no-async-scheduling"
+            )
+        self.propose(batch, drafts)
+
     def _validate(self, slots: SlotArray) -> None:
         """Drop what the grammars of constrained requests forbid."""
         for slot in slots.tolist():

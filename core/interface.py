@@ -71,7 +71,8 @@ class SchedulerInterface(ABC):
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         """Drafts that did not come with the output of the step, which is the last one taken in.
 
-        Raises EngineError when they have not their shape.
+        Raises EngineError when they have not their shape, and with asynchronous scheduling, under which drafts
+        come with the output.
         """
 
     @abstractmethod

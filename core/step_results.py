@@ -108,7 +108,7 @@ class StepResults:
         """Take in drafts that come after the output of their step; they are late when another one has come in."""
         step, batch = self._last_batch
         if self._drafts is not None and batch is not None and step == drafts.step:
-            self._drafts.propose(batch, drafts)
+            self._drafts.propose_late(batch, drafts)
 
     def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
         step = self._in_flight[0] if self._in_flight else None

@@ -391,6 +391,7 @@ class DraftTokenIds(
 ):
     """Tokens proposed after those that step `step` has sampled.
 
+    They come with the output of the step, or, without asynchronous scheduling, by themselves soon after it.
     `slots` int32[N], `num_tokens` int32[N], `token_ids` int32[sum].
     """
 

@@ -209,6 +209,18 @@ def test_5_1_constrained_requests_take_several_tokens_a_step(uses_placeholders):
     assert total(harness).num_accepted_tokens == 9
 
 
+def test_5_3_drafts_that_come_late_are_refused_with_placeholders():
+    """Nobody could mask what a grammar forbids after drafts that only the worker knows."""
+    harness = speculating(3, lambda row: [], async_scheduling=True)
+    key = harness.add(4, 9, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
+    harness.compile_grammars()
+    harness.step()
+    late = DraftTokenIds(1, int32_bytes(harness.request(key).slot), int32_bytes(1), int32_bytes(3))
+    with pytest.raises(EngineError, match="step 1 came after its output.*--no-async-scheduling"):
+        harness.scheduler.update_draft_token_ids(late)
+    harness.drain()
+
+
 @pytest.mark.parametrize(
     ("method", "num_blocks"), [(ProposerMethod.NGRAM, 2), (ProposerMethod.EAGLE, 3)]
 )
