@@ -79,8 +79,17 @@ class RunningPass:
         granted, share = self._limit(slots, wanted)
         encoders = None
         if self._encoders.are_in_use:
-            encoders = self._encoders.begin_plan()
-            granted = self._fit_encoder_inputs(encoders, slots, computed, granted)
+            possible = wanted
+            while True:
+                encoders = self._encoders.begin_plan()
+                fitted = self._fit_encoder_inputs(encoders, slots, computed, granted)
+                is_cut = fitted < granted
+                if encoders.failed or not is_cut.any():
+                    break
+                # What these cannot use is for those behind them, who may hold what these wait for.
+                possible = np.where(is_cut, fitted, possible)
+                granted, share = self._limit(slots, possible)
+            granted = fitted
         computed += granted
         to_hold = computed
         if self._drafts is not None:

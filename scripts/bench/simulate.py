@@ -108,7 +108,9 @@ def main() -> None:
         request.arrival -= start
     simulated = simulate(dump.setup, trace, model_of_time, 1).summary()
     print(f"{len(samples)} steps fitted, {mean_error(model_of_time, samples):.0%} off on average")
-    print(f"{'':20} {'real':>10} {'simulated':>10} {'off by':>8}   ({time.monotonic() - started:.0f} s)")
+    print(
+        f"{'':20} {'real':>10} {'simulated':>10} {'off by':>8}   ({time.monotonic() - started:.0f} s)"
+    )
     for name, value in real.items():
         off = simulated[name] / value - 1
         print(f"{name:20} {value:10.1f} {simulated[name]:10.1f} {off:8.0%}")

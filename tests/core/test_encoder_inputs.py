@@ -185,6 +185,20 @@ def test_7_3_a_resumed_request_runs_its_encoder_again():
     assert sum(len(computed(step)) for step in harness.steps) > 2
 
 
+def test_7_1_who_waits_for_room_leaves_the_tokens_of_the_step_to_who_holds_it():
+    """The second request shares the first one's input, and must compute past it before the first can go on."""
+    harness = Harness(max_num_batched_tokens=16, encoder_cache_size=4, max_in_flight=1)
+    harness.add([1] * 33, 2, inputs=[place(5, 4, "a"), place(9, 9, "b")])
+    harness.add([2] * 70, 2, inputs=[place(3, 9, "a")])
+    harness.schedule()
+    assert harness.batch == {0: 9, 1: 7}
+    harness.update()
+    harness.schedule()
+    assert harness.batch == {1: 16}
+    harness.update()
+    harness.drain()
+
+
 class Store(EncoderCacheConnector):
     def __init__(self, contents: Sequence[bytes]) -> None:
         self.contents = contents
