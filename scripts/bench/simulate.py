@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,10 +24,12 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from engine.core.event_dump import read_dump
+from engine.core.event_dump import Dump, read_dump
+from engine.core.replayer import Replayer
 from engine.core.simulation import simulate
 from engine.core.step_time import fit, mean_error, measure_steps
 from engine.core.trace import trace_of
+from engine.protocol.messages import EventKind
 from support.server import Server, default_model
 
 
@@ -73,7 +76,7 @@ def run_load(url: str, num_requests: int, rate: float) -> list[Answer]:
 
 
 def measured(answers: list[Answer]) -> dict[str, float]:
-    gaps = [b - a for answer in answers for a, b in zip(answer.token_times, answer.token_times[1:])]
+    gaps = [b - a for answer in answers for a, b in pairwise(answer.token_times)]
     seconds = max(answer.token_times[-1] for answer in answers) - answers[0].sent
     first = [answer.token_times[0] - answer.sent for answer in answers]
     return {
@@ -82,6 +85,22 @@ def measured(answers: list[Answer]) -> dict[str, float]:
         "ttft_p90_ms": 1e3 * statistics.quantiles(first, n=10)[-1],
         "itl_p50_ms": 1e3 * statistics.median(gaps),
     }
+
+
+def first_token_times(dump: Dump) -> list[float]:
+    """Seconds from the arrival at the core to the first token's return to it."""
+    queued: dict[tuple[int, int], float] = {}
+    times = []
+    for segment in dump.segments:
+        for moment in Replayer(dump.setup, segment).run():
+            for client_index, message in (moment.outputs or {}).items():
+                for event in message.events:
+                    key = client_index, event.request_index
+                    if event.kind is EventKind.QUEUED:
+                        queued[key] = event.timestamp
+                    elif event.kind is EventKind.FIRST_TOKEN and key in queued:
+                        times.append(event.timestamp - queued[key])
+    return times
 
 
 def main() -> None:
@@ -106,11 +125,13 @@ def main() -> None:
     start = trace[0].arrival
     for request in trace:
         request.arrival -= start
+    at_core = 1e3 * statistics.median(first_token_times(dump)[-args.requests :])
     simulated = simulate(dump.setup, trace, model_of_time, 1).summary()
     print(f"{len(samples)} steps fitted, {mean_error(model_of_time, samples):.0%} off on average")
     print(
         f"{'':20} {'real':>10} {'simulated':>10} {'off by':>8}   ({time.monotonic() - started:.0f} s)"
     )
+    print(f"{'ttft_p50_ms at core':20} {at_core:10.1f}")
     for name, value in real.items():
         off = simulated[name] / value - 1
         print(f"{name:20} {value:10.1f} {simulated[name]:10.1f} {off:8.0%}")

@@ -188,8 +188,13 @@ TestSchedulerMachine.settings = settings(
 
 
 @pytest.mark.parametrize("first_seed", range(0, 240, 24))
-def test_random_traffic(first_seed):
-    """Ten thousand steps each time, with seeds and limits that differ."""
+def test_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
+    """Ten thousand steps each time, with seeds and limits that differ.
+
+    The harness counts references after every step (I1) and looks for free blocks at the end, where it compares each
+    output with that of the request alone (I4); the model worker sees a block with two writers (I2), and its state is
+    compared with the scheduler's (I5).
+    """
     num_steps, seed = 0, first_seed
     while num_steps < 10_000:
         num_steps += run_traffic(seed, 300)

@@ -216,7 +216,7 @@ def test_5_3_drafts_that_come_late_are_refused_with_placeholders():
     harness.compile_grammars()
     harness.step()
     late = DraftTokenIds(1, int32_bytes(harness.request(key).slot), int32_bytes(1), int32_bytes(3))
-    with pytest.raises(EngineError, match="step 1 came after its output.*--no-async-scheduling"):
+    with pytest.raises(EngineError, match=r"step 1 came after its output.*--no-async-scheduling"):
         harness.scheduler.update_draft_token_ids(late)
     harness.drain()
 

@@ -180,7 +180,7 @@ async def test_abort_ends_the_request_at_the_core_and_for_its_reader(tmp_path: P
 
 
 @on_event_loop
-async def test_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) -> None:
+async def test_4_7_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(100, stop=("jumps",))], request_id="r")
         [delta] = await drive(core, group.result())

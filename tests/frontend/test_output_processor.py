@@ -147,7 +147,7 @@ async def test_text_and_tokens_do_not_depend_on_steps_or_reads(split: Any) -> No
 
 @given(splits(), st.integers(0, len(TEXT) - 1), st.integers(1, 12), st.booleans())
 @on_event_loop
-async def test_nothing_after_a_stop_string_reaches_the_reader(
+async def test_4_7_nothing_after_a_stop_string_reaches_the_reader(
     split: Any, start: int, length: int, include: bool
 ) -> None:
     steps, reads = split
