@@ -292,7 +292,7 @@ def test_everything_that_an_object_has_is_part_of_its_state():
 
 def test_a_state_that_cannot_be_described_leaves_the_events():
     harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
-    harness.scheduler.scheduler._max_loras = Fraction(1, 3)
+    harness.scheduler.violations.append(Fraction(1, 3))
     for index in range(200):
         harness.add([index] * 5, 4)
         harness.step()
