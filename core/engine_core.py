@@ -117,9 +117,12 @@ class EngineCore:
 
     def _serve(self) -> None:
         while not self._stop.requested:
-            self._poller.poll(self._poll_timeout_ms())
-            self._take_client_messages()
-            self._take_worker_messages()
+            # To find a socket empty costs more than to ask for all of them at once.
+            readable = dict(self._poller.poll(self._poll_timeout_ms()))
+            if self._clients.socket in readable:
+                self._take_client_messages()
+            if self._workers.socket in readable:
+                self._take_worker_messages()
             self._take_compiled_grammars()
             self._dispatch_steps()
             self._send_outputs(self._scheduler.take_outputs(time.monotonic()))

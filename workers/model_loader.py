@@ -12,7 +12,7 @@ from torch import Tensor
 from ..protocol.arrays import Int32Array
 from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
-from .attention import AttentionBackend, attention_backend
+from .attention import PagedAttention, attention_backend
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
 from .cpu.library import NotSupportedNatively
@@ -34,7 +34,7 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def attention(self) -> AttentionBackend: ...
+    def attention(self) -> PagedAttention: ...
 
     def forward(
         self,

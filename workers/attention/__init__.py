@@ -1,6 +1,12 @@
 """Attention over the paged KV cache, behind one small interface."""
 
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer, PagedAttention
 from .registry import attention_backend
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionLayer", "attention_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionLayer",
+    "PagedAttention",
+    "attention_backend",
+]

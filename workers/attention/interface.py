@@ -47,8 +47,10 @@ class AttentionBatch:
     slot_mapping: NDArray[np.int32]  # [T]
 
 
-class AttentionBackend(ABC):
-    """One way to compute attention on one device, for layers that differ only in `AttentionLayer`.
+class PagedAttention(ABC):
+    """The KV cache of one way to compute attention on one device, and what a step tells it.
+
+    The layers differ only in `AttentionLayer`.
 
     `dtype` is that of the KV cache; queries, keys and values may come in another.
     """
@@ -80,6 +82,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
         """Return the metadata of one step for a group whose layers have these windows."""
+
+
+class AttentionBackend(PagedAttention):
+    """Attention that a model calls layer by layer; a native program holds its own."""
 
     @abstractmethod
     def forward(

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..attention.interface import AttentionBackend, AttentionBatch, AttentionLayer
+from ..attention.interface import AttentionBatch, PagedAttention
 from .library import NotSupportedNatively
 
 KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -29,7 +28,7 @@ class NativeAttentionMetadata:
     slot_mapping: NDArray[np.int32]
 
 
-class NativeAttention(AttentionBackend):
+class NativeAttention(PagedAttention):
     """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not know."""
 
     def __init__(
@@ -78,14 +77,3 @@ class NativeAttention(AttentionBackend):
             np.ascontiguousarray(batch.block_table, np.int32),
             np.ascontiguousarray(batch.slot_mapping, np.int32),
         )
-
-    def forward(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGK: Tensor,
-        kv_cache: Tensor,
-        metadata: NativeAttentionMetadata,
-        layer: AttentionLayer,
-    ) -> Tensor:
-        raise NotImplementedError("native attention runs inside the native program only")
