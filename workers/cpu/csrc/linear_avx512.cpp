@@ -16,7 +16,8 @@ using Floats = __m512;
 using Codes = __m512i;
 
 constexpr int kIntegerRows = 16, kRowsAtOnce = 4, kFloatRows = 8, kFloatTiles = 2;
-constexpr int kPrefetchBytes = 2048;
+// What a core reads while memory answers, and a few pages more: its own prefetching ends with a page.
+constexpr int kPrefetchBytes = 12288;
 
 template <int kBytes>
 ENGINE_INLINE void prefetch(const uint8_t* p) {
