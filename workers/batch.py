@@ -56,6 +56,8 @@ class PersistentBatch:
         self.token_ids_NL = torch.empty(
             (num_slots, max_model_len), dtype=torch.int32, device=device
         )
+        # The same memory where the host reaches it: numpy indexes a few rows in a tenth of torch's time.
+        self._host_token_ids_NL = self.token_ids_NL.numpy() if device.type == "cpu" else None
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
@@ -89,16 +91,17 @@ class PersistentBatch:
         if output.slots is not None:
             self._slots_S = int32_view(output.slots)
         slots_S = self._slots_S
+        num_computed_S = self.num_computed_tokens[slots_S]
         num_scheduled_S = np.ones(len(slots_S), np.int32)
+        query_start_loc = np.arange(len(slots_S) + 1, dtype=np.int32)
+        slots_T, positions_T = slots_S, num_computed_S
         if output.chunks:
             chunks = int32_view(output.chunks).reshape(-1, 2)
             num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
-        query_start_loc = np.zeros(len(slots_S) + 1, np.int32)
-        np.cumsum(num_scheduled_S, out=query_start_loc[1:])
-        num_computed_S = self.num_computed_tokens[slots_S]
-        slots_T = np.repeat(slots_S, num_scheduled_S)
-        positions_T = np.arange(len(slots_T), dtype=np.int32)
-        positions_T += np.repeat(num_computed_S - query_start_loc[:-1], num_scheduled_S)
+            np.cumsum(num_scheduled_S, out=query_start_loc[1:])
+            slots_T = np.repeat(slots_S, num_scheduled_S)
+            positions_T = np.arange(len(slots_T), dtype=np.int32)
+            positions_T += np.repeat(num_computed_S - query_start_loc[:-1], num_scheduled_S)
         seq_lens_S = num_computed_S + num_scheduled_S
         self.num_computed_tokens[slots_S] = seq_lens_S
         sampling_rows = np.flatnonzero(seq_lens_S == self.num_tokens[slots_S]).astype(np.int32)
@@ -118,9 +121,22 @@ class PersistentBatch:
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
         return blocks_T * self.block_size + plan.positions_T % self.block_size
 
+    def input_ids(self, plan: StepPlan) -> torch.Tensor:
+        """The step's tokens, int32[T] on the device."""
+        if self._host_token_ids_NL is not None:
+            return torch.from_numpy(self._host_token_ids_NL[plan.slots_T, plan.positions_T])
+        return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]
+
     def append(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
         """Every slot of `slots` has sampled one token, int[len(slots)] on the device."""
         columns = self.num_tokens[slots]
-        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64)).to(token_ids.device)
-        self.token_ids_NL[index[0], index[1]] = token_ids.to(torch.int32)
+        if self._host_token_ids_NL is not None:
+            self._host_token_ids_NL[slots, columns] = token_ids.numpy()
+        else:
+            self.token_ids_NL[self._index(slots, columns)] = token_ids.to(torch.int32)
         self.num_tokens[slots] = columns + 1
+
+    def _index(self, slots: Int32Array, columns: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64))
+        rows, columns_of_rows = index.to(self.token_ids_NL.device)
+        return rows, columns_of_rows

@@ -170,9 +170,7 @@ class ModelRunner:
                 )
             )
         positions_T = torch.from_numpy(plan.positions_T).to(self._device)
-        slots_T = torch.from_numpy(plan.slots_T).to(self._device)
-        input_ids_T = batch.token_ids_NL[slots_T, positions_T]
-        return input_ids_T, positions_T, self._kv_caches, metadata
+        return batch.input_ids(plan), positions_T, self._kv_caches, metadata
 
     def _sample(
         self,
