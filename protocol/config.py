@@ -107,7 +107,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
     Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
     in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
-    `disable_chunked_mm_input` the place of an encoder input is computed in one step.
+    `disable_chunked_mm_input` the place of an encoder input is computed in one step. Decoding requests take turns in
+    `num_micro_batches`, one for each stage of a pipeline.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -129,6 +130,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    num_micro_batches: int = 1
 
 
 class ProposerMethod(enum.StrEnum):
@@ -170,7 +172,10 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """How many processes of each kind. A replica is one core with P x T workers."""
+    """How many processes of each kind.
+
+    A replica is one core with P x T workers; those of a stage are ranks that follow one another.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -180,6 +185,15 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     @property
     def workers_per_core(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The worker of a replica that answers each step: the first of the last stage."""
+        return self.workers_per_core - self.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.workers_per_core
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
@@ -251,8 +265,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/supervisor"
 
     def rendezvous_address(self, core_index: int) -> str:
-        """`init_method` of torch.distributed for the workers of one core on one machine."""
-        return f"file://{self.run_dir}/core{core_index}.rendezvous"
+        """`init_method` of torch.distributed for the workers of one core on one machine.
+
+        Every epoch has a place of its own: what a dead worker left is not to be met.
+        """
+        return f"file://{self.run_dir}/core{core_index}.{self.epoch}.rendezvous"
 
     def save(self) -> Path:
         """Write this configuration into its run directory, readable by the owner only."""
