@@ -90,6 +90,8 @@ class Stream(asyncio.Protocol):
 
 async def measure(server: LocalServer, streams: int, max_tokens: int) -> dict[str, float]:
     address = urllib.parse.urlsplit(server.url)
+    host, port = address.hostname, address.port
+    assert host is not None and port is not None
     window = Window(server, streams)
     loop = asyncio.get_running_loop()
 
@@ -108,9 +110,7 @@ async def measure(server: LocalServer, streams: int, max_tokens: int) -> dict[st
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
-        _, protocol = await loop.create_connection(
-            lambda: Stream(window, request), address.hostname, address.port
-        )
+        _, protocol = await loop.create_connection(lambda: Stream(window, request), host, port)
         await protocol.closed
 
     await asyncio.gather(*(run(number) for number in range(streams)))
