@@ -48,6 +48,7 @@ from ..protocol.transport import Hub, StatusReporter
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .recorded_scheduler import RecordedScheduler, Setup
+from .scheduler import MAX_STEPS_IN_FLIGHT
 from .structured_output import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,17 @@ class EngineCore:
             if self._kv_events.replay_socket is not None:
                 self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         self._worker_ids: list[bytes] = []
+        self._output_worker = b""
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # One batch a stage, and one more that is there when the first stage is free.
+        num_stages = config.parallel.pipeline_parallel_size
+        self._max_in_flight = min(
+            num_stages + (1 if config.scheduler.async_scheduling else 0), MAX_STEPS_IN_FLIGHT
+        )
 
     def run(self) -> None:
         self._status.report(Stage.STARTING)
@@ -156,6 +162,8 @@ class EngineCore:
                                 f"{message.epoch}, this core {PROTOCOL_VERSION} of {self._config.epoch}"
                             )
                         self._worker_ids.append(identity)
+                        if message.rank == self._config.parallel.output_rank:
+                            self._output_worker = identity
                     case WorkerMemory():
                         memories[message.rank] = message
                         if len(memories) == expected:
@@ -235,8 +243,8 @@ class EngineCore:
 
     def _take_worker_messages(self) -> None:
         while (received := self._workers.receive()) is not None:
-            message = received[1]
-            if isinstance(message, ModelRunnerOutput):
+            identity, message = received
+            if isinstance(message, ModelRunnerOutput) and identity == self._output_worker:
                 self._take_step_result(message)
             elif isinstance(message, DraftTokenIds):
                 self._scheduler.update_draft_token_ids(message)

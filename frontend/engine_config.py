@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from ..protocol.config import (
     SchedulingPolicy,
 )
 from ..protocol.errors import ConfigError
+from ..protocol.model_dimensions import check_parallel
 from .arguments import Settings
 from .model_options import ResolvedModel
+
+DEVICE_FILES = Path("/dev")
 
 
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
@@ -29,13 +33,17 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     cache = CacheConfig(**settings["cache"])
     scheduler = _make_scheduler_config(settings, device.device, model.config.max_model_len)
     _check_host_tier(cache, scheduler)
+    parallel = ParallelConfig(**settings["parallel"])
+    if model.dimensions is not None:
+        check_parallel(model.dimensions, parallel)
+    _check_gpus(device.device, parallel)
     return EngineConfig(
         run_dir=run_dir,
         epoch=1,
         model=model.config,
         cache=cache,
         scheduler=scheduler,
-        parallel=ParallelConfig(**settings["parallel"]),
+        parallel=parallel,
         device=device,
         frontend=make_frontend_config(settings, model.default_sampling),
     )
@@ -99,9 +107,34 @@ def _limits(on_gpu: bool) -> SchedulerConfig:
     )
 
 
+def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
+    """Each worker has a GPU of its own."""
+    if has_gpu(device) and 0 < (num_gpus := _count_gpus()) < parallel.num_workers:
+        raise ConfigError(
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size} needs "
+            f"{parallel.num_workers} GPUs, one for each worker, and there are {num_gpus}; lower one of them, or use "
+            "--device cpu"
+        )
+
+
 def has_gpu(device: Device) -> bool:
     """Whether the workers are expected to run on a GPU. Asks the driver's files, since torch is not loaded here."""
     if device is Device.AUTO:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        return not hidden and Path("/dev/nvidiactl").exists()
+        return _visible_gpus() != [] and (DEVICE_FILES / "nvidiactl").exists()
     return device is Device.CUDA
+
+
+def _count_gpus() -> int:
+    """The GPUs that a process of this machine may use; 0 if that cannot be told."""
+    present = sum(name.name[6:].isdigit() for name in DEVICE_FILES.glob("nvidia?*"))
+    visible = _visible_gpus()
+    return present if visible is None else min(present, len(visible))
+
+
+def _visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lists, up to the first it hides; None if it does not say."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return None
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names.split(",")))

@@ -390,6 +390,20 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             choices=("auto", "native", "torch"),
         ),
     ),
+    "parallelism": (
+        Flag(
+            "--tensor-parallel-size --tp --tp-size -tp",
+            "parallel.tensor_parallel_size",
+            "workers that share each layer; on a CPU they run on plain torch",
+            integer(1, 1024),
+        ),
+        Flag(
+            "--pipeline-parallel-size --pp --pp-size -pp",
+            "parallel.pipeline_parallel_size",
+            "stages of layers, one after the other, each with its workers",
+            integer(1, 1024),
+        ),
+    ),
     "logging": (
         Flag(
             "--log-level --uvicorn-log-level",
@@ -428,8 +442,6 @@ HARMLESS = (
 capture, and no periodic statistics or access log."""
 
 ONLY_VALUE = {
-    "--tensor-parallel-size --tp --tp-size -tp": "1",
-    "--pipeline-parallel-size --pp --pp-size -pp": "1",
     "--data-parallel-size --dp --dp-size -dp": "1",
     "--nnodes -n": "1",
     "--node-rank -r": "0",

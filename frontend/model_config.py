@@ -12,6 +12,7 @@ from ..protocol.config import ModelConfig
 from ..protocol.errors import CheckpointError, ConfigError
 from ..protocol.gguf import GGUFFile
 from ..protocol.gguf_config import gguf_to_hf_config
+from ..protocol.model_dimensions import ModelDimensions
 from .console import Console
 from .model_options import ModelOptions, ResolvedModel
 from .model_source import find_checkpoint, find_tokenizer
@@ -76,6 +77,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),
+        dimensions=_dimensions(text),
     )
 
 
@@ -128,6 +130,22 @@ def _require(config: Json, name: str, kind: type[Any], source: str) -> Any:
             source, f"{name} must be {'a string' if kind is str else 'an integer'}, it is {value!r}"
         )
     return value
+
+
+def _dimensions(config: Json) -> ModelDimensions | None:
+    try:
+        return msgspec.convert(
+            {
+                "num_layers": config["num_hidden_layers"],
+                "num_heads": config["num_attention_heads"],
+                "num_kv_heads": config.get("num_key_value_heads"),
+                "intermediate_size": config["intermediate_size"],
+                "vocab_size": config["vocab_size"],
+            },
+            ModelDimensions,
+        )
+    except (KeyError, msgspec.ValidationError):
+        return None
 
 
 def _max_model_len(config: Json, wanted: int, source: str) -> int:

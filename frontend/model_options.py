@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..protocol.config import ModelConfig
+from ..protocol.model_dimensions import ModelDimensions
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +32,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResolvedModel(msgspec.Struct, frozen=True):
     """A checkpoint on this machine, understood. `default_sampling` holds the sampling parameters to use where
-    a request gives none; `size_bytes` is that of the weights' files."""
+    a request gives none; `size_bytes` is that of the weights' files; `dimensions` is None where the checkpoint leaves
+    them to the model's family."""
 
     config: ModelConfig
     default_sampling: dict[str, float | int]
     size_bytes: int
+    dimensions: ModelDimensions | None = None

@@ -170,7 +170,10 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """How many processes of each kind. A replica is one core with P x T workers."""
+    """How many processes of each kind.
+
+    A replica is one core with P x T workers; those of a stage are ranks that follow one another.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -180,6 +183,15 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     @property
     def workers_per_core(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The worker of a replica that answers each step: the first of the last stage."""
+        return self.workers_per_core - self.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.workers_per_core
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
@@ -251,8 +263,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/supervisor"
 
     def rendezvous_address(self, core_index: int) -> str:
-        """`init_method` of torch.distributed for the workers of one core on one machine."""
-        return f"file://{self.run_dir}/core{core_index}.rendezvous"
+        """`init_method` of torch.distributed for the workers of one core on one machine.
+
+        Every epoch has a place of its own: what a dead worker left is not to be met.
+        """
+        return f"file://{self.run_dir}/core{core_index}.{self.epoch}.rendezvous"
 
     def save(self) -> Path:
         """Write this configuration into its run directory, readable by the owner only."""

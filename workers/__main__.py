@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -23,6 +24,9 @@ def main(config_path: str, core_index: int, rank: int) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)
     status.report(Stage.STARTING)
+
+    # OpenMP's threads spin while they wait, on cores that other workers could use.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     def work() -> None:
         # torch takes a second to import, which should not delay the first report.

@@ -52,6 +52,7 @@ class PersistentBatch:
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.block_size = block_size
+        self.device = device
         # Rows are touched as they fill: on the CPU untouched pages cost nothing.
         self.token_ids_NL = torch.empty(
             (num_slots, max_model_len), dtype=torch.int32, device=device
@@ -120,7 +121,15 @@ class PersistentBatch:
 
     def append(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
         """Every slot of `slots` has sampled one token, int[len(slots)] on the device."""
+        self.store(slots, self.reserve(slots), token_ids)
+
+    def reserve(self, slots: Int32Array) -> Int32Array:
+        """Every slot of `slots` samples one token. Returns the columns for `store`, once it is known."""
         columns = self.num_tokens[slots]
-        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64)).to(token_ids.device)
-        self.token_ids_NL[index[0], index[1]] = token_ids.to(torch.int32)
         self.num_tokens[slots] = columns + 1
+        return columns
+
+    def store(self, slots: Int32Array, columns: Int32Array, token_ids: torch.Tensor) -> None:
+        """Write tokens, int[len(slots)] on the device, where `reserve` left room for them."""
+        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64)).to(self.device)
+        self.token_ids_NL[index[0], index[1]] = token_ids.to(torch.int32)

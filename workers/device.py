@@ -10,15 +10,25 @@ from ..protocol.config import Device, DeviceConfig
 from ..protocol.errors import ConfigError
 
 
-def open_device(config: DeviceConfig) -> torch.device:
-    """Resolve `--device`. Raises ConfigError when the device is not there."""
+def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
+    """Resolve `--device`; the workers of a machine have a GPU each, by their `local_rank`.
+
+    Raises ConfigError when the device is not there.
+    """
     if config.device is Device.CUDA and not torch.cuda.is_available():
         raise ConfigError(
             "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch"
         )
-    if config.device is not Device.CPU and torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("cpu")
+    if config.device is Device.CPU or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {local_rank} needs a GPU of its own and this machine has {torch.cuda.device_count()}; "
+            "lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def usable_cores() -> int:

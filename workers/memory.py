@@ -15,7 +15,7 @@ from ..protocol.kv_cache_groups import (
 )
 
 CPU_SHARE = 0.25
-"""Of the free memory; the rest belongs to the machine's other work and to the page cache."""
+"""Of the free memory, for all workers together; the rest belongs to other work and to the page cache."""
 
 GIB = 1024**3
 
@@ -87,4 +87,4 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * config.cache.gpu_memory_utilization) - (total - free))
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+    return int(psutil.virtual_memory().available * CPU_SHARE) // config.parallel.num_workers

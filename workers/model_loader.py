@@ -12,6 +12,7 @@ from torch import Tensor
 from ..protocol.arrays import Int32Array
 from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
+from ..protocol.model_dimensions import check_parallel
 from .attention import AttentionBackend, attention_backend
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
@@ -21,7 +22,9 @@ from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
 from .models.decoder import Decoder
 from .models.families import model_spec
+from .models.shard import ModelShard
 from .models.spec import ModelSpec
+from .parallel_state import ParallelState
 from .sampling import SamplingMetadata
 
 logger = logging.getLogger(__name__)
@@ -34,23 +37,32 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
+    def shard(self) -> ModelShard: ...
+
+    @property
     def attention(self) -> AttentionBackend: ...
+
+    @property
+    def hidden_dtype(self) -> torch.dtype: ...
 
     def forward(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Fill the KV caches and return the final hidden states [T, D]."""
+        """Fill the KV caches and return the hidden states [T, D] after the last layer that is here.
+
+        `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
+        """
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""
 
     def forward_and_sample(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
@@ -71,17 +83,20 @@ def load_model(
     device: torch.device,
     checkpoint: Checkpoint,
     on_progress: Callable[[int, int], None],
+    parallel: ParallelState,
 ) -> Model:
     """Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot be had."""
     spec = group_layers(
         model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path),
         config.model.max_model_len,
     )
+    check_parallel(spec.dimensions, config.parallel)
+    shard = parallel.shard(spec)
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = config.cache.kv_cache_dtype
     shape: dict[str, Any] = {
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
+        "num_heads": len(shard.heads(spec)),
+        "num_kv_heads": len(shard.kv_heads(spec)),
         "head_dim": spec.head_dim,
         "block_size": config.cache.block_size,
         "dtype": dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, device),
@@ -91,9 +106,11 @@ def load_model(
         "dtype": dtype,
         "device": device,
         "max_model_len": config.model.max_model_len,
+        "shard": shard,
         "on_progress": on_progress,
     }
     backend = config.device.cpu_backend
+    num_workers = config.parallel.num_workers
     if device.type == "cpu" and backend is not CPUBackend.TORCH:
         # The native program has its own threads; torch's would only spin beside them.
         torch.set_num_threads(1)
@@ -104,12 +121,13 @@ def load_model(
                 NativeAttention(**shape),
                 **common,
                 quantization=config.model.quantization,
-                num_threads=config.device.threads or usable_cores(),
+                num_threads=config.device.threads or max(1, usable_cores() // num_workers),
             )
         except NotSupportedNatively as reason:
             if backend is CPUBackend.NATIVE:
                 raise ConfigError(f"--cpu-backend native: {reason}") from reason
-            logger.warning("%s; running on plain torch, which is several times slower", reason)
+            if parallel.is_output_rank:
+                logger.warning("%s; running on plain torch, which is several times slower", reason)
     if config.model.quantization is not None:
         raise ConfigError(
             f"--quantization {config.model.quantization} needs the native CPU backend, "
@@ -121,5 +139,5 @@ def load_model(
         )
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
-    torch.set_num_threads(config.device.threads or max(1, usable_cores() - 1))
+    torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
     return Decoder(spec, checkpoint, attention_backend(**shape), **common)

@@ -20,10 +20,13 @@ from .host_cache import HostCache
 from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
 from .model_loader import load_model
+from .parallel_state import ParallelState
+from .pipeline import TokenFeed
 from .prompt_logprobs import PromptLogprobs
 from .sampling import Sampler, SamplerOutput
 
 GrammarSource = Callable[[int], GrammarOutput | None]
+_Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
 
 
 class ModelRunner:
@@ -35,15 +38,23 @@ class ModelRunner:
         device: torch.device,
         checkpoint: Checkpoint,
         on_progress: Callable[[int, int], None],
+        parallel: ParallelState | None = None,
     ) -> None:
         self._device = device
         self._block_size = config.cache.block_size
-        self._model = load_model(config, device, checkpoint, on_progress)
+        self._parallel = parallel = parallel or ParallelState()
+        self._model = load_model(config, device, checkpoint, on_progress, parallel)
         self._spec = self._model.spec
+        self._shard = self._model.shard
         self._attention = self._model.attention
         self.kv_cache_groups = kv_cache_groups(self._spec, config.model.max_model_len)
-        self._layers_by_group = Counter(layer.kv_cache_group for layer in self._spec.layers)
-        self._windows_by_group = self._spec.windows_by_group
+        own_layers = self._spec.layers[self._shard.layers.start : self._shard.layers.stop]
+        self._group_of_layer = [layer.kv_cache_group for layer in own_layers]
+        self._num_tensors = max(Counter(self._group_of_layer).values())
+        self._windows_by_group = [
+            frozenset(layer.window for layer in own_layers if layer.kv_cache_group == group)
+            for group in range(len(self.kv_cache_groups))
+        ]
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
             config.model.max_model_len,
@@ -51,6 +62,11 @@ class ModelRunner:
             len(self._windows_by_group),
             device,
         )
+        self._token_feed: TokenFeed | None = None
+        if self._shard.is_first and not self._shard.is_last:
+            self._token_feed = TokenFeed(
+                parallel.pipeline, self._batch, config.scheduler.max_num_seqs
+            )
         self._sampler = Sampler(
             config.scheduler.max_num_seqs,
             self._spec.vocab_size,
@@ -63,19 +79,18 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group."""
+        """Bytes of one block over all layers of a group that are here."""
         elements = int(np.prod(self._attention.kv_cache_shape(1)))
-        return elements * self._attention.dtype.itemsize * max(self._layers_by_group.values())
+        return elements * self._attention.dtype.itemsize * self._num_tensors
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """The n-th layers of all groups share a tensor, for a block belongs to one group."""
         shape = self._attention.kv_cache_shape(num_blocks)
         tensors = [
-            _zeros(shape, self._attention.dtype, self._device)
-            for _ in range(max(self._layers_by_group.values()))
+            _zeros(shape, self._attention.dtype, self._device) for _ in range(self._num_tensors)
         ]
-        next_tensor = {group: iter(tensors) for group in self._layers_by_group}
-        self._kv_caches = [next(next_tensor[layer.kv_cache_group]) for layer in self._spec.layers]
+        next_tensor = {group: iter(tensors) for group in self._group_of_layer}
+        self._kv_caches = [next(next_tensor[group]) for group in self._group_of_layer]
         if num_host_blocks:
             self._host_cache = HostCache(num_host_blocks, tensors)
 
@@ -90,31 +105,37 @@ class ModelRunner:
                 block_table=np.zeros((1, 1), np.int32),
                 slot_mapping=np.arange(num_tokens, dtype=np.int32),
             )
-            metadata = [self._attention.build(batch, windows) for windows in self._windows_by_group]
-            hidden_TD = self._model.forward(
-                torch.from_numpy(tokens).to(self._device),
-                torch.from_numpy(tokens).to(self._device),
-                self._kv_caches,
-                metadata,
-            )
-            self._model.compute_logits(hidden_TD[-1:])
+            tokens_T = torch.from_numpy(tokens).to(self._device)
+            batches = [batch] * len(self._windows_by_group)
+            hidden_TD = self._model.forward(*self._stage_inputs(tokens_T, tokens_T, batches))
+            if self._shard.is_last:
+                self._model.compute_logits(hidden_TD[-1:])
+            else:
+                self._parallel.pipeline.send_hidden(hidden_TD)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
-        """Apply the deltas, run the step and sample. Every output gets one result, also an empty one."""
+        """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
+
+        Only the last of several stages has something to tell; its ranks all sample the same.
+        """
         self._copy_blocks(output)
         self._apply(output)
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]
+        inputs = self._inputs(plan)
+        if not self._shard.is_last:
+            self._hand_on(self._model.forward(*inputs), slots_R)
+            return ModelRunnerOutput(output.step)
         metadata = self._sampler.describe(slots_R)
         if output.grammar_slots or metadata.needs_logits or not len(slots_R):
-            hidden_TD = self._model.forward(*self._inputs(plan))
+            hidden_TD = self._model.forward(*inputs)
             sampled = None
         else:
             hidden_TD, chosen_R = self._model.forward_and_sample(
-                *self._inputs(plan), plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
+                *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
             )
             sampled = SamplerOutput(chosen_R, metadata)
         self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
@@ -123,6 +144,8 @@ class ModelRunner:
         if sampled is None:
             sampled = self._sample(output, plan, hidden_TD, await_grammar)
         self._batch.append(slots_R, sampled.token_ids)
+        if not self._shard.is_first:
+            self._parallel.pipeline.send_tokens(sampled.token_ids)
         return ModelRunnerOutput(
             output.step,
             sampled_token_ids=sampled.sampled_token_ids,
@@ -132,6 +155,12 @@ class ModelRunner:
             failed_slots=sampled.failed_slots,
         )
 
+    def close(self) -> None:
+        """Let the other workers of the replica have what they wait for."""
+        if self._token_feed is not None:
+            self._token_feed.close()
+        self._parallel.pipeline.close()
+
     def _copy_blocks(self, output: SchedulerOutput) -> None:
         if self._host_cache is not None:
             if output.host_copies_out:
@@ -140,10 +169,15 @@ class ModelRunner:
                 self._host_cache.copy_in(output.host_copies_in)
 
     def _apply(self, output: SchedulerOutput) -> None:
+        self._batch.apply(output)
+        if self._token_feed is not None:
+            for new in output.new_requests:
+                self._token_feed.forget(new.slot)
+        if not self._shard.is_last:
+            return
         for slot in int32_view(output.removed_slots).tolist():
             self._sampler.remove(slot)
             self._prompt_logprobs.remove(slot)
-        self._batch.apply(output)
         for new in output.new_requests:
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
@@ -151,28 +185,46 @@ class ModelRunner:
             if new.sampling_params.prompt_logprobs is not None and not len(generated):
                 self._prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
 
-    def _inputs(
-        self, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]:
+    def _inputs(self, plan: StepPlan) -> _Inputs:
         """What the model's `forward` takes."""
         batch = self._batch
-        metadata = []
-        for group, windows in enumerate(self._windows_by_group):
-            metadata.append(
-                self._attention.build(
-                    AttentionBatch(
-                        query_start_loc=plan.query_start_loc,
-                        seq_lens=plan.seq_lens_S,
-                        block_table=batch.block_tables[group][plan.slots_S],
-                        slot_mapping=batch.slot_mapping(plan, group),
-                    ),
-                    windows,
-                )
-            )
+        if self._token_feed is not None:
+            self._token_feed.await_tokens(plan.slots_S)
         positions_T = torch.from_numpy(plan.positions_T).to(self._device)
         slots_T = torch.from_numpy(plan.slots_T).to(self._device)
-        input_ids_T = batch.token_ids_NL[slots_T, positions_T]
-        return input_ids_T, positions_T, self._kv_caches, metadata
+        batches = [
+            AttentionBatch(
+                query_start_loc=plan.query_start_loc,
+                seq_lens=plan.seq_lens_S,
+                block_table=block_table[plan.slots_S],
+                slot_mapping=batch.slot_mapping(plan, group),
+            )
+            for group, block_table in enumerate(batch.block_tables)
+        ]
+        return self._stage_inputs(batch.token_ids_NL[slots_T, positions_T], positions_T, batches)
+
+    def _stage_inputs(
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, batches: list[AttentionBatch]
+    ) -> _Inputs:
+        """The first stage begins with the tokens, the others with the hidden states of the stage before."""
+        inputs = token_ids_T
+        if not self._shard.is_first:
+            inputs = self._parallel.pipeline.receive_hidden(
+                (len(positions_T), self._spec.hidden_size), self._model.hidden_dtype, self._device
+            )
+        metadata = [
+            self._attention.build(batch, windows)
+            for batch, windows in zip(batches, self._windows_by_group, strict=True)
+        ]
+        return inputs, positions_T, self._kv_caches, metadata
+
+    def _hand_on(self, hidden_TD: torch.Tensor, slots_R: Int32Array) -> None:
+        """The last stage samples for `slots_R`; the first needs the tokens, those between only their number."""
+        self._parallel.pipeline.send_hidden(hidden_TD)
+        if self._token_feed is None:
+            self._batch.reserve(slots_R)
+        elif len(slots_R):
+            self._token_feed.expect(slots_R)
 
     def _sample(
         self,

@@ -26,6 +26,7 @@ from .device import open_device
 from .loaders import open_checkpoint
 from .memory import count_host_blocks, count_kv_blocks
 from .model_runner import ModelRunner
+from .parallel_state import join_replica, leave_replica
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Worker:
         status: StatusReporter,
     ) -> None:
         self._config = config
+        self._core_index = core_index
         self._rank = rank
         self._status = status
         self._core: Peer[WorkerCommand] = Peer(
@@ -52,9 +54,14 @@ class Worker:
     def run(self) -> None:
         config = self._config
         self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
-        device = open_device(config.device)
+        workers_per_core = config.parallel.workers_per_core
+        device = open_device(config.device, self._core_index * workers_per_core + self._rank)
+        address = config.rendezvous_address(self._core_index)
+        parallel = join_replica(address, self._rank, config.parallel, device)
         checkpoint = open_checkpoint(config.model.path)
-        runner = ModelRunner(config, device, checkpoint, self._report_loading)
+        runner = ModelRunner(config, device, checkpoint, self._report_loading, parallel)
+        if workers_per_core > 1:
+            logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
         num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
         num_host_blocks = count_host_blocks(config.cache, runner.block_bytes)
         self._core.send(
@@ -70,12 +77,16 @@ class Worker:
         runner.warm_up()
         self._core.send(WorkerReady(self._rank))
         self._status.report(Stage.READY)
-        self._execute_steps(runner)
+        self._execute_steps(runner, answers=parallel.is_output_rank)
+        runner.close()
+        leave_replica()
 
-    def _execute_steps(self, runner: ModelRunner) -> None:
+    def _execute_steps(self, runner: ModelRunner, *, answers: bool) -> None:
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
-                self._core.send(runner.execute(command, self._await_grammar))
+                result = runner.execute(command, self._await_grammar)
+                if answers:
+                    self._core.send(result)
 
     def _receive(self) -> WorkerCommand:
         if self._pending:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...protocol.arrays import Int32Array
 from ..loaders.checkpoint import Checkpoint
+from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
 from ..sampling import SamplingMetadata
 from .attention import NativeAttention, NativeAttentionMetadata
-from .library import Step, StepGroup
+from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
 from .recorder import Recorder
 from .sampling import sampling_rows
@@ -28,7 +29,7 @@ from .weights import NativeWeightReader
 
 
 class NativeDecoder:
-    """The model of `spec` as a recorded program; `Decoder`'s interface.
+    """The model of `spec`, or a pipeline stage of it, as a recorded program; `Decoder`'s interface.
 
     Weights that are stored quantized stay so; `quantization`, "int8" or "int4", quantizes others.
     Hidden states are float32. Uses `num_threads` threads, by default as many as the process may run
@@ -45,12 +46,20 @@ class NativeDecoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
         quantization: str | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.spec = spec
         self.attention = attention
+        self.shard = shard = shard or ModelShard.whole(spec)
+        self.hidden_dtype = torch.float32
+        if shard.tensor_parallel.size > 1:
+            raise NotSupportedNatively(
+                "the native CPU backend cannot share a layer among "
+                f"{shard.tensor_parallel.size} workers (--tensor-parallel-size)"
+            )
         num_threads = num_threads or _usable_cpus()
         weights = NativeWeightReader(
             checkpoint,
@@ -58,33 +67,35 @@ class NativeDecoder:
             has_head=not spec.tie_word_embeddings,
             quantization=quantization,
             num_threads=num_threads,
+            shard=shard,
             on_progress=on_progress,
         )
         self._program = NativeProgram(spec, attention, num_threads)
-        Recorder(self._program, spec, weights, max_model_len).record()
+        Recorder(self._program, spec, shard, weights, max_model_len).record()
         self._kv_caches: Sequence[Tensor] = ()
         self._logits_SV = torch.empty((0, spec.vocab_size))
-        self._kv_pointers = (ctypes.c_void_p * len(spec.layers))()
+        self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()
         # Filling it again takes a fraction of the time that making it does.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
 
     def forward(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
     ) -> Tensor:
-        """Return the final hidden states [T, D] in float32; fills the KV caches.
+        """Return the hidden states [T, D] in float32, those of the last stage normed; fills the KV caches.
 
-        `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
+        `inputs` are token ids [T] for the first stage, else the hidden states [T, D] of the one before, which are
+        overwritten. `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
         """
-        return self._run(input_ids_T, positions_T, kv_caches, attn_metadata)
+        return self._run(inputs, positions_T, kv_caches, attn_metadata)
 
     def forward_and_sample(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
@@ -98,7 +109,7 @@ class NativeDecoder:
         """
         tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
         hidden_TD = self._run(
-            input_ids_T,
+            inputs,
             positions_T,
             kv_caches,
             attn_metadata,
@@ -134,7 +145,7 @@ class NativeDecoder:
 
     def _run(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
@@ -145,8 +156,13 @@ class NativeDecoder:
         tokens: int | None = None,
         sampling: Any = None,
     ) -> Tensor:
-        ids_T, positions_T = _int32(input_ids_T), _int32(positions_T)
-        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+        positions_T = _int32(positions_T)
+        if self.shard.is_first:
+            ids_T = _int32(inputs)
+            hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+        else:
+            ids_T = torch.zeros_like(positions_T)
+            hidden_TD = inputs.float().contiguous()
         step = self._step
         step.num_tokens = len(ids_T)
         step.num_sequences = len(attn_metadata[0].seq_lens)

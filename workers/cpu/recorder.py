@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..models.rope import RopeSpec
+from ..models.shard import ModelShard
 from ..models.spec import LayerSpec, ModelSpec
 from .library import NotSupportedNatively
 from .program import Floats, NativeProgram
@@ -15,17 +16,19 @@ _QK_NORMS = {None: 0, "head": 1, "full": 2}
 
 
 class Recorder:
-    """Turns a `ModelSpec` and its weights into a program."""
+    """Turns the layers of a `ModelSpec` that are here, and their weights, into a program."""
 
     def __init__(
         self,
         program: NativeProgram,
         spec: ModelSpec,
+        shard: ModelShard,
         weights: NativeWeightReader,
         max_model_len: int,
     ) -> None:
         self._program = program
         self._spec = spec
+        self._shard = shard
         self._weights = weights
         self._ropes: dict[RopeSpec, int] = {}
         for layer in spec.layers:
@@ -34,27 +37,44 @@ class Recorder:
                 self._ropes[layer.rope] = len(self._ropes)
 
     def record(self) -> None:
-        """Record the whole model, as its weights are read."""
-        spec, weights = self._spec, self._weights
+        """Record everything, as the weights are read.
+
+        Without a matrix to embed with, a program begins with the hidden states of the stage before; without a norm
+        at its end, it leaves them to the next one.
+        """
+        spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
         vocabulary = (spec.vocab_size, spec.hidden_size)
-        embedding = weights.packed("embed_tokens.weight", *vocabulary)
-        self._program.add("embed", parts=[embedding], scale=spec.embedding_scale)
-        for index, layer in enumerate(spec.layers):
-            self._record_attention(index, layer)
+        if shard.is_first:
+            embedding = weights.packed("embed_tokens.weight", *vocabulary)
+            program.add("embed", parts=[embedding], scale=spec.embedding_scale)
+        else:
+            program.add("embed")
+        for place, index in enumerate(shard.layers):
+            self._record_attention(place, f"layers.{index}.", spec.layers[index])
             self._record_mlp(f"layers.{index}.")
-        self._program.add("final_norm", vectors=[self._norm("norm", spec.hidden_size)])
-        head = embedding if spec.tie_word_embeddings else weights.packed_head(*vocabulary)
-        self._program.add(
-            "head",
-            input_kind=head.activation_kind.of_whole_rows,
-            parts=[head],
-            scale=1 / spec.logits_divisor,
-            softcap=spec.final_softcap or 0.0,
-        )
+        if shard.is_last:
+            program.add("final_norm", vectors=[self._norm("norm", spec.hidden_size)])
+            if not spec.tie_word_embeddings:
+                head = weights.packed_head(*vocabulary)
+            elif shard.is_first:
+                head = embedding
+            else:
+                head = weights.packed("embed_tokens.weight", *vocabulary)
+            program.add(
+                "head",
+                input_kind=head.activation_kind.of_whole_rows,
+                parts=[head],
+                scale=1 / spec.logits_divisor,
+                softcap=spec.final_softcap or 0.0,
+            )
+        else:
+            program.add("final_norm", vectors=[None])
+            program.add("head")
         weights.finish()
 
-    def _record_attention(self, index: int, layer: LayerSpec) -> None:
-        spec, prefix = self._spec, f"layers.{index}."
+    def _record_attention(self, index: int, prefix: str, layer: LayerSpec) -> None:
+        """`index` is that of the layer's KV cache."""
+        spec = self._spec
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv, biases = self._projections(
             f"{prefix}self_attn.",

@@ -15,6 +15,7 @@ from ...protocol.gguf import GGMLQuantizationType as SourceType
 from ..host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
+from ..models.shard import ModelShard
 from ..models.weights import ProgressCallback, WeightReader
 from .library import native_library
 
@@ -152,10 +153,16 @@ class NativeWeightReader(WeightReader):
         has_head: bool,
         quantization: str | None = None,
         num_threads: int = 1,
+        shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         super().__init__(
-            checkpoint, dtype, torch.device("cpu"), has_head=has_head, on_progress=on_progress
+            checkpoint,
+            dtype,
+            torch.device("cpu"),
+            has_head=has_head,
+            shard=shard,
+            on_progress=on_progress,
         )
         self._quantization = None if quantization is None else QUANTIZATIONS[quantization]
         self._num_threads = num_threads
@@ -200,11 +207,7 @@ class NativeWeightReader(WeightReader):
         start: int = 0,
         stop: int | None = None,
     ) -> PackedWeight:
-        found = tuple(self.checkpoint.shape(name))
-        if found != (rows, columns):
-            raise self._error(
-                f"the tensor {name!r} has shape {list(found)}, the config needs {[rows, columns]}"
-            )
+        self._check(name, (rows, columns))
         stop = rows if stop is None else stop
         weight = allocate_packed(weight_format, stop - start, columns, self._memory)
         step = max(1, _ELEMENTS_AT_ONCE // columns)
@@ -215,10 +218,7 @@ class NativeWeightReader(WeightReader):
 
         with ThreadPoolExecutor(self._num_threads) as threads:
             list(threads.map(pack, range(start, stop, step)))
-        self._unread.discard(name)
-        self._loaded += self._size(name) * (stop - start) // rows
-        if self._on_progress is not None:
-            self._on_progress(self._loaded, self._total)
+        self._mark_read(name)
         return weight
 
     def _format(self, name: str) -> WeightFormat:

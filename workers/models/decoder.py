@@ -1,6 +1,6 @@
-"""One decoder for every family: what differs is in the `ModelSpec`.
+"""One decoder for every family: what differs is in the `ModelSpec`; which part of it is here, in the `ModelShard`.
 
-T tokens of a step, S of them sampled, D hidden size, H query heads, G key/value heads,
+T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard,
 K head dimension, V vocabulary.
 """
 
@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
 from ..loaders.checkpoint import Checkpoint
 from ..sampling import SamplingMetadata, choose_tokens
 from .layers import GATED_ACTIVATIONS, RMSNorm, linear
+from .parallel_layers import VocabParallelEmbedding, VocabParallelHead, row_parallel_linear
 from .rope import RotaryEmbedding, RotaryTables, apply_rotary
+from .shard import ModelShard
 from .spec import LayerSpec, ModelSpec
-from .weights import ProgressCallback, WeightReader
+from .weights import ProgressCallback, WeightReader, rows_of
 
 
 class Decoder:
-    """The model of `spec`, with its weights on one device.
+    """The model of `spec`, or a shard of it, with its weights on one device.
 
-    `max_model_len` is the longest sequence that will be served; it fixes those rotary embeddings
-    whose frequencies depend on it. Raises `CheckpointError` if a tensor is missing, has another
-    shape than the spec says, or is not part of such a model.
+    `attention` has the heads of the shard. `max_model_len` is the longest sequence that will be served; it fixes
+    those rotary embeddings whose frequencies depend on it. Raises `CheckpointError` if a tensor is missing, has
+    another shape than the spec says, or is not part of such a model.
     """
 
     def __init__(
@@ -38,54 +39,70 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self.spec = spec
         self.attention = attention
+        self.shard = shard = shard or ModelShard.whole(spec)
+        self.hidden_dtype = dtype
         weights = WeightReader(
             checkpoint,
             dtype,
             device,
             has_head=not spec.tie_word_embeddings,
+            shard=shard,
             on_progress=on_progress,
         )
+        tensor_parallel = shard.tensor_parallel
         vocabulary = (spec.vocab_size, spec.hidden_size)
-        self._embedding_VD = weights.read("embed_tokens.weight", *vocabulary)
+        part = tensor_parallel.part(spec.vocab_size)
+        if shard.is_first or (shard.is_last and spec.tie_word_embeddings):
+            embedding_vD = weights.read("embed_tokens.weight", *vocabulary, part=part)
+        if shard.is_first:
+            self._embed = VocabParallelEmbedding(embedding_vD, spec.vocab_size, tensor_parallel)
         # Models were trained with the scale rounded to their own dtype.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._layers = [
-            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention)
-            for i, layer in enumerate(spec.layers)
+            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention, shard)
+            for i, layer in zip(shard.layers, layers, strict=True)
         ]
-        self._norm = RMSNorm(
-            weights.read("norm.weight", spec.hidden_size).float() + spec.norm_weight_offset,
-            spec.norm_eps,
-        )
-        self._head = linear(
-            self._embedding_VD if spec.tie_word_embeddings else weights.read_head(*vocabulary)
-        )
+        if shard.is_last:
+            self._norm = RMSNorm(
+                weights.read("norm.weight", spec.hidden_size).float() + spec.norm_weight_offset,
+                spec.norm_eps,
+            )
+            self._head = VocabParallelHead(
+                embedding_vD if spec.tie_word_embeddings else weights.read_head(*vocabulary, part),
+                spec,
+                tensor_parallel,
+            )
         weights.finish()
         self._ropes = {
             rope: RotaryEmbedding(rope, max_model_len=max_model_len, dtype=dtype, device=device)
-            for rope in {layer.rope for layer in spec.layers if layer.rope is not None}
+            for rope in {layer.rope for layer in layers if layer.rope is not None}
         }
 
     @torch.inference_mode()
     def forward(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Return the final hidden states [T, D] in the model's dtype; fills the KV caches.
+        """Return the hidden states [T, D] in `hidden_dtype`, those of the last stage normed; fills the KV caches.
 
-        `input_ids_T` and `positions_T` are integers, `kv_caches` has one tensor a layer,
+        `inputs` are token ids [T] for the first stage, else the hidden states [T, D] of the one before, which are
+        overwritten. They and `positions_T` are integers, `kv_caches` has one tensor a layer of the shard,
         `attn_metadata` what the attention backend built for each KV-cache group.
         """
-        x_TD = F.embedding(input_ids_T, self._embedding_VD)
-        if self._embedding_scale != 1.0:
-            x_TD *= self._embedding_scale
+        x_TD = inputs
+        if self.shard.is_first:
+            x_TD = self._embed(inputs)
+            if self._embedding_scale != 1.0:
+                x_TD *= self._embedding_scale
         tables = {rope: embedding.tables(positions_T) for rope, embedding in self._ropes.items()}
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             x_TD = layer.forward(
@@ -94,21 +111,16 @@ class Decoder:
                 kv_cache,
                 attn_metadata[layer.kv_cache_group],
             )
-        return self._norm(x_TD)
+        return self._norm(x_TD) if self.shard.is_last else x_TD
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
-        logits_SV = self._head(hidden_SD).float()
-        if self.spec.logits_divisor != 1.0:
-            logits_SV /= self.spec.logits_divisor
-        if (cap := self.spec.final_softcap) is not None:
-            logits_SV = logits_SV.div_(cap).tanh_().mul_(cap)
-        return logits_SV
+        return self._head.logits(hidden_SD)
 
     def forward_and_sample(
         self,
-        input_ids_T: Tensor,
+        inputs: Tensor,
         positions_T: Tensor,
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
@@ -117,7 +129,7 @@ class Decoder:
         positions_S: Int32Array,
     ) -> tuple[Tensor, Tensor]:
         """Return `forward`'s hidden states, and `choose_tokens` of the logits of their rows `rows_S`."""
-        hidden_TD = self.forward(input_ids_T, positions_T, kv_caches, attn_metadata)
+        hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
         return hidden_TD, choose_tokens(logits_SV, metadata, positions_S)
@@ -135,6 +147,7 @@ class DecoderLayer:
         weights: WeightReader,
         prefix: str,
         attention: AttentionBackend,
+        shard: ModelShard,
     ) -> None:
         def norm(name: str | None) -> RMSNorm | None:
             if name is None:
@@ -145,10 +158,10 @@ class DecoderLayer:
         self.rope = layer.rope
         self.kv_cache_group = layer.kv_cache_group
         self._attention_input_norm = norm(spec.norms.attention_input)
-        self._attention = Attention(spec, layer, weights, f"{prefix}self_attn.", attention)
+        self._attention = Attention(spec, layer, weights, f"{prefix}self_attn.", attention, shard)
         self._attention_output_norm = norm(spec.norms.attention_output)
         self._mlp_input_norm = norm(spec.norms.mlp_input)
-        self._mlp = MLP(spec, weights, f"{prefix}mlp.")
+        self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard)
         self._mlp_output_norm = norm(spec.norms.mlp_output)
         self._residual_multiplier = spec.residual_multiplier
 
@@ -179,35 +192,43 @@ class Attention:
         weights: WeightReader,
         prefix: str,
         backend: AttentionBackend,
+        shard: ModelShard,
     ) -> None:
         self._backend = backend
-        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._layer = AttentionLayer(
             scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap
         )
+        heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
+        self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        if spec.fused_projections:
-            names, sizes = ["qkv_proj"], [query_size + 2 * kv_size]
-        else:
-            names, sizes = ["q_proj", "k_proj", "v_proj"], [query_size, kv_size, kv_size]
-        self._qkv = linear(
-            weights.read_fused([f"{prefix}{n}.weight" for n in names], sizes, spec.hidden_size),
-            weights.read_fused([f"{prefix}{n}.bias" for n in names], sizes)
-            if spec.qkv_bias
-            else None,
+        queries, keys = self._elements(heads), self._elements(kv_heads)
+        rows = rows_of(
+            ["qkv_proj"] if spec.fused_projections else ["q_proj", "k_proj", "v_proj"],
+            [query_size, kv_size, kv_size],
+            [queries, keys, keys],
         )
-        self._output = linear(
-            weights.read(f"{prefix}o_proj.weight", spec.hidden_size, query_size),
+        self._qkv = linear(
+            weights.read_rows(prefix, "weight", rows, spec.hidden_size),
+            weights.read_rows(prefix, "bias", rows) if spec.qkv_bias else None,
+        )
+        self._output = row_parallel_linear(
+            weights.read(
+                f"{prefix}o_proj.weight", spec.hidden_size, query_size, part=queries, dim=1
+            ),
             weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
             if spec.attention_output_bias
             else None,
+            shard.tensor_parallel,
         )
         self._qk_norm: HeadNorm | FullNorm | None = None
         if spec.qk_norm == "head":
-            self._qk_norm = HeadNorm(spec, weights, prefix)
+            self._qk_norm = HeadNorm(spec, weights, prefix, shard)
         elif spec.qk_norm == "full":
-            self._qk_norm = FullNorm(spec, weights, prefix)
+            self._qk_norm = FullNorm(spec, weights, prefix, shard)
+
+    def _elements(self, heads: range) -> range:
+        return range(heads.start * self._head_dim, heads.stop * self._head_dim)
 
     def forward(
         self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
@@ -229,13 +250,15 @@ class Attention:
 class HeadNorm:
     """A norm over every query head and every key head."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+    ) -> None:
         q_K, k_K = (
             weights.read(f"{prefix}{name}.weight", spec.head_dim).float() + spec.norm_weight_offset
             for name in ("q_norm", "k_norm")
         )
         self._weight_HK = torch.cat(
-            (q_K.expand(spec.num_heads, -1), k_K.expand(spec.num_kv_heads, -1))
+            (q_K.expand(len(shard.heads(spec)), -1), k_K.expand(len(shard.kv_heads(spec)), -1))
         )
         self._eps = spec.norm_eps
 
@@ -245,43 +268,60 @@ class HeadNorm:
 
 
 class FullNorm:
-    """A norm over all query heads together and one over all key heads."""
+    """A norm over all query heads together and one over all key heads, of every rank."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
-        self._num_heads = (spec.num_heads, spec.num_kv_heads)
+    def __init__(
+        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+    ) -> None:
+        self._shard = shard
+        self._spec = spec
+        self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
         self._q_norm, self._k_norm = (
             RMSNorm(
                 weights.read(f"{prefix}{name}.weight", heads * spec.head_dim).float()
                 + spec.norm_weight_offset,
                 spec.norm_eps,
             )
-            for name, heads in zip(("q_norm", "k_norm"), self._num_heads, strict=True)
+            for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
         )
 
     def __call__(self, qk_THK: Tensor) -> Tensor:
         q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
-        normed = torch.cat((self._q_norm(q_THK.flatten(1)), self._k_norm(k_TGK.flatten(1))), 1)
-        return normed.view(qk_THK.shape)
+        q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
+        k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
+        return torch.cat((q_THK, k_TGK), 1)
+
+    def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
+        """Norm all of the model's heads, and keep this rank's."""
+        tensor_parallel = self._shard.tensor_parallel
+        # Where several ranks have the same heads, one of them is enough.
+        step = max(1, tensor_parallel.size // num_heads)
+        all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
+        own = tensor_parallel.part(num_heads)
+        return norm(all_THK.flatten(1)).view_as(all_THK)[:, own.start : own.stop]
 
 
 class MLP:
     """Gated feed-forward block."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightReader, prefix: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+    ) -> None:
         hidden, intermediate = spec.hidden_size, spec.intermediate_size
-        if spec.fused_projections:
-            names, sizes = ["gate_up_proj"], [2 * intermediate]
-        else:
-            names, sizes = ["gate_proj", "up_proj"], [intermediate, intermediate]
-        self._gate_up = linear(
-            weights.read_fused([f"{prefix}{n}.weight" for n in names], sizes, hidden),
-            weights.read_fused([f"{prefix}{n}.bias" for n in names], sizes)
-            if spec.mlp_bias
-            else None,
+        part = shard.tensor_parallel.part(intermediate)
+        rows = rows_of(
+            ["gate_up_proj"] if spec.fused_projections else ["gate_proj", "up_proj"],
+            [intermediate] * 2,
+            [part] * 2,
         )
-        self._down = linear(
-            weights.read(f"{prefix}down_proj.weight", hidden, intermediate),
+        self._gate_up = linear(
+            weights.read_rows(prefix, "weight", rows, hidden),
+            weights.read_rows(prefix, "bias", rows) if spec.mlp_bias else None,
+        )
+        self._down = row_parallel_linear(
+            weights.read(f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1),
             weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
+            shard.tensor_parallel,
         )
         self._gated_activation = GATED_ACTIVATIONS[spec.activation]
 

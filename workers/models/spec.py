@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ...protocol.model_dimensions import ModelDimensions
 from .rope import RopeSpec
 
 
@@ -74,4 +75,14 @@ class ModelSpec:
         return tuple(
             frozenset(layer.window for layer in self.layers if layer.kv_cache_group == group)
             for group in range(num_groups)
+        )
+
+    @property
+    def dimensions(self) -> ModelDimensions:
+        return ModelDimensions(
+            len(self.layers),
+            self.num_heads,
+            self.num_kv_heads,
+            self.intermediate_size,
+            self.vocab_size,
         )

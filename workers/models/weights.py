@@ -1,25 +1,52 @@
 """Reads the weights of a decoder from a checkpoint, by name, with every shape checked."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
 from ..loaders.checkpoint import Checkpoint
+from .shard import ModelShard
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_FINAL_NORM = "norm.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `part` of the tensor `name`, which has `total`."""
+
+    name: str
+    total: int
+    part: range
+
+
+def rows_of(names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:
+    """Return the parts of matrices of those sizes, each a tensor of its own, or all in the one that is named."""
+    if len(names) == len(sizes):
+        return [Rows(*rows) for rows in zip(names, sizes, parts, strict=True)]
+    starts = accumulate(sizes, initial=0)
+    return [
+        Rows(names[0], sum(sizes), range(start + part.start, start + part.stop))
+        for start, part in zip(starts, parts, strict=False)
+    ]
 
 
 class WeightReader:
     """The text decoder's tensors, under whatever prefix the checkpoint keeps them.
 
-    `has_head` says whether the output projection is a tensor of its own.
+    `has_head` says whether the output projection is a tensor of its own. Of the tensors only those are expected to
+    be read that `shard` has a part of; by default all.
     """
 
     def __init__(
@@ -29,11 +56,13 @@ class WeightReader:
         device: torch.device,
         *,
         has_head: bool,
+        shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
+        self._is_tied = not has_head
         self._names = set(checkpoint.names())
         embedding = next((name for name in sorted(self._names) if name.endswith(_EMBEDDING)), None)
         if embedding is None:
@@ -48,22 +77,24 @@ class WeightReader:
         self._unread.discard(self._head)
         if has_head and self._head in self._names:
             self._unread.add(self._head)
+        if shard is not None:
+            self._unread -= {name for name in self._unread if self._is_elsewhere(name, shard)}
         self._on_progress = on_progress
         self._loaded = 0
         self._total = sum(self._size(name) for name in self._unread)
 
-    def read(self, name: str, *shape: int) -> Tensor:
-        """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight"."""
-        return self._read(self._prefix + name, shape)
+    def read(self, name: str, *shape: int, part: range | None = None, dim: int = 0) -> Tensor:
+        """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight", or a part of one dimension."""
+        return self._read(self._prefix + name, shape, part, dim)
 
-    def read_fused(self, names: list[str], out_features: list[int], *rest: int) -> Tensor:
-        """Return several tensors that differ in their first dimension as one."""
-        parts = [self.read(name, out, *rest) for name, out in zip(names, out_features, strict=True)]
+    def read_rows(self, prefix: str, suffix: str, rows: Sequence[Rows], *rest: int) -> Tensor:
+        """Return rows of tensors that differ in their first dimension, one below the other."""
+        parts = [self.read(f"{prefix}{r.name}.{suffix}", r.total, *rest, part=r.part) for r in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def read_head(self, vocab_size: int, hidden_size: int) -> Tensor:
-        """Return the output projection of a model that does not tie it to the embedding."""
-        return self._read(self._head, (vocab_size, hidden_size))
+    def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Tensor:
+        """Return the output projection of a model that does not tie it to the embedding, or rows of it."""
+        return self._read(self._head, (vocab_size, hidden_size), part)
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that the decoder has no use for: it is another model."""
@@ -73,7 +104,16 @@ class WeightReader:
                 f"the first is {min(self._unread)!r}"
             )
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _read(
+        self, name: str, shape: tuple[int, ...], part: range | None = None, dim: int = 0
+    ) -> Tensor:
+        self._check(name, shape)
+        start, stop = (None, None) if part is None else (part.start, part.stop)
+        tensor = self.checkpoint.tensor(name, self.dtype, dim=dim, start=start, stop=stop)
+        self._mark_read(name)
+        return tensor.to(self.device)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._names:
             raise self._error(f"the tensor {name!r} is missing")
         found = tuple(self.checkpoint.shape(name))
@@ -81,12 +121,23 @@ class WeightReader:
             raise self._error(
                 f"the tensor {name!r} has shape {list(found)}, the config needs {list(shape)}"
             )
-        tensor = self.checkpoint.tensor(name, self.dtype).to(self.device)
-        self._unread.discard(name)
-        self._loaded += self._size(name)
+
+    def _mark_read(self, name: str) -> None:
+        """A tensor counts as read with the first of its parts."""
+        if name in self._unread:
+            self._unread.discard(name)
+            self._loaded += self._size(name)
         if self._on_progress is not None:
             self._on_progress(self._loaded, self._total)
-        return tensor
+
+    def _is_elsewhere(self, name: str, shard: ModelShard) -> bool:
+        """Whether other stages have the tensor."""
+        name = name if name == self._head else name.removeprefix(self._prefix)
+        if match := _LAYER.match(name):
+            return int(match[1]) in range(shard.num_layers) and int(match[1]) not in shard.layers
+        if name == _EMBEDDING:
+            return not (shard.is_first or (shard.is_last and self._is_tied))
+        return name in (self._head, _FINAL_NORM) and not shard.is_last
 
     def _size(self, name: str) -> int:
         return math.prod(self.checkpoint.shape(name)) * self.dtype.itemsize

@@ -204,15 +204,22 @@ void Program::run_row(const Op& op, int row) {
     case OpKind::norm_add:
       rows_.rms_norm(block(row), op.vectors[0], op.eps, shape_.hidden_size, block(row));
       return rows_.add_scaled(residual(row), block(row), op.scale, shape_.hidden_size);
-    default:
-      return rows_.rms_norm(residual(row), op.vectors[0], op.eps, shape_.hidden_size,
-                            step_.hidden + size_t(first_token_ + row) * shape_.hidden_size);
+    default: {
+      float* hidden = step_.hidden + size_t(first_token_ + row) * shape_.hidden_size;
+      if (!op.vectors[0])
+        std::copy_n(residual(row), shape_.hidden_size, hidden);
+      else
+        rows_.rms_norm(residual(row), op.vectors[0], op.eps, shape_.hidden_size, hidden);
+    }
   }
 }
 
 void Program::embed(const Op& op, int row) {
   const int token = first_token_ + row;
-  unpack_weight_row(*op.parts[0], step_.input_ids[token], residual(row));
+  if (op.num_parts)
+    unpack_weight_row(*op.parts[0], step_.input_ids[token], residual(row));
+  else
+    std::copy_n(step_.hidden + size_t(token) * shape_.hidden_size, shape_.hidden_size, residual(row));
   if (op.scale != 1.0f) rows_.scale(residual(row), op.scale, shape_.hidden_size);
   const float position = float(step_.positions[token]);
   for (Rope& rope : ropes_) {

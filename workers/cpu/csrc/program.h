@@ -27,14 +27,14 @@ struct ModelShape {
 };
 
 enum class OpKind : int32_t {
-  embed = 0,         // residual = row of parts[0] * scale; and the rotary tables
+  embed = 0,         // residual = row of parts[0], or else of hidden, * scale; and the rotary tables
   quantize = 1,      // activations[0] = residual, normed by vectors[0] if there is one
   linear = 2,        // target = activations[source] * parts + vectors
   gated_linear = 3,  // activations[1] = activation(gate) * up, of parts and vectors
   rotate_store = 4,  // norms and rotates queries and keys, stores keys and values
   attention = 5,     // activations[1] = attention
   norm_add = 6,      // residual += scale * block normed by vectors[0]
-  final_norm = 7,    // hidden = residual normed by vectors[0]
+  final_norm = 7,    // hidden = residual, normed by vectors[0] if there is one
   head = 8,          // logits of the rows asked for; the last operation
   sample = 9,        // the choice of their tokens, which is not recorded
 };

@@ -1,0 +1,179 @@
+"""The workers of one replica as real processes, without a core: each runs the same steps on its part of the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.config import (
+    CacheConfig,
+    CPUBackend,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.loaders import open_checkpoint
+from engine.workers.model_runner import ModelRunner
+from engine.workers.parallel_state import join_replica, leave_replica
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 128
+BLOCKS_PER_ROW = MAX_MODEL_LEN // BLOCK_SIZE
+NUM_SLOTS = 4
+CPU = torch.device("cpu")
+TIMEOUT_S = 120
+
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(temperature=0.9, seed=7)
+PENALIZED = SamplingParams(temperature=0, repetition_penalty=1.3)
+SCORED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, logprobs=2, prompt_logprobs=2)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A checkpoint and how it is executed."""
+
+    path: Path
+    backend: CPUBackend = CPUBackend.TORCH
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank did with one checkpoint. Of tokens and log-probabilities only the last stage knows."""
+
+    tokens: list[list[int]]
+    logprobs: list[float]
+    bytes_read: int
+    block_bytes: int
+
+
+def run_replica(
+    directory: Path, parallel: ParallelConfig, served: list[Served]
+) -> list[list[RankResult]]:
+    """The results of each rank for each checkpoint."""
+    context: Any = multiprocessing.get_context("forkserver")
+    # Importing torch is most of a rank's life.
+    context.set_forkserver_preload(["support.replica"])
+    address = f"file://{directory}/rendezvous"
+    ranks = []
+    for rank in range(parallel.workers_per_core):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(theirs, address, rank, parallel, served))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    results = []
+    try:
+        for _, pipe in ranks:
+            assert pipe.poll(TIMEOUT_S), "a rank hangs"
+            result = pipe.recv()
+            assert not isinstance(result, str), result
+            results.append(result)
+        for process, _ in ranks:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process, _ in ranks:
+            process.kill()
+    return results
+
+
+def _rank(
+    pipe: Any, address: str, rank: int, parallel: ParallelConfig, served: list[Served]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        state = join_replica(address, rank, parallel, CPU)
+        results = []
+        for each in served:
+            checkpoint = open_checkpoint(each.path)
+            vocab_size = checkpoint.config["vocab_size"]
+            config = EngineConfig(
+                "/run",
+                1,
+                ModelConfig(
+                    "m", str(each.path), "", ("m",), "", vocab_size, MAX_MODEL_LEN, (1,), "float32"
+                ),
+                CacheConfig(block_size=BLOCK_SIZE),
+                SchedulerConfig(max_num_seqs=NUM_SLOTS),
+                parallel,
+                DeviceConfig(threads=1, cpu_backend=each.backend),
+            )
+            runner = ModelRunner(config, CPU, checkpoint, lambda done, total: None, state)
+            num_groups = len(runner.kv_cache_groups)
+            runner.allocate_kv_cache(1 + NUM_SLOTS * num_groups * BLOCKS_PER_ROW)
+            runner.warm_up()
+            tokens, logprobs = [], []
+            for step in workload(vocab_size, num_groups):
+                output = runner.execute(step, lambda step: None)
+                tokens.append(int32_view(output.sampled_token_ids).tolist())
+                for row in (*output.prompt_logprobs, *output.logprobs):
+                    logprobs += float32_view(row.logprobs).tolist()
+            runner.close()
+            results.append(RankResult(tokens, logprobs, checkpoint.bytes_read, runner.block_bytes))
+        leave_replica()
+        pipe.send(results)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        raise
+
+
+def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
+    """Prompts whole and in chunks, decodes together and in turns, a slot that changes hands, an empty step."""
+    rng = np.random.default_rng(3)
+
+    def new(slot: int, length: int, params: SamplingParams) -> NewRequestData:
+        first_row = slot * num_groups * BLOCKS_PER_ROW
+        blocks = 1 + first_row + np.arange(num_groups * BLOCKS_PER_ROW).reshape(num_groups, -1)
+        return NewRequestData(
+            slot=slot,
+            request_id=(0, slot),
+            token_ids=int32_bytes(rng.integers(4, vocab_size, length)),
+            num_prompt_tokens=length,
+            num_computed_tokens=0,
+            block_ids=tuple(int32_bytes(row) for row in blocks),
+            sampling_params=params,
+            eos_token_ids=(1,),
+        )
+
+    def step(
+        slots: list[int] | None = None,
+        chunks: list[tuple[int, int]] | None = None,
+        new: list[NewRequestData] | None = None,
+        removed: list[int] | None = None,
+    ) -> None:
+        output = SchedulerOutput(
+            len(steps) + 1,
+            removed_slots=int32_bytes(removed or []),
+            new_requests=new or [],
+            slots=None if slots is None else int32_bytes(slots),
+            chunks=int32_bytes(chunks or []),
+        )
+        steps.append(output)
+
+    steps: list[SchedulerOutput] = []
+    step([0, 1], [(0, 20), (1, 9)], [new(0, 20, GREEDY), new(1, 9, SEEDED)])
+    step()
+    step([0, 1, 2], [(2, 12)], [new(2, 30, SCORED)])
+    step(None, [(2, 18)])
+    for _ in range(4):
+        step()
+    # The token of the slot's last step is still on its way when the slot has another request.
+    step([0, 1, 2], [(0, 7)], [new(0, 7, PENALIZED)], removed=[0])
+    for _ in range(20):
+        step()
+    for _ in range(4):
+        step([1])
+        step([0, 2])
+    step([])
+    return steps

@@ -1,0 +1,74 @@
+"""The workers of one replica find each other, and each learns its place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..protocol.config import ParallelConfig
+from .models.shard import ModelShard
+from .models.spec import ModelSpec
+from .pipeline import Pipeline
+from .tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """One rank of a replica. Ranks count through a stage before the next stage."""
+
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+    is_output_rank: bool = True
+    """Whether this rank tells the core what was sampled."""
+
+    def shard(self, spec: ModelSpec) -> ModelShard:
+        """This rank's part of the model."""
+        pipeline = self.pipeline
+        return ModelShard.of_stage(spec, pipeline.stage, pipeline.num_stages, self.tensor_parallel)
+
+
+def join_replica(
+    address: str, rank: int, parallel: ParallelConfig, device: torch.device
+) -> ParallelState:
+    """Meet the other workers of the replica at `address` and return this one's place.
+
+    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env:// as
+    torchrun has it.
+    """
+    if parallel.workers_per_core == 1:
+        return ParallelState()
+    size = parallel.tensor_parallel_size
+    if address.startswith("file://") and sys.platform == "linux":
+        # One machine: nobody else shall be able to connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    on_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=parallel.workers_per_core,
+        device_id=device if on_cuda else None,
+    )
+    stage, place = divmod(rank, size)
+    group = None
+    # Every rank takes part in the making of every group.
+    for i in range(parallel.pipeline_parallel_size if size > 1 else 0):
+        ranks = list(range(i * size, (i + 1) * size))
+        made = dist.new_group(ranks)
+        group = made if i == stage else group
+    return ParallelState(
+        TensorParallel(place, size, group),
+        Pipeline(stage, parallel.pipeline_parallel_size, size, rank),
+        is_output_rank=rank == parallel.output_rank,
+    )
+
+
+def leave_replica() -> None:
+    """Close the connections to the other workers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
