@@ -12,6 +12,7 @@ from .block_tables import Growth
 from .drafts import Drafts
 from .encoder_inputs import EncoderInputs, EncoderPlan
 from .kv_cache_manager import KVCacheManager
+from .micro_batches import MicroBatches
 from .partial_prefills import PartialPrefills
 from .request_queue import RequestQueue
 from .running_requests import RunningRequests
@@ -53,6 +54,7 @@ class RunningPass:
         queue: RequestQueue,
         encoders: EncoderInputs,
         drafts: Drafts | None,
+        micro_batches: MicroBatches | None,
     ) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._partial_prefills = partial_prefills
@@ -62,6 +64,7 @@ class RunningPass:
         self._queue = queue
         self._encoders = encoders
         self._drafts = drafts
+        self._micro_batches = micro_batches
 
     def plan(self, without: Sequence[int] = ()) -> RunningPlan:
         """What the running requests may compute. The blocks for it may be lacking."""
@@ -97,6 +100,8 @@ class RunningPass:
         """
         limits = self._partial_prefills
         prefilling = self._running.prefilling
+        if self._micro_batches is not None:
+            wanted = self._micro_batches.limit(slots, wanted, self._is_prefilling(slots))
         if prefilling:
             is_prefill = self._is_prefilling(slots)
             num_decodes = int(wanted[~is_prefill].sum())

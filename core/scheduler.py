@@ -54,6 +54,7 @@ from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnector, create_connector
 from .kv_event_log import KVEventLog
 from .kv_transfers import KVTransfers
+from .micro_batches import MicroBatches
 from .partial_prefills import PartialPrefills
 from .prefix_cache import HashBlocks
 from .request import RequestKey
@@ -197,6 +198,9 @@ class Scheduler(SchedulerInterface):
             queue=self._queue,
             encoders=self._encoders,
             drafts=self._drafts,
+            micro_batches=MicroBatches(config.num_micro_batches, config.max_num_seqs, self._results)
+            if config.num_micro_batches > 1
+            else None,
         )
         self._admission = Admission(
             config,

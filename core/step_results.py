@@ -57,6 +57,10 @@ class StepResults:
         """The step in flight of that number."""
         return next(sent for sent in self._in_flight if sent.step == step)
 
+    def last_in_flight(self, count: int) -> list[StepInFlight]:
+        """The steps that were sent last, at most `count`, and whose output has not come."""
+        return list(self._in_flight)[-count:]
+
     def take(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:

@@ -31,9 +31,11 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """Raises ConfigError, naming both flags, if two settings contradict each other."""
     device = make_device_config(settings)
     cache = CacheConfig(**settings["cache"])
-    scheduler = _make_scheduler_config(settings, device.device, model.config.max_model_len)
-    _check_host_tier(cache, scheduler)
     parallel = ParallelConfig(**settings["parallel"])
+    scheduler = _make_scheduler_config(
+        settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
+    )
+    _check_host_tier(cache, scheduler)
     if model.dimensions is not None:
         check_parallel(model.dimensions, parallel)
     _check_gpus(device.device, parallel)
@@ -63,9 +65,9 @@ def make_frontend_config(
 
 
 def _make_scheduler_config(
-    settings: Settings, device: Device, max_model_len: int
+    settings: Settings, device: Device, max_model_len: int, num_stages: int
 ) -> SchedulerConfig:
-    given: dict[str, Any] = dict(settings["scheduler"])
+    given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     given["policy"] = SchedulingPolicy(given.get("policy", SchedulingPolicy.FCFS))
     chunked = given.get("enable_chunked_prefill", True)
     limits = _limits(has_gpu(device))

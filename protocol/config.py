@@ -107,7 +107,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
     Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
     in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
-    `disable_chunked_mm_input` the place of an encoder input is computed in one step.
+    `disable_chunked_mm_input` the place of an encoder input is computed in one step. Decoding requests take turns in
+    `num_micro_batches`, one for each stage of a pipeline.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -129,6 +130,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    num_micro_batches: int = 1
 
 
 class ProposerMethod(enum.StrEnum):
