@@ -170,7 +170,7 @@ def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
         step()
     # The token of the slot's last step is still on its way when the slot has another request.
     step([0, 1, 2], [(0, 7)], [new(0, 7, PENALIZED)], removed=[0])
-    for _ in range(20):
+    for _ in range(8):
         step()
     for _ in range(4):
         step([1])

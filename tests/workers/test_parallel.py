@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine.protocol.config import ParallelConfig
+from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.gguf import GGMLQuantizationType
+from engine.workers.loaders import open_checkpoint
 from support.gguf_writer import write_gguf
 from support.replica import RankResult, Served, run_replica
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
 SIZES = {
     "hidden_size": 96,
-    "intermediate_size": 192,
+    "intermediate_size": 384,
     "num_hidden_layers": 5,
     "num_attention_heads": 12,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": 256,
 }
 MODELS = {
@@ -27,8 +28,18 @@ MODELS = {
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        {"num_key_value_heads": 12, "query_pre_attn_scalar": 8, "sliding_window": 16},
+        {"num_key_value_heads": 12, "query_pre_attn_scalar": 32, "sliding_window": 16},
     ),
+}
+OTHER_LAYERS = {
+    # Tensors of fused projections, and norms over the heads of all ranks, of which two share one.
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {"num_key_value_heads": 4, "partial_rotary_factor": 1.0, "sliding_window": None},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 4}),
 }
 PRODUCTS = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
 
@@ -51,23 +62,85 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoints: dict[str, Path], tmp_path_factory) -> dict[str, RankResult]:
-    served = [Served(path) for path in checkpoints.values()]
-    (results,) = run_replica(tmp_path_factory.mktemp("alone"), ParallelConfig(), served)
+    return run_alone(checkpoints, tmp_path_factory.mktemp("alone"))
+
+
+def run_alone(
+    checkpoints: dict[str, Path], directory: Path, backend: CPUBackend = CPUBackend.TORCH
+) -> dict[str, RankResult]:
+    served = [Served(path, backend) for path in checkpoints.values()]
+    (results,) = run_replica(directory, ParallelConfig(), served)
     return dict(zip(checkpoints, results, strict=True))
 
 
+def assert_equal(ranks: list[RankResult], expected: RankResult, parallel: ParallelConfig) -> None:
+    output = ranks[parallel.output_rank]
+    assert output.tokens == expected.tokens
+    assert sum(map(len, output.tokens)) > 60
+    assert np.allclose(output.logprobs, expected.logprobs, atol=1e-4)
+    # The ranks of the last stage agree, the others have nothing to say.
+    assert all(rank.tokens == output.tokens for rank in ranks[parallel.output_rank :])
+    assert not any(any(rank.tokens) for rank in ranks[: parallel.output_rank])
+
+
+def bytes_that_ranks_read(path: Path, parallel: ParallelConfig) -> int:
+    """All tensors once, and again what more than one rank needs."""
+    checkpoint = open_checkpoint(path)
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    copies_of_kv_heads = max(1, tensor // checkpoint.config["num_key_value_heads"])
+    total = 0
+    for name in checkpoint.names():
+        before = checkpoint.bytes_read
+        checkpoint.tensor(name)
+        if name.endswith("norm.weight"):
+            times = tensor
+        elif "k_proj" in name or "v_proj" in name:
+            times = copies_of_kv_heads
+        elif "embed_tokens" in name and "lm_head.weight" not in checkpoint.names():
+            times = min(stages, 2)
+        else:
+            times = 1
+        total += times * (checkpoint.bytes_read - before)
+    return total
+
+
 @pytest.mark.parametrize(("tensor", "stages"), PRODUCTS)
-def test_tokens_are_those_of_one_worker(
+def test_tokens_are_those_of_one_worker_and_each_reads_its_share(
     tmp_path: Path, checkpoints: dict[str, Path], alone: dict[str, RankResult], tensor, stages
 ) -> None:
     parallel = ParallelConfig(tensor, stages)
-    ranks = run_replica(tmp_path, parallel, [Served(path) for path in checkpoints.values()])
-    for i, (name, expected) in enumerate(alone.items()):
-        results = [rank[i] for rank in ranks]
-        output = results[parallel.output_rank]
-        assert output.tokens == expected.tokens, name
-        assert np.allclose(output.logprobs, expected.logprobs, atol=1e-4), name
-        assert sum(map(len, output.tokens)) > 80
-        # The last stage's ranks agree, the others have nothing to say.
-        assert all(r.tokens == output.tokens for r in results[parallel.output_rank :])
-        assert not any(any(r.tokens) for r in results[: parallel.output_rank])
+    results = run_replica(tmp_path, parallel, [Served(path) for path in checkpoints.values()])
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)
+        bytes_read = [rank.bytes_read for rank in ranks]
+        assert sum(bytes_read) == bytes_that_ranks_read(checkpoints[name], parallel), name
+        assert max(bytes_read) < 0.75 * alone[name].bytes_read, name
+        kv_bytes = sum(rank.block_bytes for rank in ranks)
+        assert alone[name].block_bytes <= kv_bytes, name
+
+
+def test_fused_projections_biases_and_norms_over_all_heads(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    checkpoints = {}
+    for name, (config, model_class, heads) in OTHER_LAYERS.items():
+        checkpoints[name] = tmp_path / name
+        model = random_model(config, model_class, SIZES | heads, tokenizer)
+        model.save_pretrained(checkpoints[name])
+    alone = run_alone(checkpoints, tmp_path)
+    parallel = ParallelConfig(tensor_parallel_size=4)
+    served = [Served(path) for path in checkpoints.values()]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)
+
+
+def test_native_stages_compute_exactly_what_one_worker_does(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
+    parallel = ParallelConfig(pipeline_parallel_size=3)
+    served = [Served(path, CPUBackend.NATIVE) for path in checkpoints.values()]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)
+        assert ranks[-1].logprobs == alone[name].logprobs
