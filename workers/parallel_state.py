@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from ..protocol.config import ParallelConfig
+from ..protocol.errors import EngineError
 from .models.shard import ModelShard
 from .models.spec import ModelSpec
 from .pipeline import Pipeline
@@ -72,3 +75,16 @@ def leave_replica() -> None:
     """Close the connections to the other workers."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def explaining_lost_workers() -> Iterator[None]:
+    """Raise EngineError when another worker of the replica is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise EngineError(
+            "the connection to another worker of the replica is lost; that one's messages say why"
+        ) from error

@@ -26,7 +26,7 @@ from .device import open_device
 from .loaders import open_checkpoint
 from .memory import count_host_blocks, count_kv_blocks
 from .model_runner import ModelRunner
-from .parallel_state import join_replica, leave_replica
+from .parallel_state import explaining_lost_workers, join_replica, leave_replica
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,10 @@ class Worker:
         self._pending: deque[WorkerCommand] = deque()
 
     def run(self) -> None:
+        with explaining_lost_workers():
+            self._run()
+
+    def _run(self) -> None:
         config = self._config
         self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
         workers_per_core = config.parallel.workers_per_core

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine.frontend import engine_config
 from engine.frontend.arguments import Settings, _default, _shown, parse_settings
 from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED
 from engine.frontend.model_options import ResolvedModel
 from engine.protocol.config import Device, EngineConfig, ModelConfig
 from engine.protocol.errors import ConfigError
+from engine.protocol.model_dimensions import ModelDimensions
 
 ROOT = Path(__file__).parents[2]
 ENGINE = [sys.executable, "-P", "-m", "engine.frontend.cli"]
@@ -37,9 +39,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return line
 
 
-def configure(*argv: str, max_model_len: int = 8192) -> EngineConfig:
+def configure(
+    *argv: str, max_model_len: int = 8192, dimensions: ModelDimensions | None = None
+) -> EngineConfig:
     model = ModelConfig("m", "/m", "/m", ("m",), "llama", 32, max_model_len, (0,))
-    return make_engine_config(parse(*argv), ResolvedModel(model, {"top_p": 0.9}, 0), "/run")
+    resolved = ResolvedModel(model, {"top_p": 0.9}, 0, dimensions)
+    return make_engine_config(parse(*argv), resolved, "/run")
 
 
 @pytest.mark.parametrize("command", [["--help"], ["serve", "--help"]])
@@ -293,6 +298,63 @@ def test_step_limits_that_depend_on_others() -> None:
         configure(
             *["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"], max_model_len=1000
         )
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (
+            ["-tp", "5"],
+            ["--tensor-parallel-size 5", "12 attention heads", "use 1, 2, 3, 6 or 12"],
+        ),
+        (["-tp", "8"], ["--tensor-parallel-size 8", "12 attention heads"]),
+        (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use 7 or less"]),
+    ],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused_with_the_numbers(argv, parts) -> None:
+    dimensions = ModelDimensions(7, 12, 6, 768, 320)
+    with pytest.raises(ConfigError) as caught:
+        configure(*argv, dimensions=dimensions)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dimensions", "part"),
+    [
+        (4, ModelDimensions(7, 12, 6, 768, 320), "6 key/value heads .* use 1, 2, 3, 6 or 12"),
+        (3, ModelDimensions(7, 12, 12, 100, 320), r"100 elements of the MLP .* use 1, 2 or 4"),
+        (4, ModelDimensions(7, 12, 1, 768, 3), "only 3 tokens"),
+    ],
+)
+def test_what_ranks_cannot_share(ranks: int, dimensions: ModelDimensions, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {ranks}: .*{part}"):
+        configure("-tp", str(ranks), dimensions=dimensions)
+
+
+def test_what_can_be_divided_is() -> None:
+    dimensions = ModelDimensions(8, 12, 2, 768, 320)
+    config = configure("-tp", "4", "--pp-size", "8", "--device=cpu", dimensions=dimensions)
+    assert config.parallel.workers_per_core == 32
+    assert config.scheduler.num_micro_batches == 8
+    # What the family decides, the workers check.
+    assert configure("-tp", "7", "--device=cpu").parallel.tensor_parallel_size == 7
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("1,-1,0", 1)])
+def test_each_worker_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, count: int
+) -> None:
+    for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(engine_config, "DEVICE_FILES", tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert configure("-tp", str(count)).parallel.num_workers == count
+    with pytest.raises(ConfigError, match=rf"size 3 x .* needs 3 GPUs.* there are {count}; "):
+        configure("-tp", "3")
+    assert configure("-tp", "3", "--device", "cpu").parallel.num_workers == 3
 
 
 def test_the_configuration_survives_its_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from engine.frontend.console import Console
 from engine.frontend.model_config import resolve_model
 from engine.frontend.model_options import ModelOptions, ResolvedModel
 from engine.protocol.errors import CheckpointError, ConfigError
+from engine.protocol.model_dimensions import ModelDimensions
 
 LLAMA = {
     "model_type": "llama",
@@ -44,6 +45,15 @@ def test_a_directory(tmp_path: Path) -> None:
     assert (config.dtype, config.seed, config.eos_token_ids) == ("bfloat16", 7, (2,))
     assert model.size_bytes == 8
     assert resolve(path).config.served_names == (str(path),)
+
+
+def test_what_the_config_says_of_the_models_size(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96}
+    path = write(tmp_path / "m", config=LLAMA | sizes)
+    assert resolve(path).dimensions == ModelDimensions(3, 8, None, 96, 320)
+    path = write(tmp_path / "n", config=LLAMA | sizes | {"num_key_value_heads": 2})
+    assert resolve(path).dimensions == ModelDimensions(3, 8, 2, 96, 320)
+    assert resolve(write(tmp_path / "o", config=LLAMA)).dimensions is None
 
 
 def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

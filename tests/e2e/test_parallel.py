@@ -1,0 +1,100 @@
+"""A replica of several workers, served: tokens, life and death."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.server import Server, wait_until
+from support.tiny_checkpoints import gemma3_gguf, qwen3_directory
+
+FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
+# Prompts come in chunks that share steps with other requests' decodes.
+SMALL_STEPS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+PREEMPTION = ("--inject-preemption", "0.02")
+
+
+def generate(server: Server, prompt: list[int], **sampling: object) -> list[int]:
+    status, answer = server.post(
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **sampling,
+        },
+    )
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def serve(path: Path, *flags: str) -> list[list[int]]:
+    """The tokens of greedy and seeded requests of all sizes, sent together and preempted at random."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(8)]
+    sampling = [{"temperature": 0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}]
+    with Server(str(path), *FLAGS, *SMALL_STEPS, *flags, *PREEMPTION) as server:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            served = pool.map(
+                lambda request: generate(server, request[0], **request[1]),
+                [(prompt, params) for params in sampling for prompt in prompts],
+            )
+            tokens = list(served)
+        wait_until(lambda: server.metric("engine:kv_cache_usage_perc") == 0)
+        assert server.stop() == 0, server.log
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (gemma3_gguf, ["-tp", "2", "-pp", "2"]),
+        (gemma3_gguf, ["-pp", "3"]),
+        (qwen3_directory, ["-tp", "4"]),
+    ],
+)
+def test_a_server_of_several_workers_gives_the_tokens_of_one(
+    tmp_path: Path, make, flags: list[str]
+) -> None:
+    path, _ = make(tmp_path)
+    assert serve(path, *flags) == serve(path)
+
+
+def test_the_death_of_a_worker_ends_the_others(tmp_path: Path) -> None:
+    path, _ = qwen3_directory(tmp_path)
+    with Server(str(path), *FLAGS, "-tp", "2") as server:
+        os.kill(server.child("worker 1").pid, signal.SIGKILL)
+        assert server.wait() == 1
+        assert "Traceback" not in server.output[-1]
+        assert not any(child.is_running() for child in server.children)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["-tp", "3"], ["--tensor-parallel-size 3", "4 attention heads", "use 1, 2 or 4"]),
+        (["-pp", "4"], ["--pipeline-parallel-size 4", "only 3 layers"]),
+    ],
+)
+def test_what_cannot_be_divided_starts_no_process(
+    tmp_path: Path, flags: list[str], parts: list[str]
+) -> None:
+    path, _ = qwen3_directory(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.frontend.cli", "serve", str(path), "--port", "0", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert all(part in done.stderr.splitlines()[-1] for part in parts), done.stderr
+    assert "loading" not in done.stderr
