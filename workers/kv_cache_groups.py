@@ -19,15 +19,17 @@ def group_layers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     windows = [_limiting_window(layer, max_model_len) for layer in spec.layers]
     num_layers = Counter(windows)
     size = _group_size(num_layers.values())
-    first_group: dict[int | None, int] = {}
+    groups_of_window: dict[int | None, range] = {}
     num_groups = 0
     for window in sorted(num_layers, key=lambda window: window or 0):
-        first_group[window] = num_groups
+        first = num_groups
         num_groups += -(-num_layers[window] // size)
+        groups_of_window[window] = range(first, num_groups)
     seen: Counter[int | None] = Counter()
     layers = []
     for layer, window in zip(spec.layers, windows, strict=True):
-        layers.append(replace(layer, kv_cache_group=first_group[window] + seen[window] // size))
+        groups = groups_of_window[window]
+        layers.append(replace(layer, kv_cache_group=groups[seen[window] % len(groups)]))
         seen[window] += 1
     return replace(spec, layers=tuple(layers))
 

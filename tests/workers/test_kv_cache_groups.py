@@ -42,6 +42,12 @@ def sliding(size: int) -> KVCacheGroup:
         # Five windowed layers to a full one: their blocks take five times the memory, so they are five.
         ([8] * 5 + [None], [1, 2, 3, 4, 5, 0], (KVCacheGroup(), *[sliding(8)] * 5)),
         ([8, 16], [0, 1], (sliding(8), sliding(16))),
+        # Two full layers to six with a window: three groups of two, which take turns.
+        (
+            [8, 8, 8, None] * 2,
+            [1, 2, 3, 0] * 2,
+            (KVCacheGroup(), *[sliding(8)] * 3),
+        ),
         # 5 and 6 layers: one group of each with one place empty, not 11 groups.
         ([None] * 6 + [8] * 5, [0] * 6 + [1] * 5, (KVCacheGroup(), sliding(8))),
     ],
