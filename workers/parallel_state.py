@@ -25,7 +25,6 @@ class ParallelState:
 
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     pipeline: Pipeline = field(default_factory=Pipeline)
-
     is_output_rank: bool = True
     """Whether this rank tells the core what was sampled."""
 
@@ -49,6 +48,7 @@ def join_replica(
     if address.startswith("file://") and sys.platform == "linux":
         # One machine: nobody else shall be able to connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
@@ -57,13 +57,8 @@ def join_replica(
         world_size=parallel.workers_per_core,
         device_id=device if on_cuda else None,
     )
+    group = dist.new_subgroups(size)[0] if size > 1 else None
     stage, place = divmod(rank, size)
-    group = None
-    # Every rank takes part in the making of every group.
-    for i in range(parallel.pipeline_parallel_size if size > 1 else 0):
-        ranks = list(range(i * size, (i + 1) * size))
-        made = dist.new_group(ranks)
-        group = made if i == stage else group
     return ParallelState(
         TensorParallel(place, size, group),
         Pipeline(stage, parallel.pipeline_parallel_size, size, rank),
