@@ -63,7 +63,7 @@ def run_replica(
     """The results of each rank for each checkpoint."""
     context: Any = multiprocessing.get_context("forkserver")
     # Importing torch is most of a rank's life.
-    context.set_forkserver_preload(["support.replica"])
+    context.set_forkserver_preload(["engine.workers.model_runner"])
     address = f"file://{directory}/rendezvous"
     ranks = []
     for rank in range(parallel.workers_per_core):
