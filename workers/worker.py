@@ -53,8 +53,10 @@ class Worker:
         config = self._config
         self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
         device = open_device(config.device)
-        checkpoint = open_checkpoint(config.model.path)
-        runner = ModelRunner(config, device, checkpoint, self._report_loading)
+        # Nothing keeps the checkpoint: its memory map would count as this process's memory.
+        runner = ModelRunner(
+            config, device, open_checkpoint(config.model.path), self._report_loading
+        )
         num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
         num_host_blocks = count_host_blocks(config.cache, runner.block_bytes)
         self._core.send(

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from side_by_side.contenders import MAX_MODEL_LEN, Contender, default_model, find_contenders
+from side_by_side.contenders import Contender, default_model, find_contenders
 from side_by_side.model_cost import ModelCost
 from side_by_side.points import POINTS
 from side_by_side.roofline import measure_machine
@@ -49,6 +50,8 @@ def measure_contender(contender: Contender, points: list[str], log: Path) -> dic
 
 
 def main() -> None:
+    # Ended by a time limit or by hand, what it started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="results are added to this file")
     parser.add_argument("--table", action="store_true", help="print the table and measure nothing")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +64,13 @@ def _cores() -> str:
     return str(len(os.sched_getaffinity(0)))
 
 
-def _engine(key: str, model: str, weights: str, path: Path, flags: list[str]) -> Contender:
+def engine_contender(
+    path: Path,
+    key: str = "engine",
+    model: str = "",
+    weights: str = "as stored",
+    flags: Sequence[str] = (),
+) -> Contender:
     command = [sys.executable, "-P", "-m", "engine.frontend.cli", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
@@ -112,14 +119,14 @@ def find_contenders(
     found = []
     for path in model_files:
         model = path.stem
-        found.append(_engine("engine", model, "as stored", path, engine_flags))
+        found.append(engine_contender(path, model=model, flags=engine_flags))
         found.append(_llama("llama", server, model, "as stored", path, kv_token_bytes))
     if not model_files:
         model, path, safetensors = "SmolLM2-135M", Path(default_model()), peers / "smollm2-bf16"
         bf16 = peers / "smollm2-bf16.gguf"
         found = [
-            _engine("engine", model, "Q4_1", path, engine_flags),
-            _engine("engine-bf16", model, "bf16", safetensors, engine_flags),
+            engine_contender(path, "engine", model, "Q4_1", engine_flags),
+            engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
             _llama("llama-bf16", server, model, "bf16", bf16, kv_token_bytes),
             _llama("llama-q4", server, model, "Q4_1", path, kv_token_bytes),
             _vllm("vllm", peers / "vllm/bin/vllm", model, safetensors),
