@@ -79,7 +79,9 @@ def main() -> None:
 def measure_rounds(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     points = arguments.points.split(",")
     if unknown := set(points) - {*POINTS, MEMORY}:
-        raise SystemExit(f"--points: there is no {', '.join(unknown)}; there are {', '.join(POINTS)}")
+        raise SystemExit(
+            f"--points: there is no {', '.join(unknown)}; there are {', '.join(POINTS)}"
+        )
     paths = arguments.model_file or [Path(default_model())]
     kv_token_bytes = ModelCost.of(paths[0]).kv_token_bytes
     found = find_contenders(

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,9 @@ class Decoding:
             new = []
 
 
-def named_operations(profile: list[tuple[str, float]]) -> Counter[str]:
+def named_operations(profile: list[tuple[str, float]]) -> dict[str, float]:
     """Seconds by what the operations are for; products take their name from what they follow."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     previous = ""
     for kind, spent in profile:
         if kind == "linear":

@@ -164,7 +164,9 @@ class RunningServer(Running):
         with urllib.request.urlopen(self._url + "/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
         labels = next(line for line in lines if "cache_config_info{" in line)
-        numbers = dict(pair.split("=") for pair in labels[labels.index("{") + 1 :].split("}")[0].split(","))
+        numbers = dict(
+            pair.split("=") for pair in labels[labels.index("{") + 1 :].split("}")[0].split(",")
+        )
         return int(numbers["block_size"].strip('"')) * int(numbers["num_gpu_blocks"].strip('"'))
 
 
