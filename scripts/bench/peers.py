@@ -2,9 +2,9 @@
 
     scripts/bench/run peers --json FILE [--peers DIRECTORY] [--contenders engine,llama-bf16] [--points c1,c64]
 
-Each round starts each contender in turn, alone, and measures every point on it. Results are added to the JSON file,
-so that a long comparison can be run in pieces; the table is of the medians of all that is in it. What the directory
-of peers holds is told in `side_by_side/contenders.py`.
+Each round starts each contender in turn, alone, and measures every point on it. Results are added to the JSON file
+point by point, so that a long comparison can be run in pieces; the table is of the medians of all that is in it. What
+the directory of peers holds is told in `side_by_side/contenders.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from side_by_side.table import make_table
 
 MEMORY = "memory"
 
+Record = dict[str, Any]
 
-def measure_contender(contender: Contender, points: list[str], log: Path) -> dict[str, Any]:
-    record: dict[str, Any] = {
+
+def measure_contender(contender: Contender, points: list[str], log: Path) -> Iterator[Record]:
+    """The contender's record, again each time something was added to it."""
+    record: Record = {
         "time": round(time.time()),
         "name": contender.name,
         "engine": contender.engine,
@@ -38,15 +42,15 @@ def measure_contender(contender: Contender, points: list[str], log: Path) -> dic
     }
     with run(contender, log) as running:
         record["start_s"] = running.start_s
+        yield record
         for index, key in enumerate(points):
             if key == MEMORY:
-                continue
-            figures = running.measure(POINTS[key], seed=round(time.time()) + index)
-            record["points"][key] = figures
-            print(f"  {key:7s} {json.dumps(figures)}", file=sys.stderr, flush=True)
-        if MEMORY in points:
-            record["pss_mib"] = running.pss_without_kv_cache()
-    return record
+                record["pss_mib"] = running.pss_without_kv_cache()
+            else:
+                figures = running.measure(POINTS[key], seed=round(time.time()) + index)
+                record["points"][key] = figures
+                print(f"  {key:7s} {json.dumps(figures)}", file=sys.stderr, flush=True)
+            yield record
 
 
 def main() -> None:
@@ -102,8 +106,10 @@ def measure_rounds(arguments: argparse.Namespace, results: dict[str, Any]) -> No
                 cost = ModelCost.of(contender.path).to_dict()
                 results["costs"][f"{contender.model} {contender.weights}"] = cost
             log = arguments.json.with_suffix(".log")
-            results["records"].append(measure_contender(contender, points, log))
-            arguments.json.write_text(json.dumps(results, indent=1))
+            earlier = results["records"]
+            for record in measure_contender(contender, points, log):
+                results["records"] = [*earlier, record]
+                arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
