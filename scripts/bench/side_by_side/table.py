@@ -30,7 +30,7 @@ def make_table(results: dict[str, Any]) -> str:
             sections.append(_points_table(of_model, engine, peers))
             sections.append(_first_token_table(of_model, engine, peers))
             if results["machines"] and (cost := results["costs"].get(f"{model} {weights}")):
-                machine = _median_machine(results["machines"])
+                machine = _best_machine(results["machines"])
                 sections.append(_roofline_table(of_model, engine, ModelCost(**cost), machine))
         sections.append(_process_table(of_model))
     return "\n\n".join(filter(None, sections))
@@ -54,10 +54,12 @@ def _points_table(records: list[Record], engine: str, peers: Sequence[str]) -> s
                 f"{own:,.0f}" + (f" ({failed:.0f} failed)" if failed else ""),
                 "" if best is None else f"{own / best:.2f}",
                 _spread(records, engine, key, point.figure),
+                _others(records, [engine, *peers], key),
                 *(_number(rate, ",.0f") for rate in rates.values()),
             ]
         )
-    return _markdown(["point", engine, "ratio to the best", "range", *peers], rows)
+    head = ["point", engine, "ratio to the best", "range", "cores busy with others", *peers]
+    return _markdown(head, rows)
 
 
 def _first_token_table(records: list[Record], engine: str, peers: Sequence[str]) -> str:
@@ -113,9 +115,17 @@ def _spread(records: list[Record], name: str, key: str, figure: str) -> str:
     return f"{min(values):,.0f} to {max(values):,.0f}, {len(values)} rounds"
 
 
-def _median_machine(machines: list[dict[str, float]]) -> dict[str, float]:
+def _best_machine(machines: list[dict[str, float]]) -> dict[str, float]:
+    """What the cores can do is the most that they ever did."""
     measured = [m for m in machines if m]
-    return {key: statistics.median(m[key] for m in measured) for key in (measured or [{}])[0]}
+    return {key: max(m[key] for m in measured) for key in (measured or [{}])[0]}
+
+
+def _others(records: list[Record], names: Sequence[str], key: str) -> str:
+    """Cores that other programs kept busy meanwhile: where they are many, the row says little."""
+    points = [r["points"].get(key) for r in records if r["name"] in names]
+    shares = [p["other_cpu_s"] / p["wall_s"] for p in points if p is not None]
+    return f"{statistics.median(shares):.2f}, at most {max(shares):.2f}"
 
 
 def _median(values: Iterable[float]) -> float | None:
