@@ -81,7 +81,6 @@ class EngineCore:
         )
         self._poller = zmq.Poller()
         self._poller.register(self._stop.fd, zmq.POLLIN)
-        self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._grammars = StructuredOutputManager(
             config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
@@ -89,8 +88,6 @@ class EngineCore:
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
             self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
-            if self._kv_events.replay_socket is not None:
-                self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         self._worker_ids: list[bytes] = []
         self._output_worker = b""
         self._client_indices: dict[bytes, int] = {}
@@ -122,6 +119,10 @@ class EngineCore:
             self._grammars.close()
 
     def _serve(self) -> None:
+        # Not before: who waits for an answer would keep the poll from sleeping while the workers load.
+        self._poller.register(self._clients.socket, zmq.POLLIN)
+        if self._kv_events is not None and self._kv_events.replay_socket is not None:
+            self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         while not self._stop.requested:
             # To find a socket empty costs more than to ask for all of them at once.
             readable = dict(self._poller.poll(self._poll_timeout_ms()))

@@ -45,9 +45,6 @@ class Model(Protocol):
     @property
     def hidden_dtype(self) -> torch.dtype: ...
 
-    @property
-    def hidden_dtype(self) -> torch.dtype: ...
-
     def forward(
         self,
         inputs: Tensor,

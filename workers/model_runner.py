@@ -19,7 +19,7 @@ from .batch import PersistentBatch, StepPlan
 from .host_cache import HostCache
 from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
-from .model_loader import load_model
+from .model_loader import Model, load_model
 from .parallel_state import ParallelState
 from .pipeline import TokenFeed
 from .prompt_logprobs import PromptLogprobs
@@ -76,6 +76,10 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
+
+    @property
+    def model(self) -> Model:
+        return self._model
 
     @property
     def block_bytes(self) -> int:

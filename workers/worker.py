@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from typing import Any
@@ -66,6 +67,8 @@ class Worker:
         runner = ModelRunner(config, device, checkpoint, self._report_loading, parallel)
         if workers_per_core > 1:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
+        # Its memory map would count as this process's memory.
+        del checkpoint
         num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
         num_host_blocks = count_host_blocks(config.cache, runner.block_bytes)
         self._core.send(
@@ -79,6 +82,9 @@ class Worker:
         runner.allocate_kv_cache(allocate.num_blocks, allocate.num_host_blocks)
         self._status.report(Stage.WARMING)
         runner.warm_up()
+        # A collection that looked at all of torch would hold up a step for a tenth of a second.
+        gc.freeze()
+        gc.enable()
         self._core.send(WorkerReady(self._rank))
         self._status.report(Stage.READY)
         self._execute_steps(runner, answers=parallel.is_output_rank)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 FIRST_ORDINARY_ID = 1000
 """Ids from here up are ordinary words in every vocabulary that is served."""
@@ -70,7 +71,7 @@ async def ask(
                 event = json.loads(line[6:])
                 if "error" in event:
                     answer.error = str(event["error"])
-                if event.get("choices"):
+                if event.get("choices") and event["choices"][0].get("text"):
                     answer.chunk_times.append(time.perf_counter())
                 if usage := event.get("usage"):
                     answer.output_tokens = usage["completion_tokens"]
@@ -80,7 +81,7 @@ async def ask(
     except (aiohttp.ClientError, TimeoutError) as error:
         answer.error = repr(error)
     if answer.error is None and not answer.chunk_times:
-        answer.error = "no token came"
+        answer.error = "no text came"
     return answer
 
 
@@ -123,6 +124,7 @@ async def measure(
     return {
         "concurrency": concurrency,
         "requests": requests,
+        "wall_s": round(wall, 3),
         "failed": len(answers) - len(good),
         "first_error": next((a.error for a in answers if a.error), None),
         "output_tok_s": round(output / wall, 1),
@@ -138,8 +140,7 @@ async def measure(
 def _percentile_ms(values: list[float], fraction: float) -> float | None:
     if not values:
         return None
-    values = sorted(values)
-    return round(values[min(len(values) - 1, int(fraction * len(values)))] * 1e3, 1)
+    return round(float(np.quantile(values, fraction)) * 1e3, 1)
 
 
 def main() -> int:

@@ -50,6 +50,11 @@ def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> N
         assert "libtorch" not in maps
 
 
+def test_a_checkpoint_that_is_loaded_is_not_kept_in_memory(server: Server) -> None:
+    maps = Path(f"/proc/{server.child('worker 0').pid}/maps").read_text()
+    assert ".gguf" not in maps
+
+
 def test_disconnect_aborts_the_request(server: Server) -> None:
     connection, response = open_stream(server, model="smollm2")
     wait_until(lambda: server.metric("engine:num_requests_running") == 1, what="the request runs")

@@ -139,8 +139,8 @@ class NativeDecoder:
         self._program.run(step)
         return tokens_S.long()
 
-    def profile(self) -> dict[str, float]:
-        """Seconds spent in the operations of each kind so far."""
+    def profile(self) -> list[tuple[str, float]]:
+        """The kind of each operation, in order, and the seconds spent in it so far."""
         return self._program.profile()
 
     def _run(

@@ -21,7 +21,6 @@ OP_KINDS = (
     "norm_add",
     "final_norm",
     "head",
-    "sample",
 )
 
 

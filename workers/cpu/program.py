@@ -27,6 +27,7 @@ class NativeProgram:
     def __init__(self, spec: ModelSpec, attention: NativeAttention, num_threads: int) -> None:
         self._library = native_library()
         self._kept: list[Any] = []
+        self._kinds: list[str] = []
         self._eps = spec.norm_eps
         self._handle = self._library.engine_program_new(
             ctypes.byref(
@@ -67,6 +68,7 @@ class NativeProgram:
     ) -> None:
         """Append an operation; what it points to lives as long as the program."""
         self._kept += [*parts, *vectors]
+        self._kinds.append(kind)
         fields = {"scale": 1.0, "eps": self._eps} | fields
         op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
         op.parts = (ctypes.c_void_p * MAX_PARTS)(*(ctypes.addressof(part) for part in parts))
@@ -79,8 +81,9 @@ class NativeProgram:
         """Return False, having done nothing, if a token is not in the vocabulary."""
         return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
 
-    def profile(self) -> dict[str, float]:
-        """Seconds spent in the operations of each kind so far."""
-        seconds = np.empty(len(OP_KINDS))
+    def profile(self) -> list[tuple[str, float]]:
+        """The kind of each operation, in order, and the seconds spent in it so far; at last "sample"."""
+        kinds = [*self._kinds, "sample"]
+        seconds = np.empty(len(kinds))
         self._library.engine_program_profile(self._handle, seconds.ctypes.data)
-        return dict(zip(OP_KINDS, seconds.tolist(), strict=True))
+        return list(zip(kinds, seconds.tolist(), strict=True))

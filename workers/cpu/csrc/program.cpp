@@ -58,7 +58,10 @@ Program::Program(const ModelShape& shape)
     scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_, shape_.vocab_size));
 }
 
-void Program::add(const Op& op) { ops_.push_back(op); }
+void Program::add(const Op& op) {
+  ops_.push_back(op);
+  profile_.push_back(0);
+}
 
 void Program::add_rope(const float* inverse_frequencies, int half, float factor) {
   ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, factor, {}});
@@ -96,16 +99,16 @@ int Program::begin(int phase) {
   if (phase < head_phase) {
     const int op = phase % ops_of_slice;
     if (op == 0) begin_slice(phase / ops_of_slice);
-    timed_op_ = int(ops_[op].kind);
+    timed_op_ = op;
     return begin_op(ops_[op]);
   }
   if (phase == head_phase && step_.num_logit_rows) {
-    timed_op_ = int(OpKind::head);
+    timed_op_ = ops_of_slice;
     if (step_.sampling)
       logit_maxima_.reserve(sizeof(float) * step_.num_logit_rows * logit_blocks(shape_.vocab_size));
     return step_.logit_rows ? begin_head(ops_.back()) : 0;
   }
-  timed_op_ = int(OpKind::sample);
+  timed_op_ = ops_of_slice + 1;
   if (phase == head_phase + 1 && step_.tokens) {
     if (step_.sampling) return step_.num_logit_rows;
     take_most_likely();

@@ -36,9 +36,7 @@ enum class OpKind : int32_t {
   norm_add = 6,      // residual += scale * block normed by vectors[0]
   final_norm = 7,    // hidden = residual, normed by vectors[0] if there is one
   head = 8,          // logits of the rows asked for; the last operation
-  sample = 9,        // the choice of their tokens, which is not recorded
 };
-constexpr int kNumOpKinds = 10;
 
 enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2 };  // adds scale * y to residual
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2 };
@@ -100,8 +98,8 @@ class Program final : private Phases {
   // With num_tokens = 0 only the head runs, on the `hidden` given. Returns false, having done nothing,
   // if a token is not in the vocabulary.
   bool run(const Step& step);
-  // Seconds spent in operations of each kind so far.
-  const double* profile() const { return profile_; }
+  // Seconds spent in each operation so far, and in the choice of tokens after the last.
+  const std::vector<double>& profile() const { return profile_; }
 
  private:
   struct Rope {
@@ -209,7 +207,7 @@ class Program final : private Phases {
   const TaskList* tasks_ = nullptr;
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point op_start_;
-  double profile_[kNumOpKinds] = {};
+  std::vector<double> profile_ = {0};
 
   ThreadPool pool_;
 };

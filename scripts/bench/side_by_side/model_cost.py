@@ -1,0 +1,60 @@
+"""What a model's tokens cost at least: bytes to read and operations to do, whoever does them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.protocol.gguf import BLOCK_SIZES
+from engine.workers.loaders.checkpoint import Checkpoint, open_checkpoint
+from engine.workers.loaders.gguf import GGUFCheckpoint
+
+KV_ELEMENT_BYTES = 2
+STORED_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Bytes of the matrices that a step reads, as they are stored, operations of a token's products,
+    bytes of KV cache and operations of attention per token and key that it attends to."""
+
+    weight_bytes: int
+    layer_ops: int
+    head_ops: int
+    kv_token_bytes: int
+    attention_ops_per_key: int
+
+    @classmethod
+    def of(cls, path: Path) -> ModelCost:
+        checkpoint = open_checkpoint(path)
+        config = checkpoint.config
+        embedding = "model.embed_tokens.weight"
+        head = "lm_head.weight" if "lm_head.weight" in checkpoint.names() else embedding
+        matrices = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
+        layers = [name for name in matrices if name not in (embedding, head)]
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        kv_size = config["num_key_value_heads"] * head_dim * config["num_hidden_layers"]
+        query_size = config["num_attention_heads"] * head_dim * config["num_hidden_layers"]
+        return cls(
+            weight_bytes=sum(_stored_bytes(checkpoint, name) for name in [*layers, head]),
+            layer_ops=2 * sum(_elements(checkpoint, name) for name in layers),
+            head_ops=2 * _elements(checkpoint, head),
+            kv_token_bytes=2 * kv_size * KV_ELEMENT_BYTES,
+            attention_ops_per_key=4 * query_size,
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def _elements(checkpoint: Checkpoint, name: str) -> int:
+    rows, columns = checkpoint.shape(name)
+    return rows * columns
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    elements = _elements(checkpoint, name)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        block_elements, block_bytes = BLOCK_SIZES[checkpoint.ggml_type(name)]
+        return elements // block_elements * block_bytes
+    return elements * STORED_DTYPE_BYTES

@@ -1,0 +1,37 @@
+"""The points that servers are measured at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Point:
+    """Requests of `prompt` tokens of their own after `shared` common ones, `concurrency` at a time."""
+
+    prompt: int
+    output: int
+    concurrency: int
+    requests: int
+    shared: int = 0
+
+    @property
+    def name(self) -> str:
+        shared = f"{self.shared} shared + " if self.shared else ""
+        return f"{shared}{self.prompt}/{self.output} c{self.concurrency}"
+
+    @property
+    def figure(self) -> str:
+        """Long prompts are what a point with few outputs measures."""
+        return "output_tok_s" if self.output >= self.prompt else "total_tok_s"
+
+
+POINTS = {
+    "c1": Point(128, 128, 1, 6),
+    "c8": Point(128, 128, 8, 32),
+    "c32": Point(128, 128, 32, 96),
+    "c64": Point(128, 128, 64, 128),
+    "long": Point(1024, 32, 8, 24),
+    "shared": Point(32, 32, 8, 48, shared=1024),
+}
+WARM_UP = Point(64, 16, 4, 8)
