@@ -41,7 +41,7 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """`message` comes without its tokens, of which there are `num_prompt_bytes` bytes."""
+    """`message` comes without its prompt, which has `num_prompt_bytes` bytes, and with zeros for output."""
 
     client_index: int
     message: EngineCoreRequest

@@ -41,6 +41,7 @@ from .grammars import GrammarBackend
 from .interface import SchedulerInterface
 from .kv_connector import KVConnector
 from .prefix_cache import HashBlocks
+from .quarantine import Accused
 from .request import RequestKey
 from .scheduler import Scheduler
 
@@ -131,6 +132,7 @@ class RecordedScheduler(SchedulerInterface):
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         kept = copy(message)
         kept.prompt_token_ids = b""
+        kept.output_token_ids = bytes(len(message.output_token_ids))
         kept.kv_transfer_params = None
         kept.encoder_inputs = [
             msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
@@ -210,6 +212,12 @@ class RecordedScheduler(SchedulerInterface):
         return outputs
 
     # what changes nothing
+
+    def get_kv_cache_usage(self) -> float:
+        return self.scheduler.get_kv_cache_usage()
+
+    def find_accused(self) -> Accused:
+        return self.scheduler.find_accused()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         num_events = len(self.log.events)

@@ -15,6 +15,7 @@ from ..protocol.config import (
     FrontendConfig,
     ParallelConfig,
     PreemptionMode,
+    RecoveryConfig,
     SchedulerConfig,
     SchedulingPolicy,
 )
@@ -37,6 +38,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         scheduler=scheduler,
         parallel=ParallelConfig(**settings["parallel"]),
         device=device,
+        recovery=RecoveryConfig(**settings["recovery"]),
         frontend=make_frontend_config(settings, model.default_sampling),
     )
 
