@@ -233,7 +233,7 @@ class Supervisor:
             return
         deadline = time.monotonic() + (0.0 if child.was_killed else LAST_WORDS_S)
         while child.stage is not Stage.FAILED and time.monotonic() < deadline:
-            self._statuses.socket.poll(WATCH_INTERVAL_S * 1000)
+            self._statuses.socket.poll(int(WATCH_INTERVAL_S * 1000))
             self._read_reports()
         if not self.was_ready:
             raise ProcessFailed(child.obituary())
