@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from engine.frontend.engine_client import (
     EngineClient,
     EngineDead,
@@ -21,10 +22,14 @@ from engine.protocol.messages import (
     AddRequests,
     ClientHello,
     EngineCoreOutputs,
+    EngineStatus,
     LossNoted,
+    ProcessInfo,
     ReplicaLost,
+    Stage,
 )
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.transport import StatusPublisher
 from support.echo_core import EchoCore
 from support.engine_fixtures import (
     MAX_MODEL_LEN,
@@ -297,6 +302,36 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         assert prompt_logprobs is not None and len(prompt_logprobs) == len(PROMPT)
         assert client.num_inflight == 0
         successor.close()
+
+
+@on_event_loop
+async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    cores = [EchoCore(config, 0), EchoCore(config, 1)]
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    with zmq.Context() as context:
+        publisher = StatusPublisher(context, config)
+        gone = EngineStatus(
+            [ProcessInfo("core 0", 1, Stage.STARTING, "", 8, 1, 0.0, 0.0, 0.0, 0, 0, 0.0)]
+        )
+
+        def receive() -> None:
+            for core in cores:
+                core.receive()
+
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, receive)
+        group = await client.submit([request(40)], request_id="r")
+        await until(lambda: len(cores[0].requests) == 1, receive)
+        await drive(cores[0], group.next())
+        cores.pop(0).close()
+        await until(lambda: bool(cores[0].requests), lambda: (publisher.publish(gone), receive()))
+        [delta] = await drive(cores[0], group.result())
+        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(1, 40)]
+        assert client.ready and client.num_inflight == 0
+        client.close()
+        cores[0].close()
+        publisher.close()
 
 
 @on_event_loop
