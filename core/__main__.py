@@ -1,4 +1,4 @@
-"""`python -m engine.core CONFIG CORE_INDEX`: one engine-core process."""
+"""`python -m engine.core CONFIG CORE_INDEX EPOCH`: one engine-core process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..protocol.transport import StatusReporter
 from .engine_core import EngineCore
 
 
-def main(config_path: str, core_index: int) -> int:
-    config = load_config(config_path)
+def main(config_path: str, core_index: int, epoch: int) -> int:
+    config = load_config(config_path, epoch)
     name = f"core {core_index}"
     name_process(name)
     configure_logging(name, config.frontend.log_level)
@@ -32,4 +32,4 @@ def main(config_path: str, core_index: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -111,10 +111,13 @@ class Admission:
         blocked, num_openings = self._blocked
         return blocked is request and num_openings == self._manager.pool.num_openings
 
-    def admit(self, plan: RunningPlan, max_admitted: int, now: float) -> Admissions:
-        """Admit waiting requests while tokens, slots and blocks last."""
+    def admit(
+        self, plan: RunningPlan, max_admitted: int, now: float, tried: Request | None = None
+    ) -> Admissions:
+        """Admit waiting requests while tokens, slots and blocks last; only `tried`, if it is given."""
         queue, manager, limits = self._queue, self._manager, self._partial_prefills
         encoders, transfers, share = plan.encoders, self._transfers, plan.share
+        suspects = self._lifecycle.quarantine.suspects
         admitted = Admissions([], [], [], [])
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not (queue and max_admitted and budget > 0):
@@ -139,6 +142,9 @@ class Admission:
             request = queue.peek()
             if request is None:
                 self.end = AdmissionEnd.ALL_ADMITTED
+                break
+            if request is not tried and (tried or request.key in suspects):
+                self.end = AdmissionEnd.QUARANTINE
                 break
             if self._blocked and self._is_blocked(request):
                 self.end = AdmissionEnd.BLOCKS

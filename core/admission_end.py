@@ -12,6 +12,7 @@ class AdmissionEnd(enum.Enum):
     PREEMPTION = "no admission in a step that preempts"
     SEQUENCES = "max_num_seqs requests were running"
     TOKENS = "the step was full: max_num_batched_tokens"
+    QUARANTINE = "a suspect of having killed a worker is tried alone"
     BLOCKS = "not enough free KV-cache blocks"
     DELAY = "held back by scheduler_delay_factor"
     PARTIAL_PREFILLS = "max_num_partial_prefills prompts were being computed"

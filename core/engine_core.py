@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from ..protocol.arrays import int32_view
+from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
+from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -26,13 +27,17 @@ from ..protocol.messages import (
     CallResult,
     ClientHello,
     ClientMessage,
+    CoreHello,
     CoreReady,
     DraftTokenIds,
     DumpEventLog,
     EngineCoreOutputs,
     FinishReason,
     GrammarOutput,
+    Heartbeat,
+    LossNoted,
     ModelRunnerOutput,
+    ReplicaLost,
     ResetPrefixCache,
     SchedulerOutput,
     Shutdown,
@@ -47,18 +52,29 @@ from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
+from .quarantine import CONVICTION
 from .recorded_scheduler import RecordedScheduler, Setup
 from .scheduler import MAX_STEPS_IN_FLIGHT
 from .structured_output import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
+BEAT_INTERVAL_MS = int(BEAT_INTERVAL_S * 1000)
 GRAMMAR_POLL_MS = 1
 """How often finished grammar compilations are looked for while there are any."""
 
 
+LAST_WORDS_S = 0.3
+"""How long a failed core waits for its clients to read what it knows."""
+
+
 class EngineCore:
-    """Runs until SIGTERM (returns) or until a worker fails (raises EngineError)."""
+    """Runs until SIGTERM (returns) or until its replica has failed (raises EngineError): an error of its own, or
+    SIGUSR2, by which the supervisor tells that a worker is lost.
+
+    Peers are greeted when they connect, and nothing that they say counts before they have answered with the epoch
+    of the greeting; so what they meant for a core before this one does no harm.
+    """
 
     def __init__(
         self,
@@ -71,6 +87,7 @@ class EngineCore:
         self._core_index = core_index
         self._stop = StopSignal()
         self._stop.watch(signal.SIGUSR1)
+        self._stop.watch(signal.SIGUSR2)
         self._context = context
         self._status = status
         self._clients: Hub[ClientMessage] = Hub(
@@ -92,6 +109,9 @@ class EngineCore:
         self._output_worker = b""
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._next_beat = 0.0
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
@@ -111,11 +131,12 @@ class EngineCore:
             try:
                 self._serve()
             except Exception:
+                self._report_loss()
                 self._dump_event_log("crash")
                 raise
+            self._workers.send_all(self._worker_ids, Shutdown())
             self._scheduler.shutdown()
         finally:
-            self._workers.send_all(self._worker_ids, Shutdown())
             self._grammars.close()
 
     def _serve(self) -> None:
@@ -126,6 +147,7 @@ class EngineCore:
         while not self._stop.requested:
             # To find a socket empty costs more than to ask for all of them at once.
             readable = dict(self._poller.poll(self._poll_timeout_ms()))
+            self._beat()
             if self._clients.socket in readable:
                 self._take_client_messages()
             if self._workers.socket in readable:
@@ -134,7 +156,10 @@ class EngineCore:
             self._dispatch_steps()
             self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
             self._publish_kv_events()
-            if self._stop.take():
+            signals = self._stop.take()
+            if signal.SIGUSR2 in signals:
+                raise EngineError("a worker of this core is lost")
+            if signal.SIGUSR1 in signals:
                 self._dump_event_log("signal")
 
     def close(self) -> None:
@@ -147,27 +172,29 @@ class EngineCore:
     def _await_workers(self) -> WorkerMemory | None:
         """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop."""
         expected = self._config.parallel.workers_per_core
+        mine = PROTOCOL_VERSION, self._config.epoch
+        greeting = CoreHello(*mine)
         memories: dict[int, WorkerMemory] = {}
         memory: WorkerMemory | None = None
         ready: set[int] = set()
+        poller = zmq.Poller()
+        poller.register(self._stop.fd, zmq.POLLIN)
+        poller.register(self._workers.socket, zmq.POLLIN)
         while len(ready) < expected and not self._stop.requested:
-            self._poller.poll()
-            self._stop.take()
+            poller.poll()
+            if signal.SIGUSR2 in self._stop.take():
+                raise EngineError("a worker of this core is lost")
             while (received := self._workers.receive()) is not None:
                 identity, message = received
                 match message:
-                    case WorkerHello():
-                        if (message.version, message.epoch) != (
-                            PROTOCOL_VERSION,
-                            self._config.epoch,
-                        ):
-                            raise EngineError(
-                                f"worker {message.rank} speaks protocol {message.version} of epoch "
-                                f"{message.epoch}, this core {PROTOCOL_VERSION} of {self._config.epoch}"
-                            )
+                    case None:
+                        self._workers.send(identity, greeting)
+                    case WorkerHello(version, epoch) if (version, epoch) == mine:
                         self._worker_ids.append(identity)
                         if message.rank == self._config.parallel.output_rank:
                             self._output_worker = identity
+                    case _ if identity not in self._worker_ids:
+                        self._workers.num_dropped_frames += 1
                     case WorkerMemory():
                         memories[message.rank] = message
                         if len(memories) == expected:
@@ -178,7 +205,7 @@ class EngineCore:
                         ready.add(message.rank)
                     case WorkerFailure():
                         raise EngineError(message.message)
-                    case ModelRunnerOutput():
+                    case _:
                         self._workers.num_dropped_frames += 1
         return None if self._stop.requested else memory
 
@@ -217,14 +244,20 @@ class EngineCore:
         while (received := self._clients.receive()) is not None:
             identity, message = received
             client_index = self._client_indices.get(identity)
-            if isinstance(message, ClientHello):
-                if (message.version, message.epoch) == (PROTOCOL_VERSION, self._config.epoch):
-                    # A frontend that says hello again has forgotten its requests.
-                    self._scheduler.finish_client(message.client_index)
-                    self._client_indices[identity] = message.client_index
-                    self._client_ids[message.client_index] = identity
-                    self._scheduler.add_client(message.client_index)
+            if message is None:
+                if client_index is not None:
+                    del self._client_indices[identity], self._client_ids[client_index]
+                    self._scheduler.finish_client(client_index)
                 self._clients.send(identity, self._ready)
+            elif isinstance(message, ClientHello):
+                if (message.version, message.epoch) != (PROTOCOL_VERSION, self._config.epoch):
+                    self._clients.num_dropped_frames += 1
+                    continue
+                # A frontend that says hello again has forgotten its requests.
+                self._scheduler.finish_client(message.client_index)
+                self._client_indices[identity] = message.client_index
+                self._client_ids[message.client_index] = identity
+                self._scheduler.add_client(message.client_index)
             elif client_index is None or not _is_well_formed(message):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
@@ -248,7 +281,13 @@ class EngineCore:
     def _take_worker_messages(self) -> None:
         while (received := self._workers.receive()) is not None:
             identity, message = received
-            if isinstance(message, ModelRunnerOutput) and identity == self._output_worker:
+            if identity not in self._worker_ids:
+                self._workers.num_dropped_frames += 1
+            elif message is None:
+                raise EngineError(
+                    f"{identity.decode()} has left, and come back with no memory of its steps"
+                )
+            elif isinstance(message, ModelRunnerOutput) and identity == self._output_worker:
                 self._take_step_result(message)
             elif isinstance(message, DraftTokenIds):
                 self._scheduler.update_draft_token_ids(message)
@@ -262,6 +301,8 @@ class EngineCore:
             self._workers.num_dropped_frames += 1
             return
         step = self._in_flight.popleft()
+        self._num_steps += 1
+        self._num_tokens += len(result.sampled_token_ids) // 4
         outputs = self._scheduler.update_from_output(step, result, time.monotonic())
         # The workers wait for a bitmask, the clients wait for nothing.
         if self._in_flight and self._in_flight[0].grammar_slots:
@@ -280,6 +321,29 @@ class EngineCore:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
         self._scheduler.violations.clear()
+
+    def _report_loss(self) -> None:
+        """Tell the clients which of their requests were being computed, and see that they have heard it."""
+        try:
+            accused = self._scheduler.find_accused()
+            self._scheduler.finish_requests(accused.convicts, FinishReason.ERROR, CONVICTION)
+            self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
+        except Exception:
+            logger.exception("what was being computed is not known")
+            return
+        unheard = set(self._client_indices)
+        for identity, client_index in self._client_indices.items():
+            suspects, bystanders = (
+                int32_bytes([index for client, index in keys if client == client_index])
+                for keys in (accused.suspects, accused.bystanders)
+            )
+            self._clients.send(identity, ReplicaLost(suspects, bystanders))
+        deadline = time.monotonic() + LAST_WORDS_S
+        while unheard and (remaining := deadline - time.monotonic()) > 0:
+            self._clients.socket.poll(int(remaining * 1000) + 1)
+            while (received := self._clients.receive()) is not None:
+                if isinstance(received[1], LossNoted):
+                    unheard.discard(received[0])
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
         """Write the event log to a file. Returns whether it worked, and the path or the problem."""
@@ -331,8 +395,24 @@ class EngineCore:
         bitmask = self._scheduler.get_grammar_bitmask(step)
         self._workers.send_all(self._worker_ids, GrammarOutput(step.step, bitmask))
 
-    def _poll_timeout_ms(self) -> int | None:
-        return GRAMMAR_POLL_MS if self._grammars.is_compiling else None
+    def _poll_timeout_ms(self) -> int:
+        return GRAMMAR_POLL_MS if self._grammars.is_compiling else BEAT_INTERVAL_MS
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_INTERVAL_S
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        self._status.beat(
+            Heartbeat(
+                num_steps=self._num_steps,
+                num_tokens=self._num_tokens,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                kv_cache_usage=self._scheduler.get_kv_cache_usage(),
+            )
+        )
 
 
 def _is_well_formed(message: ClientMessage) -> bool:

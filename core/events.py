@@ -41,7 +41,7 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """In a file `message` is without its tokens, of which there are `num_prompt_bytes` bytes."""
+    """In a file `message` is without its prompt, of which there are `num_prompt_bytes` bytes, and has zeros for output."""
 
     client_index: int
     message: EngineCoreRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..protocol.arrays import int32_view
 from ..protocol.errors import EngineError
 from ..protocol.sampling_params import StructuredOutput
 from .batch import Tenure
@@ -52,6 +53,11 @@ class Grammars:
     def accept(self, request: Request, token_ids: Sequence[int]) -> bool:
         """Advance a request's grammar; False when it forbids one of the tokens."""
         return self._backend is None or self._backend.accept_tokens(request.key, token_ids)
+
+    def accept_output(self, request: Request) -> bool:
+        """Advance a new grammar over what its request has generated before it came here."""
+        token_ids = int32_view(request.output_token_ids).tolist()
+        return not token_ids or self.accept(request, token_ids)
 
     def num_acceptable(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many drafts a request's grammar would accept."""

@@ -16,6 +16,7 @@ from ..protocol.messages import (
     SchedulerStats,
 )
 from .kv_connector import KVConnector
+from .quarantine import Accused
 from .request import RequestKey
 
 
@@ -42,6 +43,14 @@ class SchedulerInterface(ABC):
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
         """End requests from outside. Unknown and finished ones are passed over."""
+
+    @abstractmethod
+    def get_kv_cache_usage(self) -> float:
+        """The share of the blocks in use, 0 to 1."""
+
+    @abstractmethod
+    def find_accused(self) -> Accused:
+        """Whom the steps in flight compute, should their output never come."""
 
     @abstractmethod
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:

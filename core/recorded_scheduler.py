@@ -40,6 +40,7 @@ from .grammars import GrammarBackend
 from .interface import SchedulerInterface
 from .kv_connector import KVConnector, create_connector
 from .prefix_cache import HashBlocks
+from .quarantine import Accused
 from .recorded_connectors import RecordedEncoderCacheConnector, RecordedKVConnector
 from .request import RequestKey
 from .scheduler import Scheduler
@@ -223,6 +224,12 @@ class RecordedScheduler(SchedulerInterface):
         return outputs
 
     # what changes nothing
+
+    def get_kv_cache_usage(self) -> float:
+        return self.scheduler.get_kv_cache_usage()
+
+    def find_accused(self) -> Accused:
+        return self.scheduler.find_accused()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         num_events = len(self.log.events)

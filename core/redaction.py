@@ -150,6 +150,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
     return EngineCoreRequest(
         request_index=message.request_index,
         prompt_token_ids=b"",
+        output_token_ids=bytes(len(message.output_token_ids)),
         sampling_params=without_content(message.sampling_params),
         arrival_time=message.arrival_time,
         eos_token_ids=message.eos_token_ids,
@@ -160,6 +161,8 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         deadline=message.deadline,
         request_id=message.request_id,
         lora_name=pseudonyms.name(message.lora_name),
+        is_resubmitted=message.is_resubmitted,
+        is_suspect=message.is_suspect,
         encoder_inputs=[
             msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
             for item in message.encoder_inputs

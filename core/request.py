@@ -118,8 +118,8 @@ class Request:
         self.params = message.sampling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
-        self.num_tokens = self.num_prompt_tokens
-        self.output_token_ids = b""
+        self.output_token_ids = message.output_token_ids
+        self.num_tokens = self.num_prompt_tokens + len(message.output_token_ids) // 4
         self.prompt_block_hashes = message.block_hashes
         self.root_hash = message.root_hash
         self._block_hashes: list[bytes] | None = None
@@ -131,7 +131,7 @@ class Request:
         self.slot = -1
         self.num_admissions = 0
         self.num_cached_tokens = -1
-        self.has_sampled = False
+        self.has_sampled = bool(message.output_token_ids)
         self.is_corrupted = False
         self.has_untrusted_blocks = False
         self.computes_locally = False

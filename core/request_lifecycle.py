@@ -21,6 +21,7 @@ from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
 from .kv_cache_manager import KVCacheManager, Prefix
+from .quarantine import Quarantine
 from .request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
@@ -54,6 +55,7 @@ class RequestLifecycle:
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
         self.queue = queue
+        self.quarantine = Quarantine(queue)
         self.running = running
         self.clients = clients
         self.grammars = grammars
@@ -91,7 +93,9 @@ class RequestLifecycle:
         self._num_queued_tokens += request.num_tokens
         self.requests[request.key] = request
         self.clients.event(request, _QUEUED, now)
-        if request.deadline:
+        if message.is_suspect:
+            self.quarantine.add(request)
+        if request.deadline and not request.has_sampled:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
         if request.encoder_inputs:
             self._encoders.are_in_use = True
@@ -107,6 +111,8 @@ class RequestLifecycle:
             return
         if error is not None:
             self.finish(request, FinishReason.ERROR, message=error)
+        elif not self.grammars.accept_output(request):
+            self.finish(request, FinishReason.ERROR, message="its tokens break the grammar")
         else:
             request.status = RequestStatus.WAITING
             self.queue.restore(request)
@@ -250,6 +256,8 @@ class RequestLifecycle:
                     self.queue.discard(request)
             if request.params.structured_output is not None:
                 self.grammars.release(request)
+            if self.quarantine.suspects:
+                self.quarantine.release(request)
             finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
             self.clients.finish(request.client_index, finished)
         if leaving:

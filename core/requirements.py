@@ -49,12 +49,15 @@ class Requirements(msgspec.Struct, frozen=True):
         problem = self._find_inconsistency(request)
         if problem is not None:
             return Refusal(FinishReason.ERROR, problem)
-        num_tokens = len(request.prompt_token_ids) // 4
+        num_tokens = (len(request.prompt_token_ids) + len(request.output_token_ids)) // 4
         problem = self._find_misfit(num_tokens)
         if request.encoder_inputs and problem is None:
             problem = self._find_encoder_misfit(request)
         if problem is not None:
             return Refusal(FinishReason.IGNORED, problem)
+        if request.is_resubmitted:
+            # It had its place in a queue already.
+            return None
         limit = self.max_num_queued_reqs
         if limit and num_queued_reqs >= limit:
             return Refusal(
@@ -108,6 +111,13 @@ class Requirements(msgspec.Struct, frozen=True):
         num_bytes = len(request.prompt_token_ids)
         if num_bytes % 4:
             return f"prompt_token_ids has {num_bytes} bytes, not a multiple of 4"
+        max_tokens = request.sampling_params.max_tokens
+        num_output = len(request.output_token_ids) // 4
+        if len(request.output_token_ids) % 4 or (num_output and num_output >= (max_tokens or 0)):
+            return (
+                f"output_token_ids has {len(request.output_token_ids)} bytes, not whole tokens "
+                f"below max_tokens={max_tokens}"
+            )
         expected = num_bytes // 4 // self.block_size * HASH_BYTES
         if request.root_hash and len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"

@@ -57,7 +57,8 @@ from .kv_transfers import KVTransfers
 from .micro_batches import MicroBatches
 from .partial_prefills import PartialPrefills
 from .prefix_cache import HashBlocks
-from .request import RequestKey
+from .quarantine import Accused
+from .request import Request, RequestKey
 from .request_lifecycle import RequestLifecycle
 from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
 from .requirements import Requirements
@@ -254,6 +255,17 @@ class Scheduler(SchedulerInterface):
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        tried = self._lifecycle.quarantine.next()
+        if tried is not None:
+            if self._results.is_anything_expected:
+                return None
+            step = self._schedule(now, tried)
+            if step is not None:
+                return step
+        return self._schedule(now, None)
+
+    def _schedule(self, now: float, tried: Request | None) -> SchedulerOutput | None:
+        """The next step; that of a request `tried` alone, if it can be given anything."""
         self.kv_cache_manager.pool.lifetimes.now = now
         self._lifecycle.expire(now)
         if self._transfers is not None:
@@ -264,23 +276,23 @@ class Scheduler(SchedulerInterface):
         if self.kv_cache_manager.tables.has_windows:
             may_be_rejected = self._drafts is not None
             self.kv_cache_manager.begin_step(self._running.order, may_be_rejected=may_be_rejected)
-        plan = self._running_pass.plan()
+        plan = self._running_pass.plan(self._beside(tried))
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
             if self._transfers is not None and self._transfers.take_back():
                 continue
             self._lifecycle.preempt(self._queue.victim(), now)
             may_admit = False
-            plan = self._running_pass.plan()
+            plan = self._running_pass.plan(self._beside(tried))
         if plan.encoders is not None and plan.encoders.failed:
             self._lifecycle.fail_all(plan.encoders.failed)
-            return self.schedule(now)
+            return self._schedule(now, tried)
         max_admitted = self.slots.num_free if may_admit else 0
-        if may_admit and self._queue:
+        if may_admit and self._queue and tried is None:
             displaced = self._admission.displace(plan, now)
             if displaced is not None:
                 plan, max_admitted = displaced, 1
         samples = self._running_pass.carry_out(plan)
-        admitted = self._admission.admit(plan, max_admitted, now)
+        admitted = self._admission.admit(plan, max_admitted, now, tried)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
             is_in_flight = self._results.is_anything_expected
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
@@ -296,6 +308,12 @@ class Scheduler(SchedulerInterface):
         if self._encoders.are_in_use:
             self._encoders.describe(step)
         return step
+
+    def _beside(self, tried: Request | None) -> list[int]:
+        """The slots of all but the one request that is tried."""
+        if tried is None:
+            return []
+        return [slot for slot in self._running.order.tolist() if slot != tried.slot]
 
     def _inject_preemption(self, now: float) -> bool:
         """Preempt a running request with the configured probability, by a hash of the step's number."""
@@ -354,6 +372,12 @@ class Scheduler(SchedulerInterface):
         return events
 
     # questions
+
+    def get_kv_cache_usage(self) -> float:
+        return self.kv_cache_manager.pool.usage
+
+    def find_accused(self) -> Accused:
+        return self._results.find_accused()
 
     def count_samples(self, scheduler_output: SchedulerOutput) -> int:
         """How many tokens the output of a step in flight will have."""

@@ -23,6 +23,7 @@ from ..protocol.messages import (
 )
 from .batch import Batch, StepInFlight
 from .drafts import Drafts
+from .quarantine import Accused
 from .request import Request
 from .request_lifecycle import End, RequestLifecycle
 from .verification import cut_after_stops, subtract_rejections
@@ -48,6 +49,22 @@ class StepResults:
     def is_anything_expected(self) -> bool:
         """Whether a step is in flight."""
         return bool(self._in_flight)
+
+    def find_accused(self) -> Accused:
+        """Whom the steps in flight compute."""
+        accused = Accused([], [], [])
+        rows = [row for step in self._in_flight for row in step.prefilled if row.is_alive]
+        new = {row.request.key for row in rows}
+        new.update(self._running[slot].key for slot in self._running.prefilling)
+        for step in self._in_flight:
+            for request in step.batch.owners(self._slots).values():
+                if request.key in self._lifecycle.quarantine.suspects:
+                    accused.convicts.append(request.key)
+                elif request.key in new:
+                    accused.suspects.append(request.key)
+                else:
+                    accused.bystanders.append(request.key)
+        return Accused(*(list(dict.fromkeys(keys)) for keys in accused))
 
     def expect(self, step: StepInFlight) -> None:
         """A step was sent."""
@@ -170,7 +187,10 @@ class StepResults:
         else:
             may_end = self._slots.append_outputs(sampling.slots, counts, token_ids)
             token_ids = token_ids[np.cumsum(counts) - 1]
+        quarantine = self._lifecycle.quarantine
         for row in step.prefilled:
+            if quarantine.suspects and row.is_alive:
+                quarantine.release(row.request)
             if not row.request.has_sampled and row.is_alive:
                 self._take_first_token(row.request, now)
         if len(may_end):

@@ -16,6 +16,7 @@ from ..protocol.config import (
     DeviceConfig,
     FrontendConfig,
     ParallelConfig,
+    RecoveryConfig,
     SchedulerConfig,
 )
 from .flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED, Flag
@@ -27,6 +28,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "cache": CacheConfig,
     "device": DeviceConfig,
+    "recovery": RecoveryConfig,
     "parallel": ParallelConfig,
 }
 

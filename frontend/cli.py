@@ -13,9 +13,11 @@ from .. import __version__
 COMMANDS = """\
 commands:
   serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
+  status [--url URL]        a live table of the processes of a running server
   replay FILE [flags]       run a recorded scheduler again, or tell why a request waited
   simulate TRACE [flags]    predict latencies and throughput of a trace, in virtual time
-  worker CONFIG CORE RANK   run one worker of a running engine, as torchrun starts it
+  worker CONFIG CORE RANK EPOCH
+                            run one worker of a running engine, as torchrun starts it
 """
 
 
@@ -31,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
     parser.add_argument(
-        "command", choices=("serve", "replay", "simulate", "worker"), help=argparse.SUPPRESS
+        "command",
+        choices=("serve", "status", "replay", "simulate", "worker"),
+        help=argparse.SUPPRESS,
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     if not arguments:
@@ -43,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.command in ("replay", "simulate"):
         # The scheduler is not part of the frontend.
         _run_module(f"engine.core.{parsed.command}", parsed.arguments)
+    if parsed.command == "status":
+        from .status import status
+
+        return status(parsed.arguments)
     # Imported here so that `engine --help` costs nothing.
     from .serve import serve
 
@@ -56,8 +64,10 @@ def _worker(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("config", metavar="CONFIG", help="the engine's configuration file")
     parser.add_argument("core", metavar="CORE", type=int, help="index of the core")
     parser.add_argument("rank", metavar="RANK", type=int, help="rank among the core's workers")
+    parser.add_argument("epoch", metavar="EPOCH", type=int, help="which life of the replica it is")
     parsed = parser.parse_args(arguments)
-    _run_module("engine.workers", (parsed.config, str(parsed.core), str(parsed.rank)))
+    place = map(str, (parsed.core, parsed.rank, parsed.epoch))
+    _run_module("engine.workers", (parsed.config, *place))
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> NoReturn:

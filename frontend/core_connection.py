@@ -1,17 +1,19 @@
-"""The conversation of one frontend with one core: handshake, sending once a tick, missing messages."""
+"""The conversation of one frontend with one core, and with those that take its place: greeting, sending once a
+tick, missing messages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import zmq
 
 from ..protocol.arrays import int32_bytes
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -22,6 +24,8 @@ from ..protocol.messages import (
     DumpEventLog,
     EngineCoreOutputs,
     EngineCoreRequest,
+    LossNoted,
+    ReplicaLost,
     ResetPrefixCache,
 )
 from ..protocol.transport import Peer
@@ -30,25 +34,29 @@ from .core_load import CoreLoad
 
 logger = logging.getLogger(__name__)
 
-HELLO_INTERVAL_S: Final = 0.1
-
 
 class CoreEvents(msgspec.Struct):
     """What a connection reports.
 
+    `on_ready`: a core takes requests, and knows of none.
     `on_outputs` may raise for a message that makes no sense, which is then dropped.
     `on_lost_outputs`: outputs were lost on the way, so every sequence at this core misses tokens.
+    `on_replica_lost`: this core is about to end, and says whose computation it did not survive.
     `on_refused`: this core can never serve this frontend, for the reason given.
     """
 
     on_ready: Callable[[CoreReady], None]
     on_outputs: Callable[[EngineCoreOutputs], None]
     on_lost_outputs: Callable[[int], None]
+    on_replica_lost: Callable[[ReplicaLost], None]
     on_refused: Callable[[str], None]
 
 
 class CoreConnection:
-    """Says hello until the core answers; afterwards carries requests there and outputs back."""
+    """Carries requests to a core and outputs back, once it has greeted.
+
+    A greeting starts afresh: nothing of what was sent before it has reached the core that says it.
+    """
 
     def __init__(
         self,
@@ -61,8 +69,8 @@ class CoreConnection:
         self.core_index = core_index
         self.load = CoreLoad(config.scheduler)
         self.ready = False
+        self.epoch = 0
         self._num_dropped_messages = 0
-        self._config = config
         self._client_index = client_index
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -76,17 +84,16 @@ class CoreConnection:
             context, config.core_address(core_index), b"client%d" % client_index, CoreMessage
         )
         self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
-        self._hello_timer: asyncio.TimerHandle | None = None
-        self._say_hello()
 
     def num_dropped_frames(self) -> int:
         """Frames that did not decode, came twice or made no sense."""
         return self._wire.num_dropped_frames + self._num_dropped_messages
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Send a request with all others of this tick of the event loop."""
-        self._requests.append(request)
-        self._schedule_flush()
+        """Send a request with all others of this tick of the event loop; nothing while the core is not ready."""
+        if self.ready:
+            self._requests.append(request)
+            self._schedule_flush()
 
     def abort(self, request_index: int) -> None:
         self._aborted.append(request_index)
@@ -116,15 +123,9 @@ class CoreConnection:
         self._calls.clear()
 
     def close(self) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
         self._requests.clear()
         self._aborted.clear()
         self._peer.close()
-
-    def _say_hello(self) -> None:
-        self._peer.send(ClientHello(PROTOCOL_VERSION, self._config.epoch, self._client_index))
-        self._hello_timer = self._loop.call_later(HELLO_INTERVAL_S, self._say_hello)
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -149,6 +150,10 @@ class CoreConnection:
             result = self._calls.pop(message.call_id, None)
             if result is not None and not result.done():
                 result.set_result(message)
+        else:
+            self.ready = False
+            self._events.on_replica_lost(message)
+            self._peer.send(LossNoted())
 
     def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:
         last = self._last_sequence
@@ -168,17 +173,17 @@ class CoreConnection:
             self._events.on_lost_outputs(self.core_index)
 
     def _receive_ready(self, ready: CoreReady) -> None:
-        if self.ready:
-            return
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-        expected = (PROTOCOL_VERSION, self._config.epoch, self.core_index)
-        if (ready.version, ready.epoch, ready.core_index) != expected:
+        if (ready.version, ready.core_index) != (PROTOCOL_VERSION, self.core_index):
             self._events.on_refused(
                 f"core {self.core_index} answered as core {ready.core_index} with protocol "
-                f"version {ready.version} and epoch {ready.epoch}; this frontend expects "
-                f"version {PROTOCOL_VERSION} and epoch {self._config.epoch}: restart the server"
+                f"version {ready.version}; this frontend expects version {PROTOCOL_VERSION}: "
+                "restart the server"
             )
             return
-        self.ready = True
+        self._requests.clear()
+        self._aborted.clear()
+        self._last_sequence = None
+        self.fail_calls(EngineError(f"core {self.core_index} was restarted; try again"))
+        self._peer.send(ClientHello(PROTOCOL_VERSION, ready.epoch, self._client_index))
+        self.ready, self.epoch = True, ready.epoch
         self._events.on_ready(ready)

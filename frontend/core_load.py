@@ -62,6 +62,10 @@ class CoreLoad:
         self.num_queued -= was_queued
         self.num_unscheduled_tokens -= num_prompt_tokens
 
+    def moved_away(self) -> None:
+        """A sequence that has left the queue goes on elsewhere."""
+        self.num_inflight -= 1
+
     def finished(self) -> None:
         self.num_inflight -= 1
         self._finish_times.append(time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from itertools import groupby
@@ -18,11 +19,14 @@ from ..protocol.errors import EngineError
 from ..protocol.messages import (
     CoreReady,
     EngineCoreRequest,
+    EngineStatus,
     FinishReason,
+    ReplicaLost,
 )
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
 from .detokenizer import IncrementalDetokenizer
+from .engine_watch import EngineWatch
 from .input_processor import InputProcessor
 from .logprobs import PositionLogprobs
 from .metrics import Metrics
@@ -74,17 +78,14 @@ class EngineClient:
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
+        self.watch: EngineWatch | None = None
         self._started: asyncio.Future[None] | None = None
         self._last_index = -1
 
     @property
     def ready(self) -> bool:
-        """Every core has answered and none has failed."""
-        return (
-            bool(self._cores)
-            and self.dead_reason is None
-            and all(core.ready for core in self._cores)
-        )
+        """Some core takes requests."""
+        return self.dead_reason is None and any(core.ready for core in self._cores)
 
     @property
     def num_inflight(self) -> int:
@@ -94,10 +95,12 @@ class EngineClient:
     async def start(self) -> None:
         """Connect, and wait until every core can execute. Raises EngineDead if one never can."""
         self._started = asyncio.get_running_loop().create_future()
+        self.watch = EngineWatch(self._context, self._config, self._status_is_known)
         events = CoreEvents(
             on_ready=self._core_is_ready,
             on_outputs=self._output.process,
             on_lost_outputs=self._outputs_were_lost,
+            on_replica_lost=self._replica_was_lost,
             on_refused=self.fail,
         )
         for core_index in range(self._config.parallel.data_parallel_size):
@@ -114,6 +117,9 @@ class EngineClient:
             self.fail("the server has stopped")
         while self._cores:
             self._cores.pop().close()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
         self._context.term()
 
     def fail(self, reason: str) -> None:
@@ -210,8 +216,13 @@ class EngineClient:
     def _route(
         self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
     ) -> list[CoreConnection]:
-        """A core for each sequence: the one with the least in flight. Raises Overloaded."""
+        """A core for each sequence: of those that are ready the one with the least in flight. Raises Overloaded."""
         inflight = [core.load.num_inflight for core in self._cores]
+        if self.ready:
+            inflight = [
+                count if core.ready else sys.maxsize
+                for core, count in zip(self._cores, inflight, strict=True)
+            ]
         new_tokens: Counter[int] = Counter()
         new_sequences: Counter[int] = Counter()
         routed: list[CoreConnection] = []
@@ -278,8 +289,48 @@ class EngineClient:
 
     def _core_is_ready(self, ready: CoreReady) -> None:
         self.metrics.record_ready(ready)
-        if self.ready and self._started is not None and not self._started.done():
+        core = self._cores[ready.core_index]
+        for sequence in list(self._output.sequences.values()):
+            if sequence.core_index == ready.core_index:
+                self._resubmit(sequence, core)
+        all_ready = all(core.ready for core in self._cores)
+        if all_ready and self._started is not None and not self._started.done():
             self._started.set_result(None)
+
+    def _resubmit(self, sequence: Sequence, core: CoreConnection) -> None:
+        """Let a sequence go on at `core`, under a new index: what may still come of the old one is not its."""
+        sequences = self._output.sequences
+        del sequences[sequence.request_index]
+        request = sequence.resubmission(self._next_request_index())
+        sequences[request.request_index] = sequence
+        core.add(request)
+
+    def _status_is_known(self, status: EngineStatus) -> None:
+        """Sequences of a core that is gone go on at another one, if there is one."""
+        for core in self._cores:
+            process = next(
+                (p for p in status.processes if p.name == f"core {core.core_index}"), None
+            )
+            if process is not None and core.ready and process.epoch > core.epoch:
+                core.ready = False
+        if not self.ready:
+            return
+        for sequence in list(self._output.sequences.values()):
+            if not self._cores[sequence.core_index].ready:
+                self._move(sequence)
+
+    def _move(self, sequence: Sequence) -> None:
+        ready = [core for core in self._cores if core.ready]
+        core = min(ready, key=lambda core: core.load.num_inflight)
+        self._output.move(sequence, core.core_index, core.load)
+        self._resubmit(sequence, core)
+
+    def _replica_was_lost(self, lost: ReplicaLost) -> None:
+        for indices, is_suspect in ((lost.suspects, True), (lost.bystanders, False)):
+            for index in int32_view(indices).tolist():
+                sequence = self._output.sequences.get(index)
+                if sequence is not None:
+                    sequence.accuse(is_suspect=is_suspect)
 
     def _outputs_were_lost(self, core_index: int) -> None:
         lost = [s for s in self._output.sequences.values() if s.core_index == core_index]

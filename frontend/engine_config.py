@@ -16,6 +16,7 @@ from ..protocol.config import (
     FrontendConfig,
     ParallelConfig,
     PreemptionMode,
+    RecoveryConfig,
     SchedulerConfig,
     SchedulingPolicy,
 )
@@ -47,6 +48,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         scheduler=scheduler,
         parallel=parallel,
         device=device,
+        recovery=RecoveryConfig(**settings["recovery"]),
         frontend=make_frontend_config(settings, model.default_sampling),
     )
 

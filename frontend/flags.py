@@ -370,6 +370,36 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="JSON",
         ),
     ),
+    "recovery": (
+        Flag(
+            "--heartbeat-timeout",
+            "recovery.heartbeat_timeout_s",
+            "a process that gives no sign of life for so many seconds is killed and started again",
+            number(1),
+            metavar="S",
+        ),
+        Flag(
+            "--step-timeout",
+            "recovery.step_timeout_s",
+            "so is a worker whose step takes longer than this",
+            number(1),
+            metavar="S",
+        ),
+        Flag(
+            "--max-restarts",
+            "recovery.max_restarts",
+            "give up after more deaths than this with no token in between",
+            integer(0),
+            metavar="N",
+        ),
+        Flag(
+            "--inject-crash",
+            "recovery.inject_crash",
+            "a worker kills itself when a prompt has this token (for tests)",
+            integer(0),
+            metavar="TOKEN",
+        ),
+    ),
     "device": (
         Flag(
             "--device",

@@ -129,7 +129,10 @@ class Metrics(Collector):
         self._count_dropped_frames[core_index] = count
 
     def record_ready(self, ready: CoreReady) -> None:
-        self._cores[ready.core_index].ready = ready
+        """A core has nothing to do as yet."""
+        core = self._cores[ready.core_index]
+        core.ready = ready
+        core.stats, core.stats_time = SchedulerStats(), time.monotonic()
 
     def record_tokens(self, core_index: int, num_tokens: int, intervals: list[float]) -> None:
         """Tokens of one message; `intervals` are the seconds since each sequence's previous token."""

@@ -19,6 +19,7 @@ from ..protocol.messages import (
     FinishReason,
     RequestEvent,
 )
+from .core_load import CoreLoad
 from .metrics import Metrics
 from .request_group import FAILURES, RequestGroup, Sequence
 
@@ -87,6 +88,17 @@ class OutputProcessor:
         self._metrics.record_finished(sequence)
         sequence.group.num_unfinished -= 1
         self._has_news(sequence)
+
+    def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
+        """A sequence goes on at another core."""
+        self._leave_queue(sequence)
+        sequence.load.moved_away()
+        load.submitted(sequence.num_prompt_tokens)
+        if sequence.scheduled_time:
+            load.left_queue(sequence.num_prompt_tokens, was_queued=False)
+        else:
+            sequence.queued_time = 0.0
+        sequence.core_index, sequence.load = core_index, load
 
     def fail(self, sequences: Iterable[Sequence], error: str) -> None:
         for sequence in list(sequences):
@@ -168,7 +180,7 @@ class OutputProcessor:
         sequence = self.sequences.get(event.request_index)
         if sequence is None:
             return
-        if event.kind is EventKind.QUEUED:
+        if event.kind is EventKind.QUEUED and not sequence.queued_time:
             sequence.queued_time = event.timestamp
             sequence.load.queued()
         elif event.kind is EventKind.SCHEDULED and not sequence.scheduled_time:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +63,8 @@ class Sequence:
     """One prompt being continued: its unread tokens, its end, and its times for the metrics.
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
-    frontend's, the others the core's.
+    frontend's, the others the core's. `num_losses` counts the replicas that were lost while they computed it,
+    since it was last above suspicion.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class Sequence:
         core_index: int,
         load: CoreLoad,
     ) -> None:
-        self.request_index = request.request_index
+        self.request = request
+        self.num_losses = 0
         self.core_index = core_index
         self.load = load
         self.params = params
@@ -105,7 +108,12 @@ class Sequence:
         self._detokenizer = detokenizer
         self._text = ""
         self._num_detokenized = 0
-        self._num_read = 0
+        self._read = array("i")
+
+    @property
+    def request_index(self) -> int:
+        """Its name at its core; a new one each time it is submitted."""
+        return self.request.request_index
 
     @property
     def finished(self) -> bool:
@@ -113,7 +121,29 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return self._num_read + len(self.unread)
+        return len(self._read) + len(self.unread)
+
+    def resubmission(self, request_index: int) -> EngineCoreRequest:
+        """The request for what is still missing, to a core that has never heard of it."""
+        self._note_progress()
+        self.request = msgspec.structs.replace(
+            self.request, request_index=request_index, is_resubmitted=True
+        )
+        return self.request
+
+    def accuse(self, *, is_suspect: bool) -> None:
+        """The replica was lost while it computed this sequence; a suspect had no token since it was admitted."""
+        self._note_progress()
+        self.num_losses += 1
+        self.request.is_suspect |= is_suspect or self.num_losses > 1
+
+    def _note_progress(self) -> None:
+        """Keep what has been generated. A suspect that got a token got it alone, and did no harm."""
+        request = self.request
+        if request.is_suspect and len(request.output_token_ids) // 4 < self.num_generated_tokens:
+            request.is_suspect = False
+            self.num_losses = 0
+        request.output_token_ids = (self._read + array("i", self.unread)).tobytes()
 
     @cached_property
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
@@ -147,7 +177,7 @@ class Sequence:
         token_ids, self.unread = self.unread, []
         text, self._text = self._text, ""
         self._num_detokenized = 0
-        self._num_read += len(token_ids)
+        self._read.extend(token_ids)
         self.has_news = False
         self.wake_at = self.group.stream_interval
         logprobs = None

@@ -54,7 +54,11 @@ def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
             specs = engine_processes(config, config.save(), listener.socket.fileno())
             progress = StartupProgress(console)
             with Supervisor(
-                config, specs, on_status=progress.update, signals=signals
+                config,
+                specs,
+                on_status=progress.update,
+                on_recovery=console.line,
+                signals=signals,
             ) as supervisor:
                 name = config.model.served_names[0]
                 run_until_stopped(supervisor, console, f"ready at {listener.url}  serving {name}")
@@ -71,7 +75,7 @@ def run_until_stopped(supervisor: Supervisor, console: Console, announcement: st
         console.line(announcement)
         supervisor.watch()
     except StopRequested:
-        if supervisor.ready:
+        if supervisor.was_ready:
             limit = supervisor.drain_timeout_s
             console.line(f"draining, at most {limit:g} s; stop again to end at once")
             supervisor.drain()

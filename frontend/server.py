@@ -20,7 +20,8 @@ import uvloop
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ConfigError, EngineError
-from ..protocol.messages import Stage
+from ..protocol.heartbeat import BEAT_INTERVAL_S
+from ..protocol.messages import Heartbeat, Stage
 from ..protocol.sampling_params import SamplingParams
 from ..protocol.transport import StatusReporter
 from .api.app import create_app
@@ -84,6 +85,7 @@ class Frontend:
         stop_task = asyncio.create_task(self._stop.wait())
         start_task = asyncio.create_task(self._start())
         publish_task = asyncio.create_task(self._publish_metrics())
+        beat_task = asyncio.create_task(self._beat())
         try:
             await asyncio.wait(
                 {start_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED
@@ -95,6 +97,7 @@ class Frontend:
             await self._drain()
         finally:
             publish_task.cancel()
+            beat_task.cancel()
             self._engine.close()
             http.should_exit = True
             await http_task
@@ -133,6 +136,12 @@ class Frontend:
         while True:
             await asyncio.sleep(PUBLISH_METRICS_S)
             self._engine.metrics.publish()
+
+    async def _beat(self) -> None:
+        """From the event loop, whose life is meant."""
+        while True:
+            self._reporter.beat(Heartbeat())
+            await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _enter(self, stage: Stage, detail: str) -> None:
         self._serving.stage, self._serving.detail = stage, detail

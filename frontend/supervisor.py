@@ -1,4 +1,4 @@
-"""The parent of every process of an engine: starts, watches, drains and ends them.
+"""The parent of every process of an engine: starts, watches, restarts, drains and ends them.
 
 It holds a pipe to each child's standard input. Whatever happens to the supervisor, the pipe closes and
 the child goes; so nothing outlives it, not even after SIGKILL.
@@ -6,32 +6,35 @@ the child goes; so nothing outlives it, not even after SIGKILL.
 
 from __future__ import annotations
 
-import enum
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import zmq
 
 from ..protocol.config import EngineConfig
-from ..protocol.errors import ConfigError, EngineError
-from ..protocol.messages import ProcessStatus, Stage
-from ..protocol.transport import StatusReceiver
+from ..protocol.errors import EngineError
+from ..protocol.messages import EngineStatus, Heartbeat, ProcessStatus, Stage
+from ..protocol.transport import StatusPublisher, StatusReceiver
+from .child import HAS_EXIT_FD, Child, ProcessSpec, Role
+from .recovery import RecoveryUnit
 from .stop_signals import StopSignals
 
-HAS_EXIT_FD = hasattr(os, "pidfd_open")
+__all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor", "engine_processes"]
+
 WATCH_INTERVAL_S = 0.1
 """How often children are looked at where the system cannot announce their end."""
 
+STATUS_INTERVAL_S = 0.5
+"""How often the state of every process is looked at and told."""
+
 LAST_WORDS_S = 0.3
-"""A process that dies may have said why; its message can arrive after its end is seen."""
+"""A process that ends by itself may have said why; its message can arrive after its end is seen."""
 
 DRAIN_GRACE_S = 5.0
 """What a frontend may take beyond the shutdown timeout, and cores and workers altogether."""
@@ -41,31 +44,16 @@ class ProcessFailed(EngineError):
     """A process reported a failure or died; the message is fit to be the last line."""
 
 
-class Role(enum.Enum):
-    FRONTEND = enum.auto()
-    CORE = enum.auto()
-    WORKER = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """How to start one process. `name` is its title and its name in every `ProcessStatus`."""
-
-    name: str
-    role: Role
-    argv: tuple[str, ...]
-    pass_fds: tuple[int, ...] = ()
-
-
 def engine_processes(
     config: EngineConfig, config_path: Path, listen_fd: int | None
 ) -> list[ProcessSpec]:
     """The processes of `config`, slowest to start first; without a `listen_fd` there are no frontends."""
 
-    def spec(name: str, role: Role, module: str, *args: object) -> ProcessSpec:
+    def spec(name: str, role: Role, module: str, index: int, *args: int) -> ProcessSpec:
         # -P: a file in the current directory must not shadow a module.
         command = (sys.executable, "-P", "-m", f"engine.{module}", str(config_path))
-        return ProcessSpec(name, role, command + tuple(map(str, args)))
+        argv = command + tuple(map(str, (index, *args)))
+        return ProcessSpec(name, role, argv, replica=index)
 
     parallel = config.parallel
     cores = range(parallel.data_parallel_size)
@@ -84,71 +72,13 @@ def engine_processes(
     return specs
 
 
-class _Child:
-    """One running process."""
-
-    def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
-        self.stage = Stage.STARTING
-        try:
-            self._popen = subprocess.Popen(
-                spec.argv,
-                stdin=subprocess.PIPE,
-                pass_fds=spec.pass_fds,
-                # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.
-                process_group=0,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot start {spec.name} ({spec.argv[0]}): {error.strerror}"
-            ) from error
-        self.exit_fd = os.pidfd_open(self._popen.pid) if HAS_EXIT_FD else None
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def terminate(self) -> None:
-        self._popen.terminate()
-
-    def kill(self) -> None:
-        """SIGKILL to the process and what it may have started."""
-        if self.alive:
-            try:
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._popen.kill()
-
-    def close(self) -> None:
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        if self.exit_fd is not None:
-            os.close(self.exit_fd)
-
-    def obituary(self) -> str:
-        code = self._popen.returncode
-        if code is None or code >= 0:
-            return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"
-        name = signal.Signals(-code).name
-        if -code == signal.SIGKILL:
-            return (
-                f"{self.spec.name} was killed by {name}, most likely because the machine ran out of memory; "
-                "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
-            )
-        return f"{self.spec.name} was killed by {name}; its messages are above"
-
-
 class Supervisor:
     """The life of one engine: `start`, `wait_until_ready`, `watch` or `poll`, `drain`, `close`.
 
-    Every wait ends early with `StopRequested` when `signals` receives one, and with `ProcessFailed` when a
-    process fails. Leaving the `with` block kills what still runs. `run_dir` is the caller's.
+    Every wait ends early with `StopRequested` when `signals` receives one, and with `ProcessFailed` when the engine
+    cannot go on: a process fails before the engine was ready, or again and again. Later, what dies or hangs is
+    started anew, and `on_recovery` is told in a line. Leaving the `with` block kills what still runs. `run_dir` is
+    the caller's.
     """
 
     def __init__(
@@ -157,16 +87,22 @@ class Supervisor:
         specs: Sequence[ProcessSpec],
         *,
         on_status: Callable[[ProcessStatus], None] | None = None,
+        on_recovery: Callable[[str], None] | None = None,
         signals: StopSignals | None = None,
     ) -> None:
-        self._specs = specs
+        self._units = _make_units(specs, config.epoch)
+        self._limits = config.recovery
         self.drain_timeout_s = config.frontend.shutdown_timeout_s
         self._on_status = on_status
+        self._on_recovery = on_recovery
         self._signals = signals
-        self._children: dict[str, _Child] = {}
-        self._draining = False
+        self._ending: set[Role] = set()
+        self.was_ready = False
+        self._last_look = time.monotonic()
+        self._last_published = 0.0
         self._context = zmq.Context()
         self._statuses = StatusReceiver(self._context, config)
+        self._publisher = StatusPublisher(self._context, config)
         self._poller = zmq.Poller()
         self._poller.register(self._statuses.socket, zmq.POLLIN)
         if signals is not None:
@@ -174,28 +110,26 @@ class Supervisor:
 
     def start(self) -> None:
         """Start every process at once; they find each other."""
-        for spec in self._specs:
-            child = self._children[spec.name] = _Child(spec)
-            if child.exit_fd is not None:
-                self._poller.register(child.exit_fd, zmq.POLLIN)
+        for unit in self._units:
+            self._watch_exits(unit.start())
 
     @property
     def pids(self) -> dict[str, int]:
         """The process id of every process that runs, by name."""
-        return {name: child.pid for name, child in self._children.items() if child.alive}
+        return {child.spec.name: child.pid for child in self._children() if child.alive}
 
     @property
     def ready(self) -> bool:
         """Whether the processes that face the clients are ready: the frontends, or the cores without them."""
-        facing = self._with_role(Role.FRONTEND) or self._with_role(Role.CORE)
-        return bool(facing) and all(child.stage is Stage.READY for child in facing)
+        facing = [unit for unit in self._units if unit.leader.role is Role.FRONTEND] or self._units
+        return all(unit.is_ready for unit in facing)
 
     def wait_until_ready(self) -> None:
         while not self.ready:
             self._wait(None)
 
     def watch(self) -> None:
-        """Wait for a stop signal or a failure: this never returns."""
+        """Wait for a stop signal or for an engine that cannot go on: this never returns."""
         while True:
             self._wait(None)
 
@@ -205,23 +139,23 @@ class Supervisor:
 
     def drain(self) -> None:
         """Let the frontends finish their streams, then end cores and workers."""
-        self._draining = True
-        frontends = self._with_role(Role.FRONTEND)
-        for child in frontends:
-            child.terminate()
+        self._ending.add(Role.FRONTEND)
+        frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
-        for child in self._with_role(Role.CORE):
-            child.terminate()
-        self._wait_for_exit(self._children.values(), DRAIN_GRACE_S)
+        self._ending.update(Role)
+        self._end(Role.CORE)
+        self._wait_for_exit(list(self._children()), DRAIN_GRACE_S)
 
     def close(self) -> None:
         """Kill what still runs."""
-        for child in self._children.values():
+        for child in self._children():
             child.kill()
-        for child in self._children.values():
+        for child in self._children():
             child.close()
-        self._children.clear()
+        for unit in self._units:
+            unit.children.clear()
         self._statuses.close()
+        self._publisher.close()
         self._context.term()
 
     def __enter__(self) -> Supervisor:
@@ -235,11 +169,16 @@ class Supervisor:
     ) -> None:
         self.close()
 
-    def _with_role(self, role: Role) -> list[_Child]:
-        return [child for child in self._children.values() if child.spec.role is role]
+    def _children(self) -> Iterable[Child]:
+        return [child for unit in self._units for child in unit.children.values()]
 
-    def _wait_for_exit(self, children: Iterable[_Child], timeout_s: float) -> None:
-        children = list(children)
+    def _end(self, role: Role) -> list[Child]:
+        children = [child for child in self._children() if child.spec.role is role]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        return children
+
+    def _wait_for_exit(self, children: list[Child], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while any(child.alive for child in children):
             remaining = deadline - time.monotonic()
@@ -248,33 +187,109 @@ class Supervisor:
             self._wait(remaining)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Sleep until something happens or `timeout_s` passes, and handle it."""
-        if not HAS_EXIT_FD:
-            timeout_s = WATCH_INTERVAL_S if timeout_s is None else min(timeout_s, WATCH_INTERVAL_S)
-        self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        """Sleep until something happens, it is time to look, or `timeout_s` passes, and handle it."""
+        actions = [unit.next_action for unit in self._units]
+        wake_at = min((at for at in actions if at is not None), default=math.inf)
+        interval_s = STATUS_INTERVAL_S if HAS_EXIT_FD else WATCH_INTERVAL_S
+        interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
+        timeout_s = interval_s if timeout_s is None else min(timeout_s, interval_s)
+        self._poller.poll(math.ceil(timeout_s * 1000))
         if self._signals is not None:
             self._signals.raise_if_received()
-        self._read_statuses(0.0)
-        for child in self._children.values():
-            if not child.alive:
-                self._on_exit(child)
+        self._read_reports()
+        self._kill_what_hangs()
+        for unit in self._units:
+            for child in list(unit.children.values()):
+                if not child.alive and child.exit_fd is not None:
+                    self._on_exit(unit, child)
+            if unit.leader.role not in self._ending:
+                self._watch_exits(unit.recover(time.monotonic()))
+        self.was_ready = self.was_ready or self.ready
+        if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
+            self._publish()
 
-    def _read_statuses(self, timeout_s: float) -> None:
-        while (status := self._statuses.receive(int(timeout_s * 1000))) is not None:
-            child = self._children.get(status.process)
-            if child is None:
+    def _watch_exits(self, children: Iterable[Child]) -> None:
+        for child in children:
+            if child.exit_fd is not None:
+                self._poller.register(child.exit_fd, zmq.POLLIN)
+
+    def _read_reports(self) -> None:
+        while (report := self._statuses.receive(0)) is not None:
+            child = next((c for c in self._children() if c.spec.name == report.process), None)
+            if child is None or report.pid != child.pid:
                 continue
-            child.stage = status.stage
-            if self._on_status is not None:
-                self._on_status(status)
-            if status.stage is Stage.FAILED and not self._draining:
-                raise ProcessFailed(f"{status.process}: {status.detail}")
+            if isinstance(report, Heartbeat):
+                child.beat(report)
+                continue
+            child.enter(report.stage, report.detail)
+            if self._on_status is not None and not self.was_ready:
+                self._on_status(report)
+            if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
+                raise ProcessFailed(child.obituary())
 
-    def _on_exit(self, child: _Child) -> None:
+    def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
+        self._forget_exit(child)
+        if child.spec.role in self._ending:
+            return
+        deadline = time.monotonic() + (0.0 if child.was_killed else LAST_WORDS_S)
+        while child.stage is not Stage.FAILED and time.monotonic() < deadline:
+            self._statuses.socket.poll(int(WATCH_INTERVAL_S * 1000))
+            self._read_reports()
+        if not self.was_ready:
+            raise ProcessFailed(child.obituary())
+        if not unit.is_down:
+            self._tell(f"{child.obituary()}; starting it again")
+        self._publish()
+        if not unit.died(child, self._limits.max_restarts):
+            raise ProcessFailed(
+                f"{child.obituary()}, and {unit.leader.name} produced nothing in "
+                f"{unit.num_fruitless_deaths} lives: giving up (--max-restarts {self._limits.max_restarts})"
+            )
+
+    def _forget_exit(self, child: Child) -> None:
         if child.exit_fd is not None:
             self._poller.unregister(child.exit_fd)
             os.close(child.exit_fd)
             child.exit_fd = None
-        if not self._draining:
-            self._read_statuses(LAST_WORDS_S)
-            raise ProcessFailed(child.obituary())
+
+    def _kill_what_hangs(self) -> None:
+        now = time.monotonic()
+        # While this process did not run, nobody's silence could be heard.
+        lost_s = max(0.0, now - self._last_look - 2 * STATUS_INTERVAL_S)
+        self._last_look = now
+        limits = self._limits
+        for child in self._children():
+            if not child.alive:
+                continue
+            child.last_beat += lost_s
+            hang = child.find_hang(now, limits.heartbeat_timeout_s, limits.step_timeout_s)
+            if hang:
+                self._tell(f"{hang}: killing it")
+            if hang or (child.kill_at is not None and now > child.kill_at):
+                child.kill()
+
+    def _publish(self) -> None:
+        self._last_published = now = time.monotonic()
+        processes = [
+            child.info(now, unit.num_restarts[name])
+            for unit in reversed(self._units)
+            for name, child in unit.children.items()
+        ]
+        self._publisher.publish(EngineStatus(processes))
+
+    def _tell(self, text: str) -> None:
+        if self._on_recovery is not None:
+            self._on_recovery(text)
+
+
+def _make_units(specs: Sequence[ProcessSpec], epoch: int) -> list[RecoveryUnit]:
+    """Replicas and frontends, in the order of `specs`."""
+    units = []
+    for spec in specs:
+        workers: list[ProcessSpec] = []
+        if spec.role is Role.WORKER:
+            continue
+        if spec.role is Role.CORE:
+            workers = [s for s in specs if s.role is Role.WORKER and s.replica == spec.replica]
+        units.append(RecoveryUnit(spec, workers, epoch))
+    return units

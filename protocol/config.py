@@ -237,8 +237,26 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     dump_dir: str | None = None
 
 
+class RecoveryConfig(msgspec.Struct, frozen=True):
+    """When a process counts as hung, and how often one is started again.
+
+    A process that gives no sign of life for `heartbeat_timeout_s`, or a step that takes longer than `step_timeout_s`,
+    is killed. After more than `max_restarts` deaths with no token in between the engine gives up.
+    With `inject_crash` (tests) a worker kills itself when a prompt has that token.
+    """
+
+    heartbeat_timeout_s: float = 5.0
+    step_timeout_s: float = 300.0
+    max_restarts: int = 5
+    inject_crash: int | None = None
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
-    """Everything. `run_dir` is a 0700 directory that holds the sockets of this engine."""
+    """Everything. `run_dir` is a 0700 directory that holds the sockets of this engine.
+
+    `epoch` is the one field that differs between processes: it counts the lives of a replica, and a process is
+    told on its command line in which it was born.
+    """
 
     run_dir: str
     epoch: int
@@ -248,6 +266,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontendConfig = FrontendConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     kv_transfer: KVTransferConfig | None = None
     speculative: SpeculativeConfig | None = None
     version: int = PROTOCOL_VERSION
@@ -264,6 +283,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         """Where every process reports its progress (PULL)."""
         return f"ipc://{self.run_dir}/supervisor"
 
+    def status_address(self) -> str:
+        """Where the supervisor tells the state of every process (PUB)."""
+        return f"ipc://{self.run_dir}/status"
+
     def rendezvous_address(self, core_index: int) -> str:
         """`init_method` of torch.distributed for the workers of one core on one machine.
 
@@ -279,11 +302,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return path
 
 
-def load_config(path: str | Path) -> EngineConfig:
-    """Read what `EngineConfig.save` wrote. Raises msgspec.DecodeError on anything else."""
+def load_config(path: str | Path, epoch: int | None = None) -> EngineConfig:
+    """Read what `EngineConfig.save` wrote, for a process of `epoch`. Raises msgspec.DecodeError on anything else."""
     config = msgspec.msgpack.decode(Path(path).read_bytes(), type=EngineConfig)
     if config.version != PROTOCOL_VERSION:
         raise msgspec.ValidationError(
             f"{path}: configuration version {config.version}, expected {PROTOCOL_VERSION}"
         )
-    return config
+    return config if epoch is None else msgspec.structs.replace(config, epoch=epoch)

@@ -48,7 +48,10 @@ class EventKind(enum.IntEnum):
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """First message of a frontend to a core; anything before it is dropped."""
+    """A frontend's answer to `CoreReady`, of the same epoch; anything before it is dropped.
+
+    A frontend that says it has no requests at this core yet: those of an earlier connection are aborted.
+    """
 
     version: int
     epoch: int
@@ -78,6 +81,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
     set here. `request_id` is what people call it; several sequences may share one. `kv_transfer_params` are for the
     KV connector alone.
+
+    A request `is_resubmitted` when the core that had it is gone. It goes on after `output_token_ids`, which its
+    client has already, as one does that was preempted. One that `is_suspect` of having killed a worker runs alone
+    until its next token is there.
     """
 
     request_index: int
@@ -94,6 +101,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     kv_transfer_params: dict[str, object] | None = None
     lora_name: str = ""
     encoder_inputs: list[EncoderInput] = []
+    output_token_ids: I32 = b""
+    is_resubmitted: bool = False
+    is_suspect: bool = False
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -117,8 +127,12 @@ class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen
     call_id: int
 
 
+class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=True):
+    """Answer to `ReplicaLost`."""
+
+
 ClientMessage: TypeAlias = (
-    ClientHello | AddRequests | AbortRequests | ResetPrefixCache | DumpEventLog
+    ClientHello | AddRequests | AbortRequests | ResetPrefixCache | DumpEventLog | LossNoted
 )
 
 
@@ -126,7 +140,7 @@ ClientMessage: TypeAlias = (
 
 
 class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
-    """Answer to `ClientHello` once the workers can execute."""
+    """What a core says first on each connection, once its workers can execute."""
 
     version: int
     epoch: int
@@ -254,10 +268,28 @@ class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen
     detail: str = ""
 
 
-CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult
+class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=True):
+    """The last message of a core that has lost a worker or met an error of its own.
+
+    Of the client's requests in the steps in flight `suspects` int32 had no token yet since they were admitted;
+    `bystanders` int32 had.
+    """
+
+    suspects: I32
+    bystanders: I32
+
+
+CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult | ReplicaLost
 
 
 # core -> worker
+
+
+class CoreHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """What a core says first on each connection. The worker forgets every request, and answers `WorkerHello`."""
+
+    version: int
+    epoch: int
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -346,20 +378,22 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False, frozen
     """The receiver exits with code 0."""
 
 
-WorkerCommand: TypeAlias = SchedulerOutput | GrammarOutput | AllocateKVCache | Shutdown
+WorkerCommand: TypeAlias = CoreHello | SchedulerOutput | GrammarOutput | AllocateKVCache | Shutdown
 
 
 # worker -> core
 
 
 class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """Answer to `CoreHello`, of the same epoch, once the model is loaded; anything before it is dropped."""
+
     version: int
     epoch: int
     rank: int
 
 
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
-    """The model is loaded; `num_blocks` KV-cache blocks, which the `groups` share, fit into this worker.
+    """`num_blocks` KV-cache blocks, which the `groups` share, fit into this worker, or are there already.
 
     `num_host_blocks` blocks fit into the host tier, 0 without one.
     """
@@ -457,13 +491,14 @@ class Stage(enum.StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    STOPPED = "stopped"
 
 
 class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, frozen=True):
     """Progress of one process through its stages.
 
     `process` is its title without the prefix ("worker 0"). `done` of `total` (bytes, or 0 of 0 when there is nothing to
-    count) draws the progress bar. `detail` is the one line a person reads.
+    count) draws the progress bar. `detail` is the one line a person reads. `pid` tells it from its predecessors.
     """
 
     process: str
@@ -471,3 +506,49 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
     detail: str = ""
     done: int = 0
     total: int = 0
+    pid: int = 0
+
+
+class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
+    """A process is alive, whatever it is doing. `busy_s` says for how long it has been in its present step.
+
+    `num_tokens` counts what it has generated; the rest are a core's gauges.
+    """
+
+    process: str = ""
+    pid: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+
+
+ProcessReport: TypeAlias = ProcessStatus | Heartbeat
+
+
+# supervisor -> frontends
+
+
+class ProcessInfo(msgspec.Struct, gc=False):
+    """What the supervisor knows of one process. `silent_s` have passed since its last heartbeat."""
+
+    name: str
+    pid: int
+    stage: Stage
+    detail: str
+    epoch: int
+    num_restarts: int
+    silent_s: float
+    busy_s: float
+    steps_per_s: float
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
+class EngineStatus(msgspec.Struct, gc=False):
+    """Every process of the engine, the frontends first."""
+
+    processes: list[ProcessInfo]

@@ -2,11 +2,16 @@
 
 A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive msgspec structs only: a frame
 that does not decode to the expected type is counted and dropped.
+
+A peer dials until its hub is there, and again when the hub was restarted. Each connection begins with a probe
+from the peer, which the hub is told of; nothing crosses from one connection into the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -15,7 +20,7 @@ import zmq
 
 from .config import EngineConfig
 from .errors import EngineError
-from .messages import ProcessStatus, Stage
+from .messages import EngineStatus, Heartbeat, ProcessReport, ProcessStatus, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,9 @@ In = TypeVar("In")
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 """Larger frames close the connection that sent them."""
+
+RECONNECT_MS: Final = 10
+"""How often a peer dials."""
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
@@ -40,19 +48,27 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 
 class Peer(Generic[In]):
-    """One end of a conversation with a `Hub`. `identity` names it there."""
+    """One end of a conversation with a `Hub`. `identity` names it there.
+
+    It speaks when spoken to: what is sent while there is no connection is lost.
+    """
 
     def __init__(
         self, context: zmq.Context[Any], address: str, identity: bytes, types: Any
     ) -> None:
         self.socket = _open_socket(context, zmq.DEALER)
         self.socket.set(zmq.IDENTITY, identity)
+        self.socket.set(zmq.PROBE_ROUTER, 1)
+        # A queue belongs to a connection. Without this, frames for a dead hub would reach the next one.
+        self.socket.set(zmq.IMMEDIATE, 1)
+        self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.connect(address)
         self.num_dropped_frames = 0
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, message: msgspec.Struct) -> None:
-        self.socket.send(_encode(message))
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(_encode(message), zmq.NOBLOCK)
 
     def receive(self, *, block: bool = False) -> In | None:
         """The next message; None when there is none (never None if `block`)."""
@@ -90,14 +106,20 @@ class Hub(Generic[In]):
         for identity in identities:
             self.socket.send_multipart((identity, frame))
 
-    def receive(self) -> tuple[bytes, In] | None:
-        """The next message and who sent it; None when there is none."""
+    def receive(self) -> tuple[bytes, In | None] | None:
+        """The next message and who sent it; None when there is none.
+
+        The message None is a new connection: what this peer said before counts no more, what was sent to
+        it may be lost.
+        """
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             if len(frames) == 2:
+                if not frames[1]:
+                    return frames[0], None
                 try:
                     return frames[0], self._decode(frames[1])
                 except UNREADABLE:
@@ -117,8 +139,15 @@ class StatusReporter:
         self._socket.set(zmq.LINGER, 1000)
         self._socket.connect(config.supervisor_address())
 
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Give a sign of life. Process and pid are filled in."""
+        heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
+        self._socket.send(_encode(heartbeat))
+
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
-        self._socket.send(_encode(ProcessStatus(self._process, stage, detail, done, total)))
+        self._socket.send(
+            _encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
+        )
 
     def run(self, work: Callable[[], None]) -> int:
         """Do a process's work and return its exit code. What ends the work is reported; an error that
@@ -146,16 +175,52 @@ class StatusReceiver:
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.PULL)
         self.socket.bind(config.supervisor_address())
-        self._decoder = msgspec.msgpack.Decoder(ProcessStatus)
+        self._decode: Callable[[bytes], ProcessReport]
+        self._decode = msgspec.msgpack.Decoder(ProcessReport).decode
 
-    def receive(self, timeout_ms: int) -> ProcessStatus | None:
+    def receive(self, timeout_ms: int) -> ProcessReport | None:
         """The next report within `timeout_ms`; None when there is none. Garbage is dropped."""
         while self.socket.poll(timeout_ms):
             try:
-                return self._decoder.decode(self.socket.recv())
+                return self._decode(self.socket.recv())
             except UNREADABLE:
                 timeout_ms = 0
         return None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class StatusPublisher:
+    """The supervisor's account of the whole engine, for whoever listens."""
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
+        self._socket = _open_socket(context, zmq.PUB)
+        self._socket.bind(config.status_address())
+
+    def publish(self, status: EngineStatus) -> None:
+        self._socket.send(_encode(status))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class StatusSubscriber:
+    """A frontend's end of the `StatusPublisher`: only the newest account counts."""
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
+        self.socket = _open_socket(context, zmq.SUB)
+        self.socket.set(zmq.CONFLATE, 1)
+        self.socket.subscribe(b"")
+        self.socket.connect(config.status_address())
+        self._decode = msgspec.msgpack.Decoder(EngineStatus).decode
+
+    def receive(self) -> EngineStatus | None:
+        """The newest account, if there is one that was not read."""
+        try:
+            return self._decode(self.socket.recv(zmq.NOBLOCK))
+        except (zmq.Again, *UNREADABLE):
+            return None
 
     def close(self) -> None:
         self.socket.close()

@@ -1,4 +1,4 @@
-"""`python -m engine.workers CONFIG CORE_INDEX RANK`: one worker process."""
+"""`python -m engine.workers CONFIG CORE_INDEX RANK EPOCH`: one worker process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
+from ..protocol.heartbeat import Pulse
 from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
 from ..protocol.transport import StatusReporter
 
 
-def main(config_path: str, core_index: int, rank: int) -> int:
-    config = load_config(config_path)
+def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
+    config = load_config(config_path, epoch)
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
     configure_logging(name, config.frontend.log_level)
@@ -25,6 +26,7 @@ def main(config_path: str, core_index: int, rank: int) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)
     status.report(Stage.STARTING)
+    pulse = Pulse(context, config, name)
 
     # OpenMP's threads spin while they wait, on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -35,10 +37,10 @@ def main(config_path: str, core_index: int, rank: int) -> int:
         gc.disable()
         from .worker import Worker
 
-        Worker(config, core_index, rank, context, status).run()
+        Worker(config, core_index, rank, context, status, pulse).run()
 
     return status.run(work)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:5])))

@@ -51,6 +51,7 @@ class PersistentBatch:
         device: torch.device,
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
+        self.num_slots = num_slots
         self.block_size = block_size
         self.device = device
         # Rows are touched as they fill: on the CPU untouched pages cost nothing.
@@ -66,6 +67,10 @@ class PersistentBatch:
             np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)
         ]
         self._slots_S: Int32Array = np.zeros(0, np.int32)
+
+    def forget_requests(self) -> None:
+        """The next step names its slots, and they are filled before that."""
+        self._slots_S = np.zeros(0, np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Take over the slots and blocks that changed."""

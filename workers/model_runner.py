@@ -98,6 +98,13 @@ class ModelRunner:
         if num_host_blocks:
             self._host_cache = HostCache(num_host_blocks, tensors)
 
+    def forget_requests(self) -> None:
+        """Every slot is free again."""
+        self._batch.forget_requests()
+        for slot in range(self._batch.num_slots):
+            self._sampler.remove(slot)
+            self._prompt_logprobs.remove(slot)
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""

@@ -1,18 +1,26 @@
-"""A worker process: it executes the steps of its core, in order, and owns one shard of the model."""
+"""A worker process: it executes the steps of its core, in order, and owns one shard of the model.
+
+A worker outlives its core: the next one greets it, and finds the model loaded and the KV cache in place.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 from collections import deque
 from typing import Any
 
 import zmq
 
+from ..protocol.arrays import int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
+from ..protocol.heartbeat import Pulse
 from ..protocol.messages import (
     AllocateKVCache,
+    CoreHello,
     GrammarOutput,
     SchedulerOutput,
     Shutdown,
@@ -33,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model, sizes the KV cache, then answers every `SchedulerOutput` until `Shutdown`."""
+    """Loads the model, then obeys one core after another until `Shutdown`."""
 
     def __init__(
         self,
@@ -42,11 +50,13 @@ class Worker:
         rank: int,
         context: zmq.Context[Any],
         status: StatusReporter,
+        pulse: Pulse,
     ) -> None:
         self._config = config
         self._core_index = core_index
         self._rank = rank
         self._status = status
+        self._pulse = pulse
         self._core: Peer[WorkerCommand] = Peer(
             context, config.worker_address(core_index), b"worker%d" % rank, WorkerCommand
         )
@@ -58,7 +68,6 @@ class Worker:
 
     def _run(self) -> None:
         config = self._config
-        self._core.send(WorkerHello(PROTOCOL_VERSION, config.epoch, self._rank))
         workers_per_core = config.parallel.workers_per_core
         device = open_device(config.device, self._core_index * workers_per_core + self._rank)
         address = config.rendezvous_address(self._core_index)
@@ -69,34 +78,56 @@ class Worker:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
         # Its memory map would count as this process's memory.
         del checkpoint
-        num_blocks = count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups)
-        num_host_blocks = count_host_blocks(config.cache, runner.block_bytes)
-        self._core.send(
-            WorkerMemory(self._rank, num_blocks, runner.kv_cache_groups, num_host_blocks)
+        memory = WorkerMemory(
+            self._rank,
+            count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups),
+            runner.kv_cache_groups,
+            count_host_blocks(config.cache, runner.block_bytes),
         )
-        allocate = self._receive()
-        if isinstance(allocate, Shutdown):
-            return
-        if not isinstance(allocate, AllocateKVCache):
-            raise EngineError(f"expected AllocateKVCache, got {type(allocate).__name__}")
-        runner.allocate_kv_cache(allocate.num_blocks, allocate.num_host_blocks)
         self._status.report(Stage.WARMING)
-        runner.warm_up()
-        # A collection that looked at all of torch would hold up a step for a tenth of a second.
-        gc.freeze()
-        gc.enable()
-        self._core.send(WorkerReady(self._rank))
-        self._status.report(Stage.READY)
-        self._execute_steps(runner, answers=parallel.is_output_rank)
+        allocated: AllocateKVCache | None = None
+        while not isinstance(command := self._receive(), Shutdown):
+            if isinstance(command, SchedulerOutput):
+                self._pulse.begin_step()
+                self._crash_if_told_to(command)
+                result = runner.execute(command, self._await_grammar)
+                if parallel.is_output_rank:
+                    self._core.send(result)
+                self._pulse.end_step()
+            elif isinstance(command, CoreHello):
+                runner.forget_requests()
+                self._core.send(WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank))
+                self._core.send(memory)
+            elif isinstance(command, AllocateKVCache):
+                if allocated is None:
+                    allocated = command
+                    runner.allocate_kv_cache(command.num_blocks, command.num_host_blocks)
+                    runner.warm_up()
+                    # A collection that looked at all of torch would hold up a step for a tenth of a second.
+                    gc.freeze()
+                    gc.enable()
+                    memory = WorkerMemory(
+                        self._rank,
+                        command.num_blocks,
+                        runner.kv_cache_groups,
+                        command.num_host_blocks,
+                    )
+                elif allocated != command:
+                    raise EngineError(
+                        f"the core wants {command.num_blocks} KV-cache blocks, {allocated.num_blocks} are there"
+                    )
+                self._core.send(WorkerReady(self._rank))
+                self._status.report(Stage.READY)
         runner.close()
         leave_replica()
 
-    def _execute_steps(self, runner: ModelRunner, *, answers: bool) -> None:
-        while not isinstance(command := self._receive(), Shutdown):
-            if isinstance(command, SchedulerOutput):
-                result = runner.execute(command, self._await_grammar)
-                if answers:
-                    self._core.send(result)
+    def _crash_if_told_to(self, step: SchedulerOutput) -> None:
+        """Die as a fault in native code would, if the step brings the token that tests inject crashes with."""
+        token_id = self._config.recovery.inject_crash
+        if token_id is not None and any(
+            token_id in int32_view(new.token_ids) for new in step.new_requests
+        ):
+            os.kill(os.getpid(), signal.SIGSEGV)
 
     def _receive(self) -> WorkerCommand:
         if self._pending:
@@ -106,7 +137,7 @@ class Worker:
         return command
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
-        """The bitmasks of `step`; None when the core shuts down instead."""
+        """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""
         for command in self._pending:
             if isinstance(command, GrammarOutput) and command.step == step:
                 self._pending.remove(command)
@@ -117,7 +148,7 @@ class Worker:
             if isinstance(received, GrammarOutput) and received.step == step:
                 return received
             self._pending.append(received)
-            if isinstance(received, Shutdown):
+            if isinstance(received, Shutdown | CoreHello):
                 return None
 
     def _report_loading(self, done: int, total: int) -> None:

@@ -32,6 +32,7 @@ def create_app(serving: Serving) -> ASGIApp:
         Route("/metrics", management.metrics),
         Route("/version", management.version),
         Route("/load", management.load),
+        Route("/engine/status", management.engine_status),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,20 +39,35 @@ class Management:
         }
 
     async def livez(self, request: Request) -> Response:
-        """200 while this process answers and its engine has not died."""
-        return self._status(self._serving.engine.dead_reason is None)
+        """200 while this process answers, and what dies or hangs is started again."""
+        engine = self._serving.engine
+        is_alive = engine.watch is None or not engine.watch.is_beyond_help
+        return self._status(is_alive and engine.dead_reason is None)
 
     async def readyz(self, request: Request) -> Response:
-        """200 once a token has really been generated, until draining begins."""
-        return self._status(self._serving.is_ready)
+        """200 once a token has really been generated, while every process makes progress, until draining begins."""
+        return self._status(self._serving.is_ready and not self._serving.trouble)
+
+    async def engine_status(self, request: Request) -> Response:
+        """Every process of the engine."""
+        watch = self._serving.engine.watch
+        processes = [] if watch is None else watch.status.processes
+        return json_response(
+            {
+                "stage": self._serving.stage,
+                "trouble": self._serving.trouble,
+                "processes": [msgspec.to_builtins(process) for process in processes],
+            }
+        )
 
     def _status(self, good: bool) -> Response:
         serving = self._serving
         dead = serving.engine.dead_reason
+        is_ready = serving.is_ready and not serving.trouble
         body = {
-            "state": "ready" if serving.is_ready else "not ready",
+            "state": "ready" if is_ready else "not ready",
             "stage": "failed" if dead else serving.stage,
-            "detail": public(dead) if dead else serving.detail,
+            "detail": public(dead) if dead else serving.detail or serving.trouble,
         }
         if good:
             return json_response(body)

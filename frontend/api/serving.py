@@ -72,6 +72,13 @@ class Serving:
     def is_ready(self) -> bool:
         return self.stage is Stage.READY and self.engine.ready
 
+    @property
+    def trouble(self) -> str:
+        """Which process of a server that was started does not make progress, if one does not."""
+        if self.stage is not Stage.READY or self.engine.watch is None:
+            return ""
+        return self.engine.watch.find_trouble()
+
     def verify_model(self, name: str | None) -> str:
         """The name to answer with. Raises APIError 404 for a model that is not served here."""
         if not name:

@@ -537,7 +537,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 14),
+        (messages.EngineCoreRequest, 17),
         (messages.ModelRunnerOutput, 9),
         (messages.SchedulerOutput, 14),
         (messages.NewRequestData, 10),

@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-import pytest
 from support.server import Server, default_model, wait_until
 
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -103,16 +102,6 @@ def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         server.process.wait()
         wait_until(lambda: not any(c.is_running() for c in server.children), what="children end")
         wait_until(lambda: list(tmp_path.rglob("*")) == [], what="the run directory goes")
-
-
-@pytest.mark.parametrize("title", ["worker 0", "core 0", "frontend 0"])
-def test_a_dead_process_ends_the_server_with_its_name(tmp_path: Path, title: str) -> None:
-    with start(tmp_path) as server:
-        server.child(title).kill()
-        assert server.wait() == 1
-        assert title in server.output[-1], server.log
-        assert not any(c.is_running() for c in server.children)
-    assert list(tmp_path.rglob("*")) == []
 
 
 def run_serve(*args: str) -> tuple[int, str]:

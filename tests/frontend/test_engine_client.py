@@ -1,8 +1,10 @@
 import asyncio
+import functools
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from engine.frontend.engine_client import (
     EngineClient,
     EngineDead,
@@ -11,12 +13,23 @@ from engine.frontend.engine_client import (
     RequestGroup,
     SequenceRequest,
 )
-from engine.protocol.arrays import int32_view
+from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from engine.protocol.config import ParallelConfig, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
-from engine.protocol.messages import AbortRequests, AddRequests, ClientHello, EngineCoreOutputs
+from engine.protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    ClientHello,
+    EngineCoreOutputs,
+    EngineStatus,
+    LossNoted,
+    ProcessInfo,
+    ReplicaLost,
+    Stage,
+)
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.transport import StatusPublisher
 from support.echo_core import EchoCore
 from support.engine_fixtures import (
     MAX_MODEL_LEN,
@@ -191,18 +204,17 @@ async def test_4_7_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) ->
 
 
 @on_event_loop
-async def test_start_waits_until_the_core_answers(tmp_path: Path) -> None:
+async def test_start_waits_until_the_core_greets(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     core = EchoCore(config)
-    core.answers_hello = False
     client = EngineClient(config, 3, smollm2_tokenizer())
     starting = asyncio.ensure_future(client.start())
-    await until(lambda: len(core.received) >= 3, core.receive)
+    await until(lambda: bool(core.callers), core.read)
     assert not client.ready and not starting.done()
-    assert core.received[0] == ClientHello(config.version, config.epoch, 3)
-    core.answers_hello = True
-    await until(starting.done, core.receive)
-    assert client.ready
+    core.greet()
+    await until(lambda: bool(core.received), core.receive)
+    assert starting.done() and client.ready
+    assert core.received == [ClientHello(config.version, config.epoch, 3)]
     client.close()
     core.close()
 
@@ -221,14 +233,14 @@ async def test_a_core_that_starts_after_its_frontend_is_found(tmp_path: Path) ->
 
 
 @on_event_loop
-async def test_a_core_of_another_epoch_is_refused(tmp_path: Path) -> None:
+async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     core = EchoCore(config)
-    core.ready = msgspec.structs.replace(core.ready, epoch=8)
+    core.ready = msgspec.structs.replace(core.ready, version=8)
     client = EngineClient(config, 0, smollm2_tokenizer())
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, core.receive)
-    with pytest.raises(EngineDead, match="epoch 8; this frontend expects version 1 and epoch 7"):
+    with pytest.raises(EngineDead, match="version 8; this frontend expects version 1"):
         starting.result()
     assert not client.ready
     client.close()
@@ -254,6 +266,99 @@ async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Pa
         with pytest.raises(EngineDead, match="out of memory"):
             await client.submit([request()], request_id="c")
         assert client.num_inflight == 0 and not client.ready
+
+
+@on_event_loop
+async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    whole = [PROMPT[i % len(PROMPT)] for i in range(40)]
+    async with connected(config) as (client, core):
+        pair = [request(40, logprobs=1), request(40, stop=("lazy",), prompt_logprobs=0)]
+        read = await client.submit(pair, request_id="read as it comes")
+        unread = await client.submit([request(40), request(1)], request_id="read at its end")
+        waiting = await client.submit([request(40)], request_id="not begun")
+        aborted = await client.submit([request(40)], request_id="aborted meanwhile")
+        for _ in range(3):
+            await drive(core, read.next())
+        core.close()
+        aborted.abort()
+        early = await client.submit([request(2)], request_id="submitted meanwhile")
+        successor = EchoCore(config, epoch=8)
+        await until(lambda: len(successor.requests) == 5, successor.receive)
+        hello, _ = successor.received
+        assert hello == ClientHello(config.version, 8, 0)
+        rest = await drive(successor, read.result())
+        texts = await drive(successor, unread.result())
+        assert [delta.token_ids for delta in texts] == [whole, whole[:1]]
+        [delta] = await drive(successor, waiting.result())
+        assert delta.token_ids == whole
+        [delta] = await drive(successor, early.result())
+        assert delta.token_ids == whole[:2]
+        assert [delta.token_ids for delta in rest] == [whole[3:], whole[3:8]]
+        assert rest[0].logprobs is not None
+        assert [entry.token_id for entry in rest[0].logprobs] == whole[3:]
+        assert (rest[1].finish_reason, rest[1].stop_reason) == ("stop", "lazy")
+        prompt_logprobs = read.sequences[1].prompt_logprobs
+        assert prompt_logprobs is not None and len(prompt_logprobs) == len(PROMPT)
+        assert client.num_inflight == 0
+        successor.close()
+
+
+@on_event_loop
+async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    cores = [EchoCore(config, 0), EchoCore(config, 1)]
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    with zmq.Context() as context:
+        publisher = StatusPublisher(context, config)
+        gone = EngineStatus(
+            [ProcessInfo("core 0", 1, Stage.STARTING, "", 8, 1, 0.0, 0.0, 0.0, 0, 0, 0.0)]
+        )
+
+        def receive() -> None:
+            for core in cores:
+                core.receive()
+
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, receive)
+        group = await client.submit([request(40)], request_id="r")
+        await until(lambda: len(cores[0].requests) == 1, receive)
+        await drive(cores[0], group.next())
+        cores.pop(0).close()
+        await until(lambda: bool(cores[0].requests), lambda: (publisher.publish(gone), receive()))
+        [delta] = await drive(cores[0], group.result())
+        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(1, 40)]
+        assert client.ready and client.num_inflight == 0
+        client.close()
+        cores[0].close()
+        publisher.close()
+
+
+@on_event_loop
+async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, first):
+        group = await client.submit([request(40), request(40), request(40)], request_id="r")
+        await until(lambda: len(first.requests) == 3, first.receive)
+        cores = [first]
+        suspect, bystander, _ = (sequence.request_index for sequence in group.sequences)
+        expected = [[True, False, False], [False, True, False], [False, False, False]]
+        for epoch, suspicions in enumerate(expected, 8):
+            lost = cores.pop()
+            lost.hub.send(b"client0", ReplicaLost(int32_bytes(suspect), int32_bytes(bystander)))
+            await until(functools.partial(lost.received.__contains__, LossNoted()), lost.receive)
+            assert not client.ready
+            lost.close()
+            core = EchoCore(config, epoch=epoch)
+            cores.append(core)
+            while len(core.requests) < 3:
+                core.receive()
+                await asyncio.sleep(0.001)
+            assert [sent.is_suspect for sent in core.requests] == suspicions
+            core.step()
+            await drive(core, group.next())
+            suspect, bystander = -1, core.requests[1].request_index
+        cores.pop().close()
 
 
 @on_event_loop

@@ -5,14 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from engine.frontend import supervisor as supervisor_module
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
-from engine.protocol.config import ParallelConfig
+from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.messages import ProcessStatus, Stage
 from msgspec.structs import replace
 from support.processes import eventually, is_running
@@ -36,6 +35,7 @@ def events(run_dir: str) -> list[str]:
 
 def supervisor_of(run_dir: str, behaviours: dict[str, str], **options: object) -> Supervisor:
     config = make_config(run_dir, shutdown_timeout_s=float(options.pop("shutdown_timeout_s", 5.0)))  # type: ignore[arg-type]
+    config = replace(config, recovery=options.pop("recovery", RecoveryConfig()))
     return Supervisor(config, make_specs(config, behaviours), **options)  # type: ignore[arg-type]
 
 
@@ -102,17 +102,67 @@ def test_a_process_that_fails_ends_the_engine_with_its_reason(
     assert not any(map(is_running, pids.values()))
 
 
-def test_a_process_that_dies_while_serving_is_noticed(run_dir: str) -> None:
-    behaviours = ALL_READY | {"core 0": "die-when-told"}
-    with supervisor_of(run_dir, behaviours) as supervisor:
+def lives(run_dir: str, name: str) -> int:
+    return events(run_dir).count(f"{name} started")
+
+
+def test_a_core_that_dies_is_replaced_and_its_worker_stays(run_dir: str) -> None:
+    told: list[str] = []
+    with supervisor_of(run_dir, ALL_READY, on_recovery=told.append) as supervisor:
         supervisor.start()
         supervisor.wait_until_ready()
-        supervisor.poll()
+        before = supervisor.pids
+        os.kill(before["core 0"], signal.SIGSEGV)
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, "core 0") == 2)
+        after = supervisor.pids
+        assert after["core 0"] != before["core 0"]
+        assert after | {"core 0": 0} == before | {"core 0": 0}
+    assert told == ["core 0 was killed by SIGSEGV; its messages are above; starting it again"]
+
+
+def test_a_worker_that_dies_takes_its_core_along_and_nobody_else(run_dir: str) -> None:
+    with supervisor_of(run_dir, ALL_READY) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        before = supervisor.pids
+        os.kill(before["worker 0"], signal.SIGSEGV)
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, "core 0") == 2)
+        assert lives(run_dir, "worker 0") == 2
+        assert supervisor.pids["frontend 0"] == before["frontend 0"]
+
+
+def test_a_process_that_dies_again_and_again_ends_the_engine(run_dir: str) -> None:
+    behaviours = ALL_READY | {"core 0": "die-when-told"}
+    limits = RecoveryConfig(max_restarts=2)
+    with supervisor_of(run_dir, behaviours, recovery=limits) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
         Path(f"{run_dir}.die").touch()
-        started = time.monotonic()
-        with pytest.raises(ProcessFailed, match="core 0 was killed by SIGSEGV"):
+        with pytest.raises(ProcessFailed, match=r"SIGSEGV.* produced nothing in 3 lives: giving"):
             supervisor.watch()
-        assert time.monotonic() - started < 5
+    assert lives(run_dir, "core 0") == 3
+
+
+@pytest.mark.parametrize("name", ["frontend 0", "core 0", "worker 0"])
+def test_a_process_that_is_silent_is_replaced(run_dir: str, name: str) -> None:
+    limits = RecoveryConfig(heartbeat_timeout_s=1.0)
+    told: list[str] = []
+    with supervisor_of(run_dir, ALL_READY, recovery=limits, on_recovery=told.append) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        os.kill(supervisor.pids[name], signal.SIGSTOP)
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, name) == 2)
+    assert told[0].startswith(f"{name} has given no sign of life for ")
+
+
+def test_a_step_that_takes_too_long_is_a_hang_though_its_process_lives(run_dir: str) -> None:
+    limits = RecoveryConfig(step_timeout_s=5.0)
+    behaviours = ALL_READY | {"worker 0": "busy:6"}
+    told: list[str] = []
+    with supervisor_of(run_dir, behaviours, recovery=limits, on_recovery=told.append) as supervisor:
+        supervisor.start()
+        assert eventually(lambda: supervisor.poll() or bool(told))
+    assert told[0] == "worker 0 has been in one step for 6 s: killing it"
 
 
 def test_streams_that_outlast_the_shutdown_timeout_are_cut(

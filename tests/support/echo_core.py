@@ -43,9 +43,10 @@ NUM_BLOCKS = 64
 class EchoedRequest:
     request: EngineCoreRequest
     prompt: list[int] = field(init=False)
-    num_generated: int = 0
+    num_generated: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_generated = len(self.request.output_token_ids) // 4
         self.prompt = int32_view(self.request.prompt_token_ids).tolist()
 
     def next_token(self) -> int:
@@ -68,13 +69,18 @@ class EchoedRequest:
 class EchoCore:
     """`running` holds the live requests of each client by request index; `received` every message."""
 
-    def __init__(self, config: EngineConfig, core_index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, core_index: int = 0, epoch: int | None = None) -> None:
         self.config = config
         self.core_index = core_index
-        self.answers_hello = True
+        self.is_greeting = True
+        self.callers: list[bytes] = []
         self.dump_answer = (True, "/dumps/core0")
         self.ready = CoreReady(
-            PROTOCOL_VERSION, config.epoch, core_index, NUM_BLOCKS, config.cache.block_size
+            PROTOCOL_VERSION,
+            config.epoch if epoch is None else epoch,
+            core_index,
+            NUM_BLOCKS,
+            config.cache.block_size,
         )
         self.running: dict[bytes, dict[int, EchoedRequest]] = {}
         self.received: list[ClientMessage] = []
@@ -91,14 +97,26 @@ class EchoCore:
         """Every live request."""
         return [echo.request for of_client in self.running.values() for echo in of_client.values()]
 
+    def greet(self) -> None:
+        """Answer those who have called."""
+        while self.callers:
+            self.hub.send(self.callers.pop(), self.ready)
+
     def receive(self) -> None:
-        """Take in all messages that have arrived."""
+        """Take in all messages that have arrived, and greet who is new."""
+        self.read()
+        if self.is_greeting:
+            self.greet()
+
+    def read(self) -> None:
         while (received := self.hub.receive()) is not None:
             client, message = received
+            if message is None:
+                self.callers.append(client)
+                continue
             self.received.append(message)
-            if isinstance(message, ClientHello) and self.answers_hello:
-                self.running.setdefault(client, {})
-                self.hub.send(client, self.ready)
+            if isinstance(message, ClientHello):
+                self.running[client] = {}
             elif isinstance(message, AddRequests):
                 for request in message.requests:
                     echo = EchoedRequest(request)

@@ -18,7 +18,7 @@ import openai
 import zmq
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig, SchedulerConfig
-from engine.protocol.messages import Stage
+from engine.protocol.messages import ProcessStatus, Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
 from support.server import default_model
@@ -108,7 +108,7 @@ class FrontendProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         while stage not in [reached for reached, _ in self.stages]:
             assert time.monotonic() < deadline, (self.stages, self.process.poll())
-            if (status := self._status.receive(timeout_ms=100)) is not None:
+            if isinstance(status := self._status.receive(timeout_ms=100), ProcessStatus):
                 self.stages.append((status.stage, status.detail))
                 assert stage is Stage.FAILED or status.stage is not Stage.FAILED, self.log
 

@@ -49,7 +49,11 @@ class Server:
         self._reader.start()
         if wait:
             assert self._ready.wait(START_TIMEOUT_S) and self.url, self.log
-            self.children = psutil.Process(self.process.pid).children(recursive=True)
+            self.children = self.find_children()
+
+    def find_children(self) -> list[psutil.Process]:
+        """Its processes of now; `children` are those it became ready with."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     @property
     def log(self) -> str:
@@ -65,9 +69,15 @@ class Server:
         self._ready.set()
 
     def child(self, title: str) -> psutil.Process:
-        """The child process called `engine: <title>`."""
-        (child,) = [c for c in self.children if c.cmdline()[:1] == [f"engine: {title}"]]
-        return child
+        """The child process called `engine: <title>`, once there is one."""
+        found: list[psutil.Process] = []
+
+        def find() -> bool:
+            found[:] = [c for c in self.find_children() if _title(c) == f"engine: {title}"]
+            return bool(found)
+
+        wait_until(find, what=f"a process called {title}")
+        return found[0]
 
     def post(self, path: str, body: Any, timeout: float = 120) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -120,6 +130,13 @@ class Server:
                 self.process.kill()
                 self.process.wait()
                 raise
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline()[:1])
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the condition") -> None:

@@ -6,14 +6,22 @@ Usage: stand_in_process.py CONFIG NAME BEHAVIOUR [ARG]. What it does is appended
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import zmq
-from engine.protocol.config import load_config
-from engine.protocol.messages import Stage
+from engine.protocol.config import EngineConfig, load_config
+from engine.protocol.messages import Heartbeat, Stage
 from engine.protocol.process import StopSignal, die_with_parent
 from engine.protocol.transport import StatusReporter
+
+
+def beat(config: EngineConfig, name: str, busy_s: float) -> None:
+    reporter = StatusReporter(zmq.Context(), config, name)
+    while True:
+        reporter.beat(Heartbeat(busy_s=busy_s))
+        time.sleep(0.1)
 
 
 def main() -> int:
@@ -57,6 +65,8 @@ def main() -> int:
     else:
         (run_dir / f"{name}.ready").touch()
     reporter.report(Stage.READY)
+    busy_s = float(args[0]) if behaviour == "busy" else 0.0
+    threading.Thread(target=beat, args=(config, name, busy_s), daemon=True).start()
     if behaviour == "die-when-told":
         while not Path(f"{config.run_dir}.die").exists():
             time.sleep(0.005)

@@ -1,0 +1,156 @@
+"""One process of the engine, as its parent sees it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from ..protocol.errors import ConfigError
+from ..protocol.messages import Heartbeat, ProcessInfo, Stage
+
+STARTING_PATIENCE: Final = 12
+"""How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
+
+HAS_EXIT_FD = hasattr(os, "pidfd_open")
+
+
+class Role(enum.Enum):
+    FRONTEND = enum.auto()
+    CORE = enum.auto()
+    WORKER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start one process. `name` is its title and its name in every report.
+
+    Cores and workers belong to a `replica`, and get their epoch as the last argument.
+    """
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    replica: int = 0
+
+
+class Child:
+    """A process from its start to its end. `kill_at` is when it must be gone."""
+
+    def __init__(self, spec: ProcessSpec, epoch: int) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.stage = Stage.STARTING
+        self.detail = ""
+        self.kill_at: float | None = None
+        self.last_beat = time.monotonic()
+        self.ready_since: float | None = None
+        self.progress = Heartbeat(spec.name, 0)
+        self._steps_per_s = 0.0
+        argv = spec.argv if spec.role is Role.FRONTEND else (*spec.argv, str(epoch))
+        try:
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                pass_fds=spec.pass_fds,
+                # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.
+                process_group=0,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start {spec.name} ({spec.argv[0]}): {error.strerror}"
+            ) from error
+        self.exit_fd = os.pidfd_open(self._popen.pid) if HAS_EXIT_FD else None
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, so that it had no chance to say why."""
+        return self._popen.returncode is not None and self._popen.returncode < 0
+
+    def enter(self, stage: Stage, detail: str) -> None:
+        """It has reported a stage."""
+        self.stage, self.detail = stage, detail
+        self.last_beat = time.monotonic()
+        if stage is Stage.READY and self.ready_since is None:
+            self.ready_since = time.monotonic()
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """It has given a sign of life."""
+        now = time.monotonic()
+        num_steps = heartbeat.num_steps - self.progress.num_steps
+        self._steps_per_s = num_steps / max(now - self.last_beat, 0.001)
+        self.last_beat, self.progress = now, heartbeat
+
+    def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
+        """In what way it hangs; "" when it does not."""
+        silent_s = now - self.last_beat
+        if self.ready_since is None:
+            heartbeat_timeout_s *= STARTING_PATIENCE
+        if silent_s > heartbeat_timeout_s:
+            return f"{self.spec.name} has given no sign of life for {silent_s:.1f} s"
+        if self.progress.busy_s > step_timeout_s:
+            return f"{self.spec.name} has been in one step for {self.progress.busy_s:.0f} s"
+        return ""
+
+    def info(self, now: float, num_restarts: int) -> ProcessInfo:
+        return ProcessInfo(
+            name=self.spec.name,
+            pid=self.pid,
+            stage=self.stage if self.alive else Stage.STOPPED,
+            detail=self.detail,
+            epoch=self.epoch,
+            num_restarts=num_restarts,
+            silent_s=now - self.last_beat,
+            busy_s=self.progress.busy_s,
+            steps_per_s=self._steps_per_s,
+            num_running=self.progress.num_running,
+            num_waiting=self.progress.num_waiting,
+            kv_cache_usage=self.progress.kv_cache_usage,
+        )
+
+    def signal(self, signum: signal.Signals) -> None:
+        self._popen.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL to the process and what it may have started."""
+        if self.alive:
+            try:
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        if self.exit_fd is not None:
+            os.close(self.exit_fd)
+            self.exit_fd = None
+
+    def obituary(self) -> str:
+        if self.stage is Stage.FAILED:
+            return f"{self.spec.name}: {self.detail}"
+        code = self._popen.returncode
+        if code is None or code >= 0:
+            return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"
+        name = signal.Signals(-code).name
+        if -code == signal.SIGKILL:
+            return (
+                f"{self.spec.name} was killed by {name}, most likely because the machine ran out of memory; "
+                "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
+            )
+        return f"{self.spec.name} was killed by {name}; its messages are above"

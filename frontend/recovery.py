@@ -1,0 +1,100 @@
+"""Processes that are restarted together: a frontend alone, or a replica."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Final
+
+from ..protocol.messages import Stage
+from .child import Child, ProcessSpec, Role
+
+LAST_WORDS_S: Final = 1.0
+"""How long a core that has lost a worker may take to tell its clients what it was computing."""
+
+FIRST_BACKOFF_S: Final = 0.25
+MAX_BACKOFF_S: Final = 8.0
+
+STABLE_S: Final = 10.0
+"""A frontend that was ready for so long has done its work."""
+
+
+class RecoveryUnit:
+    """A leader and its followers, started anew under the next epoch when they die.
+
+    A leader that dies is replaced alone, and its followers go on with the next one: so a core's workers keep their model. When a
+    follower dies all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
+    """
+
+    def __init__(self, leader: ProcessSpec, followers: list[ProcessSpec], epoch: int) -> None:
+        self.leader = leader
+        self._specs = [*followers, leader]
+        self.children: dict[str, Child] = {}
+        self.epoch = epoch
+        self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
+        self.num_fruitless_deaths = 0
+        self.is_down = False
+        self._start_at = 0.0
+
+    def start(self) -> list[Child]:
+        """Start what does not run. Returns the new processes."""
+        started = [spec for spec in self._specs if spec.name not in self.children]
+        for spec in started:
+            self.children[spec.name] = Child(spec, self.epoch)
+        return [self.children[spec.name] for spec in started]
+
+    def died(self, child: Child, max_restarts: int) -> bool:
+        """A process is gone; False when it is one time too many."""
+        now = time.monotonic()
+        leader = self.children[self.leader.name]
+        if self._has_made_progress(leader):
+            self.num_fruitless_deaths = 0
+        if child is not leader and leader.alive and leader.kill_at is None:
+            leader.signal(signal.SIGUSR2)
+            leader.kill_at = now + LAST_WORDS_S
+        if not self.is_down:
+            self.is_down = True
+            self.num_fruitless_deaths += 1
+            backoff_s = FIRST_BACKOFF_S * 2 ** (self.num_fruitless_deaths - 2)
+            self._start_at = now
+            if self.num_fruitless_deaths > 1:
+                self._start_at += min(backoff_s, MAX_BACKOFF_S)
+        return self.num_fruitless_deaths <= max_restarts
+
+    def _has_made_progress(self, leader: Child) -> bool:
+        if leader.spec.role is Role.FRONTEND:
+            since = leader.ready_since
+            return since is not None and time.monotonic() - since > STABLE_S
+        return leader.progress.num_tokens > 0
+
+    def recover(self, now: float) -> list[Child]:
+        """Do the next thing towards running again. Returns the processes that were started."""
+        if not self.is_down:
+            return []
+        dead = [child for child in self.children.values() if not child.alive]
+        # Several followers may have been left in different steps: some had the last one, some had not.
+        if len(self._specs) > 2 or any(child.spec is not self.leader for child in dead):
+            for child in self.children.values():
+                if child.spec is not self.leader:
+                    child.kill()
+            if len(dead) < len(self.children):
+                return []
+        if now < self._start_at:
+            return []
+        self.is_down = False
+        self.epoch += 1
+        for child in dead:
+            child.close()
+            del self.children[child.spec.name]
+            self.num_restarts[child.spec.name] += 1
+        return self.start()
+
+    @property
+    def is_ready(self) -> bool:
+        leader = self.children.get(self.leader.name)
+        return leader is not None and leader.alive and leader.stage is Stage.READY
+
+    @property
+    def next_action(self) -> float | None:
+        """When `recover` has something to do even if nothing happens before."""
+        return self._start_at if self.is_down else None

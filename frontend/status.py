@@ -1,0 +1,68 @@
+"""`engine status`: a live table of an engine's processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any, Final
+
+INTERVAL_S: Final = 1.0
+TIMEOUT_S: Final = 5.0
+
+COLUMNS: Final = (
+    ("PROCESS", "{name}"),
+    ("PID", "{pid}"),
+    ("STAGE", "{stage}"),
+    ("EPOCH", "{epoch}"),
+    ("RESTARTS", "{num_restarts}"),
+    ("SILENT", "{silent_s:.1f} s"),
+    ("STEPS/S", "{steps_per_s:.1f}"),
+    ("RUNNING", "{num_running}"),
+    ("WAITING", "{num_waiting}"),
+    ("KV USE", "{kv_cache_usage:.0%}"),
+)
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print the table every second until interrupted. Returns 0, or 1 when the server does not answer."""
+    parser = argparse.ArgumentParser(
+        prog="engine status", description="A live table of a running engine's processes."
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where it serves")
+    parser.add_argument("--once", action="store_true", help="print it once and exit")
+    parsed = parser.parse_args(argv)
+    try:
+        while True:
+            table = format_table(_fetch(parsed.url))
+            if parsed.once:
+                print(table)
+                return 0
+            print(f"\x1b[H\x1b[2J{table}", flush=True)
+            time.sleep(INTERVAL_S)
+    except (OSError, ValueError) as error:
+        print(f"engine: error: no status from {parsed.url}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+def _fetch(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/engine/status", timeout=TIMEOUT_S) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def format_table(answer: dict[str, Any]) -> str:
+    """One line a process, and what is wrong, if anything is."""
+    rows = [[title for title, _ in COLUMNS]]
+    rows += [[cell.format(**process) for _, cell in COLUMNS] for process in answer["processes"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if answer["trouble"]:
+        lines.append(answer["trouble"])
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""Signs of life from a thread of its own, for processes that spend long in one call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Final
+
+import zmq
+
+from .config import EngineConfig
+from .messages import Heartbeat
+from .transport import StatusReporter
+
+BEAT_INTERVAL_S: Final = 0.5
+
+
+class Pulse:
+    """Beats until the process ends. What it works on calls `begin_step` and `end_step`."""
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
+        self._num_steps = 0
+        self._step_began: float | None = None
+        arguments = context, config, process
+        threading.Thread(target=self._beat, args=arguments, name="pulse", daemon=True).start()
+
+    def begin_step(self) -> None:
+        self._step_began = time.monotonic()
+
+    def end_step(self) -> None:
+        self._step_began = None
+        self._num_steps += 1
+
+    def _beat(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
+        reporter = StatusReporter(context, config, process)
+        while True:
+            began = self._step_began
+            busy_s = 0.0 if began is None else time.monotonic() - began
+            reporter.beat(Heartbeat(num_steps=self._num_steps, busy_s=busy_s))
+            time.sleep(BEAT_INTERVAL_S)

@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""How long streams pause when a process of a real server is killed: from the kill to the next token.
+
+    scripts/bench/run recovery --streams 32 --kills 5
+
+Prints a line of JSON for each victim, times in milliseconds: of the first stream to go on, and of the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.mixed_streams import Streams
+from support.server import Server, default_model, wait_until
+
+IN_TRANSIT_S = 0.05
+"""Tokens that come so soon after the kill had left before it."""
+
+
+def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]:
+    """Seconds from the kill to the next token of the first stream and of the last."""
+    body = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    streams = Streams(server, [{"prompt": f"Tale {i}:", **body} for i in range(num_streams)])
+    wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams))
+    victim = server.child(title)
+    killed = time.perf_counter()
+    victim.kill()
+    time.sleep(IN_TRANSIT_S)
+    waiting = {id(stream): stream.num_events for stream in streams.streams}
+    first = 0.0
+    while waiting:
+        for stream in streams.streams:
+            if stream.num_events > waiting.get(id(stream), sys.maxsize):
+                del waiting[id(stream)]
+                first = first or time.perf_counter() - killed
+        time.sleep(0.001)
+    last = time.perf_counter() - killed
+    for answer in streams.answers():
+        assert answer.get("done") and "error" not in answer, answer
+    return first, last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=default_model())
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--kills", type=int, default=3, help="of each victim")
+    parser.add_argument("--victims", nargs="+", default=["core 0", "worker 0"])
+    args = parser.parse_args()
+    with Server(args.model, "--max-model-len", "1024") as server:
+        for title in args.victims:
+            pauses = [measure(server, title, args.streams) for _ in range(args.kills)]
+            first, last = zip(*pauses, strict=True)
+            result = {
+                "victim": title,
+                "streams": args.streams,
+                "kills": args.kills,
+                "first_ms_median": round(statistics.median(first) * 1e3),
+                "last_ms_median": round(statistics.median(last) * 1e3),
+                "last_ms_worst": round(max(last) * 1e3),
+            }
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Whatever process dies or hangs, the streams end as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+from support.mixed_streams import Streams, bodies
+from support.server import Server, default_model, wait_until
+
+REQUESTS = bodies(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    args = ("--max-model-len", "512", "--heartbeat-timeout", "1.5", "--api-server-count", "2")
+    with Server(default_model(), *args) as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[dict[str, Any]]:
+    answers = Streams(server, REQUESTS).answers()
+    assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
+    return answers
+
+
+def assert_nothing_is_held(server: Server) -> None:
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        wait_until(lambda gauge=gauge: server.metric(f"engine:{gauge}") == 0, what=f"{gauge} is 0")
+    assert server.metric("engine:conservation_violations_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("title", "disturb"),
+    [
+        ("core 0", psutil.Process.kill),
+        ("core 0", psutil.Process.suspend),
+        ("worker 0", psutil.Process.kill),
+        ("worker 0", psutil.Process.suspend),
+    ],
+    ids=["core killed", "core stopped", "worker killed", "worker stopped"],
+)
+def test_streams_end_as_if_nothing_had_happened(
+    server: Server,
+    undisturbed: list[dict[str, Any]],
+    title: str,
+    disturb: Callable[[psutil.Process], None],
+) -> None:
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(50)
+    victim = server.child(title)
+    disturb(victim)
+    assert streams.answers() == undisturbed
+    wait_until(lambda: not victim.is_running(), what=f"{title} is gone")
+    assert_nothing_is_held(server)
+
+
+def test_a_second_core_may_die_before_the_first_one_is_replaced(
+    server: Server, undisturbed: list[dict[str, Any]]
+) -> None:
+    streams = Streams(server, REQUESTS)
+    for _ in range(3):
+        streams.wait_for_events(30)
+        server.child("core 0").kill()
+    assert streams.answers() == undisturbed
+    assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_a_dead_frontend_takes_only_its_own_connections_along(
+    server: Server, undisturbed: list[dict[str, Any]], signum: signal.Signals
+) -> None:
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(40)
+    victim = server.child("frontend 0")
+    victim.send_signal(signum)
+    answers = streams.answers()
+    cut = [index for index, answer in enumerate(answers) if "done" not in answer]
+    assert len(cut) < len(REQUESTS), "both frontends have connections"
+    for index, answer in enumerate(answers):
+        if index not in cut:
+            assert answer == undisturbed[index]
+    wait_until(lambda: not victim.is_running(), what="the frontend is gone")
+    wait_until(lambda: server.child("frontend 0").is_running(), what="there is another one")
+    assert_nothing_is_held(server)
+    assert Streams(server, REQUESTS).answers() == undisturbed
+
+
+def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
+    victim = server.child("worker 0")
+    victim.suspend()
+    wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+    assert "worker 0" in server.get("/health")[1]["detail"]
+    assert server.get("/livez")[0] == 200
+    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
+    assert not victim.is_running()
+    processes = {
+        process["name"]: process for process in server.get("/engine/status")[1]["processes"]
+    }
+    assert set(processes) == {"frontend 0", "frontend 1", "core 0", "worker 0"}
+    assert {process["stage"] for process in processes.values()} == {"ready"}
+    worker = processes["worker 0"]
+    assert worker["pid"] == server.child("worker 0").pid
+    assert worker["num_restarts"] > 0
+    assert worker["epoch"] == processes["core 0"]["epoch"]
+    table = subprocess.run(
+        [sys.executable, "-m", "engine.frontend.cli", "status", "--url", server.url, "--once"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert table.returncode == 0, table.stderr
+    assert [line.split()[:2] for line in table.stdout.splitlines()[1:]] == [
+        name.split() for name in processes
+    ]

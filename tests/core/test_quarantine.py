@@ -1,0 +1,110 @@
+"""Requests that go on after a crash, and those suspected of having caused it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.core.scheduler import Scheduler
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import CacheConfig, SchedulerConfig
+from engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+
+
+def make_scheduler(**limits: int) -> Scheduler:
+    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **limits})  # type: ignore[arg-type]
+    cache = CacheConfig(block_size=4)
+    return Scheduler(config, cache, max_model_len=64, vocab_size=100, num_blocks=65)
+
+
+def add(scheduler: Scheduler, index: int, *, prompt: int = 4, **fields: object) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    message = EngineCoreRequest(index, int32_bytes([7] * prompt), params, 0.0, **fields)  # type: ignore[arg-type]
+    scheduler.add_request(0, message, 0.0)
+
+
+def answer(scheduler: Scheduler, step: SchedulerOutput) -> list[int]:
+    """Let the step's rows sample 9. Returns the request indices that got a token."""
+    count = scheduler.count_samples(step)
+    result = ModelRunnerOutput(step.step, sampled_token_ids=int32_bytes([9] * count))
+    outputs = scheduler.update_from_output(step, result, 0.0)
+    return [index for out in outputs.values() for index in int32_view(out.request_indices).tolist()]
+
+
+def run(scheduler: Scheduler) -> Iterable[list[int]]:
+    while scheduler.has_requests() and (step := scheduler.schedule(0.0)) is not None:
+        yield answer(scheduler, step)
+
+
+def test_a_resubmitted_request_generates_only_what_is_missing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 1, output_token_ids=int32_bytes([9, 9]), is_resubmitted=True)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    [new] = step.new_requests
+    assert int32_view(new.token_ids).tolist() == [7, 7, 7, 7, 9, 9]
+    assert new.num_prompt_tokens == 4
+    got = [answer(scheduler, step), *run(scheduler)]
+    assert sum(map(len, got)) == 4
+
+
+def test_a_resubmitted_request_is_not_refused_for_a_full_queue() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_num_queued_reqs=1)
+    for index in range(4):
+        add(scheduler, index, is_resubmitted=True)
+    assert scheduler.get_num_unfinished_requests() == 4
+    add(scheduler, 4)
+    assert scheduler.get_num_unfinished_requests() == 4
+
+
+def test_suspects_run_alone_until_they_have_a_token() -> None:
+    scheduler = make_scheduler()
+    for index in range(5):
+        add(scheduler, index, prompt=24 if index == 3 else 4, is_suspect=index in (1, 3))
+    got = list(run(scheduler))
+    assert got[:4] == [[0], [1], [0, 1, 2], []]
+    assert got[4] == [3]
+    assert sum(map(len, got)) == 5 * 6
+    assert got[5] == [0, 1, 2, 3, 4]
+
+
+def test_a_suspect_waits_until_nothing_is_in_flight() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 0)
+    first = scheduler.schedule(0.0)
+    add(scheduler, 1, is_suspect=True)
+    assert first is not None and scheduler.schedule(0.0) is None
+    answer(scheduler, first)
+    alone = scheduler.schedule(0.0)
+    assert alone is not None and scheduler.schedule(0.0) is None
+    accused = scheduler.find_accused()
+    assert (accused.convicts, accused.suspects, accused.bystanders) == ([(0, 1)], [], [])
+    assert answer(scheduler, alone) == [1]
+
+
+def test_newcomers_are_suspects_and_others_bystanders() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 0)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    answer(scheduler, step)
+    add(scheduler, 1, prompt=40)
+    add(scheduler, 2)
+    scheduler.schedule(0.0)
+    scheduler.schedule(0.0)
+    accused = scheduler.find_accused()
+    assert accused.bystanders == [(0, 0)]
+    assert accused.suspects == [(0, 1)]
+    assert not accused.convicts
+
+
+def test_a_suspect_that_does_not_fit_lets_the_others_run() -> None:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    cache = CacheConfig(block_size=4)
+    scheduler = Scheduler(config, cache, max_model_len=64, vocab_size=100, num_blocks=17)
+    add(scheduler, 0, prompt=40)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    answer(scheduler, step)
+    add(scheduler, 1, prompt=40, is_suspect=True)
+    assert sum(map(len, run(scheduler))) == 5 + 6

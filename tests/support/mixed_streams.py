@@ -1,0 +1,121 @@
+"""Requests of every kind that a crash could spoil, read to their end over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from support.server import Server, wait_until
+
+TIMEOUT_S = 90.0
+
+STORY: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"logprobs": 2},
+    {"n": 2, "temperature": 0.8},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"stop": [" the end", "zzz"], "include_stop_str_in_output": True},
+    {"min_tokens": 40, "ignore_eos": False, "temperature": 1.0},
+    {"prompt_logprobs": 1, "logprobs": 0, "stream": False, "stream_options": None},
+    {"structured_outputs": {"regex": "([a-z]{3,9} ){20}[a-z]+"}, "temperature": 1.0},
+    {"max_tokens": 20, "bad_words": [" was"], "logit_bias": {"260": -50}},
+)
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Requests of all kinds, each with a prompt and a seed of its own."""
+    return [
+        {
+            "prompt": f"Chapter {number}. Once upon a time there",
+            "seed": number,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **STORY,
+            **KINDS[number % len(KINDS)],
+        }
+        for number in range(count)
+    ]
+
+
+@dataclass
+class Stream:
+    """`answer` is all that the client was told, put together; `num_events` grows as it comes."""
+
+    body: dict[str, Any]
+    num_events: int = 0
+    answer: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, url: str) -> None:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
+            self._read(connection.getresponse())
+        except (OSError, http.client.HTTPException) as error:
+            self.answer["connection"] = repr(error)
+        finally:
+            connection.close()
+
+    def _read(self, response: http.client.HTTPResponse) -> None:
+        self.answer["status"] = response.status
+        if response.status != 200:
+            self.answer["error"] = json.loads(response.read())["error"]
+            return
+        if not self.body["stream"]:
+            self._take(json.loads(response.read()))
+            self.answer["done"] = True
+            return
+        for line in response:
+            if line.startswith(b"data: {"):
+                self._take(json.loads(line[6:]))
+            elif line.startswith(b"data: [DONE]"):
+                self.answer["done"] = True
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.answer["error"] = event["error"]
+            return
+        for choice in event["choices"]:
+            told = self.answer.setdefault(choice["index"], {"text": "", "logprobs": []})
+            told["text"] += choice["text"]
+            if logprobs := choice.get("logprobs"):
+                told["logprobs"] += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+            for name in ("finish_reason", "stop_reason", "prompt_logprobs"):
+                if choice.get(name) is not None:
+                    told[name] = choice[name]
+        if usage := event.get("usage"):
+            self.answer["usage"] = usage["prompt_tokens"], usage["completion_tokens"]
+        self.num_events += 1
+
+
+class Streams:
+    """Starts all streams at once."""
+
+    def __init__(self, server: Server, requests: list[dict[str, Any]]) -> None:
+        self.streams = [Stream(body) for body in requests]
+        self._threads = [
+            threading.Thread(target=stream.read, args=(server.url,)) for stream in self.streams
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_events(self) -> int:
+        return sum(stream.num_events for stream in self.streams)
+
+    def wait_for_events(self, count: int) -> None:
+        """Until `count` more events have come."""
+        goal = self.num_events + count
+        wait_until(lambda: self.num_events >= goal, what=f"{count} events of the streams")
+
+    def answers(self) -> list[dict[str, Any]]:
+        for thread in self._threads:
+            thread.join()
+        return [stream.answer for stream in self.streams]
