@@ -151,8 +151,9 @@ class BlockPool:
                 continue
             self._forget(block, digest)
             self.lifetimes.forgotten(block)
+            # Also of a held one, which is freed as a blank: an entry from before it was held must not count again.
+            self._serial_of[block] = -1
             if not self.ref_counts[block]:
-                self._serial_of[block] = -1
                 self._num_evictable -= 1
                 self._blank.append(block)
 

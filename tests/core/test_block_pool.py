@@ -114,6 +114,18 @@ def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool)
     assert len(set(pool.allocate(5))) == 5
 
 
+def test_a_held_block_that_is_uncached_is_freed_as_a_blank_one_though_it_was_evictable_before(pool):
+    [block] = pool.allocate(1)
+    pool.cache([block], digests("a"))
+    pool.release([block])
+    pool.hold([block], 1)
+    pool.uncache(digests("a"))
+    pool.release([block])
+    num_free = pool.num_free
+    assert sorted(pool.allocate(num_free)) == list(range(1, pool.num_blocks))
+    assert pool.num_free == 0
+
+
 def test_usage_is_the_share_of_held_blocks(pool):
     assert pool.usage == 0.0
     pool.allocate(1)
