@@ -115,14 +115,14 @@ def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool)
 
 
 def test_a_held_block_that_is_uncached_is_freed_as_a_blank_one_though_it_was_evictable_before(pool):
-    [block] = pool.allocate(1)
-    pool.cache([block], digests("a"))
-    pool.release([block])
-    pool.hold([block], 1)
+    first, second = pool.allocate(2)
+    pool.cache([first, second], digests("a", "b"))
+    pool.release([first])
+    pool.hold([first], 1)
     pool.uncache(digests("a"))
-    pool.release([block])
-    num_free = pool.num_free
-    assert sorted(pool.allocate(num_free)) == list(range(1, pool.num_blocks))
+    pool.release([first])
+    pool.release([second])
+    assert sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
     assert pool.num_free == 0
 
 
