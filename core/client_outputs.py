@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes
@@ -13,7 +15,7 @@ from ..protocol.messages import (
     EventKind,
     FinishedRequest,
     FinishReason,
-    RequestEvent,
+    RequestEvents,
     SchedulerStats,
     TokenLogprobs,
 )
@@ -24,13 +26,30 @@ _SCHEDULED: Final = EventKind.SCHEDULED
 _ABORT: Final = FinishReason.ABORT
 
 
+class _Moment(msgspec.Struct):
+    """What happened to some requests at one time."""
+
+    kind: EventKind
+    timestamp: float
+    request_indices: list[int]
+    num_cached_tokens: list[int]
+
+    def to_message(self) -> RequestEvents:
+        return RequestEvents(
+            self.kind,
+            self.timestamp,
+            array("i", self.request_indices).tobytes(),
+            array("i", self.num_cached_tokens).tobytes(),
+        )
+
+
 class Outbox:
     """The rare events of one client between two messages to it."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
         self.finished_set: list[int] = []
-        self.events: list[RequestEvent] = []
+        self.moments: list[_Moment] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._sequence = 0
@@ -41,8 +60,9 @@ class Outbox:
         """The next message: the given tokens and everything collected."""
         outputs = EngineCoreOutputs(core_index, self._sequence, now, request_indices, token_ids)
         self._sequence += 1
-        if self.events:
-            outputs.events, self.events = self.events, []
+        if self.moments:
+            outputs.events = [moment.to_message() for moment in self.moments]
+            self.moments = []
         if self.finished_set:
             outputs.finished, self.finished = self.finished, []
             outputs.finished_set, self.finished_set = int32_bytes(self.finished_set), []
@@ -72,9 +92,15 @@ class ClientOutputs:
         return self._outboxes[client_index]
 
     def event(self, request: Request, kind: EventKind, now: float) -> None:
-        num_cached = request.num_cached_tokens if kind is _SCHEDULED else 0
-        event = RequestEvent(request.request_index, kind, now, num_cached)
-        self._outboxes[request.client_index].events.append(event)
+        """Something happened to a request; at its first admission it is known how many tokens are cached."""
+        moments = self._outboxes[request.client_index].moments
+        moment = moments[-1] if moments else None
+        if moment is None or moment.kind is not kind or moment.timestamp != now:
+            moment = _Moment(kind, now, [], [])
+            moments.append(moment)
+        moment.request_indices.append(request.request_index)
+        if kind is _SCHEDULED:
+            moment.num_cached_tokens.append(request.num_cached_tokens)
 
     def finish(self, client_index: int, finished: FinishedRequest) -> None:
         """A request ended. A client is not told why it has aborted."""

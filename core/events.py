@@ -17,7 +17,7 @@ from ..protocol.messages import (
     FinishedRequest,
     FinishReason,
     ModelRunnerOutput,
-    RequestEvent,
+    RequestEvents,
     SchedulerOutput,
 )
 from .request import RequestKey
@@ -29,7 +29,7 @@ class Told(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     client_index: int
     finished: list[FinishedRequest] = []
     finished_set: bytes = b""
-    events: list[RequestEvent] = []
+    events: list[RequestEvents] = []
 
 
 class AddClient(msgspec.Struct, tag=0, array_like=True, gc=False):

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ..protocol.messages import EncoderInput, FinishedRequest, RequestEvent, TokenLogprobs
+from ..protocol.messages import EncoderInput, FinishedRequest, RequestEvents, TokenLogprobs
 from ..protocol.sampling_params import SamplingParams
 from .batch import Tenure
 from .drafts import Drafts
@@ -74,7 +74,7 @@ _IMMUTABLE: Final = ATOMS | {
     SamplingParams,
     EncoderInput,
     FinishedRequest,
-    RequestEvent,
+    RequestEvents,
     TokenLogprobs,
 }
 _EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}

@@ -256,9 +256,11 @@ class RequestAccount:
         message = (moment.outputs or {}).get(client_index)
         if message is None:
             return
-        for event in message.events:
-            if event.request_index == request_index and event.kind is EventKind.FIRST_TOKEN:
-                yield None, event
+        for events in message.events:
+            if events.kind is EventKind.FIRST_TOKEN:
+                for event in events.split():
+                    if event.request_index == request_index:
+                        yield None, event
         for finished in message.finished:
             if finished.request_index == request_index:
                 yield finished, None

@@ -47,7 +47,8 @@ class OutputProcessor:
         """
         new_tokens = _new_tokens(outputs)
         ended = int32_view(outputs.finished_set).tolist()
-        for event in outputs.events:
+        events = [event for group in outputs.events for event in group.split()]
+        for event in events:
             self._apply_event(event)
         for message in outputs.logprobs:
             if (sequence := self.sequences.get(message.request_index)) is not None:

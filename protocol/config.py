@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Bumped whenever a message or this configuration changes its encoding."""
 
 CONFIG_FILE: Final = "config.msgpack"

@@ -9,10 +9,12 @@ worker's persistent batch.
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from .arrays import int32_view
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .sampling_params import SamplingParams
 
@@ -162,13 +164,32 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     kv_transfer_params: dict[str, object] | None = None
 
 
-class RequestEvent(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class RequestEvent(NamedTuple):
     """A moment in a request's life. `num_cached_tokens` is meant at the first SCHEDULED only."""
 
     request_index: int
     kind: EventKind
     timestamp: float
-    num_cached_tokens: int = 0
+    num_cached_tokens: int
+
+
+class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """A moment that several requests have in common: `request_indices` int32[N].
+
+    `num_cached_tokens` int32[N] come with those that are SCHEDULED.
+    """
+
+    kind: EventKind
+    timestamp: float
+    request_indices: I32
+    num_cached_tokens: I32 = b""
+
+    def split(self) -> Iterator[RequestEvent]:
+        """The event of each request."""
+        indices = int32_view(self.request_indices).tolist()
+        num_cached = int32_view(self.num_cached_tokens).tolist() or [0] * len(indices)
+        for index, count in zip(indices, num_cached, strict=True):
+            yield RequestEvent(index, self.kind, self.timestamp, count)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -253,7 +274,7 @@ class EngineCoreOutputs(
     token_ids: I32 = b""
     num_tokens: I32 = b""
     finished: list[FinishedRequest] = []
-    events: list[RequestEvent] = []
+    events: list[RequestEvents] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     finished_set: I32 = b""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +29,7 @@ from engine.core.replayer import Replayer
 from engine.core.simulation import simulate
 from engine.core.step_time import fit, mean_error, measure_steps
 from engine.core.trace import trace_of
-from engine.protocol.messages import EventKind
+from engine.protocol.messages import EventKind, RequestEvents
 from support.server import Server, default_model
 
 
@@ -94,7 +94,7 @@ def first_token_times(dump: Dump) -> list[float]:
     for segment in dump.segments:
         for moment in Replayer(dump.setup, segment).run():
             for client_index, message in (moment.outputs or {}).items():
-                for event in message.events:
+                for event in chain.from_iterable(map(RequestEvents.split, message.events)):
                     key = client_index, event.request_index
                     if event.kind is EventKind.QUEUED:
                         queued[key] = event.timestamp

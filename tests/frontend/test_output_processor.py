@@ -20,7 +20,7 @@ from engine.protocol.messages import (
     EventKind,
     FinishedRequest,
     FinishReason,
-    RequestEvent,
+    RequestEvents,
     TokenLogprobs,
 )
 from engine.protocol.sampling_params import SamplingParams
@@ -329,7 +329,7 @@ def test_a_message_that_makes_no_sense_changes_nothing(arrays: dict[str, bytes])
                 0,
                 1.0,
                 finished=[finished(0, FinishReason.STOP)],
-                events=[RequestEvent(0, EventKind.QUEUED, 1.0)],
+                events=[RequestEvents(EventKind.QUEUED, 1.0, int32_bytes([0]))],
                 **arrays,
             )
         )
@@ -341,10 +341,11 @@ def test_a_message_that_makes_no_sense_changes_nothing(arrays: dict[str, bytes])
 async def test_cached_tokens_are_those_of_the_first_scheduling() -> None:
     harness = Harness()
     group = harness.group(SamplingParams())
-    harness.feed({}, events=[RequestEvent(0, EventKind.QUEUED, 1.0)])
+    one = int32_bytes([0])
+    harness.feed({}, events=[RequestEvents(EventKind.QUEUED, 1.0, one)])
     assert (harness.load.num_queued, harness.load.num_unscheduled_tokens) == (1, 3)
-    harness.feed({}, events=[RequestEvent(0, EventKind.SCHEDULED, 2.0, 2)])
-    harness.feed({}, events=[RequestEvent(0, EventKind.PREEMPTED, 3.0)])
-    harness.feed({}, events=[RequestEvent(0, EventKind.SCHEDULED, 4.0, 0)])
+    harness.feed({}, events=[RequestEvents(EventKind.SCHEDULED, 2.0, one, int32_bytes([2]))])
+    harness.feed({}, events=[RequestEvents(EventKind.PREEMPTED, 3.0, one)])
+    harness.feed({}, events=[RequestEvents(EventKind.SCHEDULED, 4.0, one, int32_bytes([0]))])
     assert group.sequences[0].num_cached_tokens == 2
     assert (harness.load.num_queued, harness.load.num_unscheduled_tokens) == (0, 0)

@@ -29,7 +29,7 @@ from engine.protocol.messages import (
     EventKind,
     FinishedRequest,
     FinishReason,
-    RequestEvent,
+    RequestEvents,
     ResetPrefixCache,
     SchedulerStats,
     TokenLogprobs,
@@ -136,11 +136,13 @@ class EchoCore:
         """Generate for every request, and tell the clients."""
         for client, running in self.running.items():
             outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
+            new = int32_bytes(
+                [echo.request.request_index for owner, echo in self._new if owner == client]
+            )
             outputs.events = [
-                RequestEvent(echo.request.request_index, kind, outputs.timestamp)
-                for owner, echo in self._new
-                if owner == client
-                for kind in (EventKind.QUEUED, EventKind.SCHEDULED, EventKind.FIRST_TOKEN)
+                RequestEvents(EventKind.QUEUED, outputs.timestamp, new),
+                RequestEvents(EventKind.SCHEDULED, outputs.timestamp, new, bytes(len(new))),
+                RequestEvents(EventKind.FIRST_TOKEN, outputs.timestamp, new),
             ]
             token_ids: list[int] = []
             counts = []

@@ -300,8 +300,9 @@ class Harness:
                 heard = self.heard[client, index]
                 assert not heard.is_over, "a token after the end"
                 heard.token_ids += [next(tokens) for _ in range(count)]
-            for event in message.events:
-                self.heard[client, event.request_index].events.append(event)
+            for events in message.events:
+                for event in events.split():
+                    self.heard[client, event.request_index].events.append(event)
             over = int32_view(message.finished_set).tolist()
             for finished in message.finished:
                 assert finished.request_index in over
