@@ -10,26 +10,30 @@ from ..protocol.messages import NewRequestData
 from .admission_delay import AdmissionDelay
 from .admission_end import AdmissionEnd
 from .batch import Tenure
-from .block_tables import RequestBlocks
-from .cached_prefix import CachedPrefix
 from .drafts import Drafts
 from .encoder_inputs import EncoderInputs
-from .kv_cache_manager import Prefix
+from .kv_cache_manager import Claim, Prefix
 from .kv_transfers import KVTransfers
 from .partial_prefills import PartialPrefills
 from .request import Request
-from .request_lifecycle import RequestLifecycle
+from .request_lifecycle import RequestLifecycle, Start
 from .request_queue import Obstacle
 from .running_pass import RunningPass, RunningPlan
 
 
 class Admissions(NamedTuple):
-    """Rows that enter a step in the making, and those of them that load blocks in it."""
+    """Rows that enter a step in the making, and those of them that load blocks in it.
+
+    The last of them still have to be started, together: `first_hashes` are of the first block of each that will be
+    findable then and is not yet.
+    """
 
     requests: list[NewRequestData]
     granted: list[int]
     samples: list[bool]
     loading: list[Tenure]
+    starts: list[Start]
+    first_hashes: set[bytes]
 
 
 class Admission:
@@ -118,7 +122,7 @@ class Admission:
         queue, manager, limits = self._queue, self._manager, self._partial_prefills
         encoders, transfers, share = plan.encoders, self._transfers, plan.share
         suspects = self._lifecycle.quarantine.suspects
-        admitted = Admissions([], [], [], [])
+        admitted = Admissions([], [], [], [], [], set())
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not (queue and max_admitted and budget > 0):
             self.end = (
@@ -136,7 +140,13 @@ class Admission:
         if len(self._running.loras) < self._config.max_loras:
             queue.recall(Obstacle.LORA_SLOTS)
         queue.recall(Obstacle.CONNECTOR)
-        while budget > 0 and len(admitted.requests) < max_admitted:
+        starts_singly = (
+            transfers is not None
+            or encoders is not None
+            or queue.charges_for_computing
+            or self._delay.factor > 0
+        )
+        while budget > 0 and len(admitted.granted) < max_admitted:
             if encoders is not None:
                 encoders.undo(0)
             request = queue.peek()
@@ -156,6 +166,11 @@ class Admission:
                 queue.set_aside(Obstacle.LORA_SLOTS)
                 continue
             prefix = manager.find_prefix(request)
+            first_hash = request.block_hash(prefix.num_cached_blocks)
+            if first_hash in admitted.first_hashes:
+                self._start(admitted, now)
+                prefix = manager.find_prefix(request)
+                first_hash = request.block_hash(prefix.num_cached_blocks)
             num_external = 0
             if transfers is not None:
                 match = transfers.match(request, prefix)
@@ -200,30 +215,47 @@ class Admission:
             num_tokens = num_computed + granted
             if self._drafts is not None:
                 num_tokens = self._with_lookahead(request, num_tokens)
-            tables = manager.allocate(prefix.blocks, num_tokens)
-            if tables is None:
-                tables = self._allocate(request, prefix.blocks, num_tokens)
-                if tables is None:
+            claim = manager.claim(request, prefix, num_tokens)
+            if claim is None and admitted.starts:
+                # What was found may be evicted now: it is looked for again.
+                self._start(admitted, now)
+                continue
+            if claim is None:
+                claim = self._claim(request, prefix, num_tokens)
+                if claim is None:
                     self.end = AdmissionEnd.BLOCKS
                     break
             if transfers is not None:
-                if num_external and not transfers.allocated(request, tables[0], num_external):
+                manager.fulfil([claim])
+                if num_external and not transfers.allocated(request, claim.tables[0], num_external):
                     continue
                 transfers.started(request)
             num_partial += is_partial
             num_long += is_long
-            data = self._lifecycle.start(request, tables, prefix, num_external, granted, now)
-            if encoders is not None:
-                self._encoders.carry_out(encoders)
-            admitted.requests.append(data)
+            queue.pop()
+            admitted.starts.append(Start(claim, num_external, granted))
             admitted.granted.append(granted)
             admitted.samples.append(not is_partial)
-            if num_external:
-                admitted.loading.append(Tenure(request, request.num_admissions))
+            if first_hash is not None:
+                admitted.first_hashes.add(first_hash)
+            if starts_singly or request.lora_name:
+                self._start(admitted, now)
+                if encoders is not None:
+                    self._encoders.carry_out(encoders)
+                if num_external:
+                    admitted.loading.append(Tenure(request, request.num_admissions))
             budget -= granted
         else:
             self.end = AdmissionEnd.TOKENS if budget <= 0 else AdmissionEnd.SEQUENCES
+        self._start(admitted, now)
         return admitted
+
+    def _start(self, admitted: Admissions, now: float) -> None:
+        """Start who is admitted, where others are to be seen beside them, or at last."""
+        if admitted.starts:
+            admitted.requests.extend(self._lifecycle.start(admitted.starts, now))
+            admitted.starts.clear()
+            admitted.first_hashes.clear()
 
     def _with_lookahead(self, request: Request, num_tokens: int) -> int:
         """How many tokens blocks are needed for, for so many to be computed."""
@@ -236,27 +268,26 @@ class Admission:
         loras = self._running.loras
         return request.lora_name in loras or len(loras) < self._config.max_loras
 
-    def _allocate(
-        self, request: Request, computed_blocks: CachedPrefix, num_tokens: int
-    ) -> RequestBlocks | None:
-        """Blocks for the first request of the queue; None, and it is remembered, if they do not fit."""
+    def _claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
+        """A claim of the first request of the queue; None, and it is remembered, if there are too few blocks."""
         manager = self._manager
-        while (tables := manager.allocate(computed_blocks, num_tokens)) is None:
+        while (claim := manager.claim(request, prefix, num_tokens)) is None:
             # Nobody who runs will make room: those who wait with blocks behind this request must.
             if self._running or self._transfers is None or not self._transfers.take_back(request):
                 self._blocked = request, manager.pool.num_openings
                 break
-        return tables
+        return claim
 
     def _load(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
     ) -> bool:
         """Let the first request of the queue wait for an asynchronous load. False if its blocks do not fit."""
         num_tokens = prefix.num_tokens + num_external
-        tables = self._allocate(request, prefix.blocks, num_tokens)
-        if tables is None:
+        claim = self._claim(request, prefix, num_tokens)
+        if claim is None:
             return False
-        (blocks,) = tables
+        self._manager.fulfil([claim])
+        (blocks,) = claim.tables
         if transfers.allocated(request, blocks, num_external):
             self._lifecycle.count_lookup(request, prefix, num_external)
             transfers.begin_load(request, blocks, num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -54,6 +54,14 @@ class Outbox:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._sequence = 0
 
+    def moment(self, kind: EventKind, now: float) -> _Moment:
+        """What happens now, to more requests perhaps than are known of yet."""
+        moment = self.moments[-1] if self.moments else None
+        if moment is None or moment.kind is not kind or moment.timestamp != now:
+            moment = _Moment(kind, now, [], [])
+            self.moments.append(moment)
+        return moment
+
     def empty(
         self, core_index: int, now: float, request_indices: bytes = b"", token_ids: bytes = b""
     ) -> EngineCoreOutputs:
@@ -92,15 +100,23 @@ class ClientOutputs:
         return self._outboxes[client_index]
 
     def event(self, request: Request, kind: EventKind, now: float) -> None:
-        """Something happened to a request; at its first admission it is known how many tokens are cached."""
-        moments = self._outboxes[request.client_index].moments
-        moment = moments[-1] if moments else None
-        if moment is None or moment.kind is not kind or moment.timestamp != now:
-            moment = _Moment(kind, now, [], [])
-            moments.append(moment)
+        """Something happened to a request."""
+        moment = self._outboxes[request.client_index].moment(kind, now)
         moment.request_indices.append(request.request_index)
         if kind is _SCHEDULED:
             moment.num_cached_tokens.append(request.num_cached_tokens)
+
+    def events(self, requests: Sequence[Request], kind: EventKind, now: float) -> None:
+        """The same happened to several requests."""
+        if len(self._outboxes) != 1 or not requests:
+            for request in requests:
+                self.event(request, kind, now)
+            return
+        (outbox,) = self._outboxes.values()
+        moment = outbox.moment(kind, now)
+        moment.request_indices += [request.request_index for request in requests]
+        if kind is _SCHEDULED:
+            moment.num_cached_tokens += [request.num_cached_tokens for request in requests]
 
     def finish(self, client_index: int, finished: FinishedRequest) -> None:
         """A request ended. A client is not told why it has aborted."""

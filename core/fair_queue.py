@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -61,21 +61,25 @@ class FairQueue(RequestQueue):
         tenant = self._least_served()
         return tenant.waiting.peek() if tenant else None
 
-    def entering(self, request: Request, num_cached_tokens: int) -> None:
-        tenant = self._tenants[request.tenant]
-        tenant.num_running += 1
-        self._tenant_of[request.slot] = tenant.index
-        self._num_charged[request.slot] = max(num_cached_tokens, request.num_charged_tokens)
+    charges_for_computing = True
 
-    def leaving(self, request: Request) -> None:
-        slot = request.slot
-        tenant = self._tenants[request.tenant]
-        charged = int(self._num_charged[slot])
-        computed = max(charged, int(self._running.slots.num_computed_tokens[slot]))
-        self._charge(tenant, computed - charged)
-        self._num_charged[slot] = request.num_charged_tokens = computed
-        tenant.num_running -= 1
-        self._note_idle(tenant)
+    def entering(self, requests: Sequence[Request], num_cached_tokens: Sequence[int]) -> None:
+        for request, num_cached in zip(requests, num_cached_tokens, strict=True):
+            tenant = self._tenants[request.tenant]
+            tenant.num_running += 1
+            self._tenant_of[request.slot] = tenant.index
+            self._num_charged[request.slot] = max(num_cached, request.num_charged_tokens)
+
+    def leaving(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            slot = request.slot
+            tenant = self._tenants[request.tenant]
+            charged = int(self._num_charged[slot])
+            computed = max(charged, int(self._running.slots.num_computed_tokens[slot]))
+            self._charge(tenant, computed - charged)
+            self._num_charged[slot] = request.num_charged_tokens = computed
+            tenant.num_running -= 1
+            self._note_idle(tenant)
 
     def _insert(self, request: Request) -> None:
         self._wake(request.tenant).waiting.add(request)

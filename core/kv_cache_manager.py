@@ -33,6 +33,17 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
     is_reserved: bool = False
 
 
+class Claim(msgspec.Struct, gc=False):
+    """A waiting request's right to `num_new` more blocks than it was found, `num_blocks` in each growing group."""
+
+    request: Request
+    prefix: Prefix
+    num_blocks: int
+    num_new: int
+    tables: RequestBlocks = ()
+    """What it has got, once it is fulfilled."""
+
+
 class KVCacheManager:
     """Block tables and a prefix cache over one `BlockPool`. Allocation is all or nothing."""
 
@@ -70,6 +81,7 @@ class KVCacheManager:
         )
         self.reserved: dict[int, list[int]] = {}
         """Blocks that are held for a transfer instead of by a slot, by its id; there is one group then."""
+        self._num_claimed = 0
         self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0, 0)
 
     # before a request gets a slot
@@ -87,33 +99,50 @@ class KVCacheManager:
             return Prefix(CachedPrefix(len(blocks), (blocks,)), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
-    def allocate(self, prefix: CachedPrefix, num_tokens: int) -> RequestBlocks | None:
-        """Hold blocks for `num_tokens` tokens, beginning with the found ones; None if they do not fit."""
-        pool = self.pool
-        num_blocks = -(-num_tokens // self.block_size)
-        if self.tables.is_simple and not prefix.num_blocks:
-            return (pool.allocate(num_blocks),) if num_blocks <= pool.num_free else None
-        num_new = self.tables.count_new(prefix, num_blocks)
-        found = _present_blocks(prefix) if prefix.num_blocks else []
-        num_revived = pool.count_free(found) if found else 0
-        if num_new + num_revived > pool.num_free:
+    def claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
+        """Hold the found blocks, and count on others for `num_tokens` tokens in all; None if they do not fit."""
+        pool, found = self.pool, prefix.blocks
+        num_free = pool.num_free - self._num_claimed
+        num_blocks = num_new = -(-num_tokens // self.block_size)
+        if found.num_blocks or not self.tables.is_simple:
+            num_new = self.tables.count_new(found, num_blocks)
+            present = _present_blocks(found)
+            num_revived = pool.count_free(present)
+            if num_new + num_revived > num_free:
+                return None
+            pool.hold(present, num_revived)
+            if self.host is not None:
+                self._unwanted.difference_update(present)
+                self.host.reserve(load.key for load in found.loads)
+        elif num_new > num_free:
             return None
-        if found:
-            pool.hold(found, num_revived)
-        if self.host is not None:
-            self._unwanted.difference_update(found)
-            self.host.reserve(load.key for load in prefix.loads)
-        new = pool.allocate(num_new)
-        if self.host is not None:
-            for load in prefix.loads:
-                block = prefix.blocks[load.group][load.position] = new.pop()
-                self.host.load(load.key, block)
-        return self.tables.lay_out(prefix, num_blocks, new)
+        self._num_claimed += num_new
+        return Claim(request, prefix, num_blocks, num_new)
+
+    def fulfil(self, claims: Sequence[Claim]) -> None:
+        """Allocate all that is claimed."""
+        new = self.pool.allocate(self._num_claimed)
+        self._num_claimed = 0
+        start = 0
+        for claim in claims:
+            if claim.tables:
+                continue
+            prefix = claim.prefix.blocks
+            blocks = new[start : start + claim.num_new]
+            start += claim.num_new
+            if self.host is not None:
+                for load in prefix.loads:
+                    block = prefix.blocks[load.group][load.position] = blocks.pop()
+                    self.host.load(load.key, block)
+            if prefix.num_blocks or not self.tables.is_simple:
+                claim.tables = self.tables.lay_out(prefix, claim.num_blocks, blocks)
+            else:
+                claim.tables = (blocks,)
 
     def count_needed(
         self, prefix: CachedPrefix, num_tokens: int, without: Sequence[int] = ()
     ) -> int:
-        """How many free blocks `allocate` would take, less those that vacating some slots would free."""
+        """How many free blocks `claim` would take, less those that vacating some slots would free."""
         needed = self.tables.count_new(prefix, -(-num_tokens // self.block_size))
         found = _present_blocks(prefix)
         needed += self.pool.count_free(found)
@@ -121,16 +150,16 @@ class KVCacheManager:
 
     # while it has one
 
-    def assign(
-        self, request: Request, tables: RequestBlocks, prefix: Prefix, num_tokens: int
-    ) -> None:
-        """Give a request its blocks, the first `num_tokens` tokens of which will be computed."""
-        cache, slot = self.prefix_cache, request.slot
-        self.tables.fill(slot, tables, prefix.blocks)
-        num_cached = prefix.num_cached_blocks
-        if cache.is_filled_by(request):
-            num_cached = cache.add(request, tables, num_cached, num_tokens)
-        cache.num_cached_blocks[slot] = num_cached
+    def assign(self, claims: Sequence[Claim], num_tokens: Sequence[int]) -> None:
+        """Put the blocks of claims into the slots of their requests, of which so many tokens will be computed."""
+        cache = self.prefix_cache
+        for claim, count in zip(claims, num_tokens, strict=True):
+            request, prefix = claim.request, claim.prefix
+            self.tables.fill(request.slot, claim.tables, prefix.blocks)
+            num_cached = prefix.num_cached_blocks
+            if cache.is_filled_by(request):
+                num_cached = cache.add(request, claim.tables, num_cached, count)
+            cache.num_cached_blocks[request.slot] = num_cached
 
     def begin_step(self, slots: SlotArray, *, may_be_rejected: bool) -> None:
         """Free the blocks of windowed groups that no token still to be computed in `slots` will see.

@@ -156,6 +156,11 @@ class Request:
             self._block_hashes = _split(self.prompt_block_hashes)
         return self._block_hashes
 
+    def block_hash(self, index: int) -> bytes | None:
+        """The digest of a full block, None beyond the last one hashed."""
+        hashes = self.block_hashes
+        return hashes[index] if index < len(hashes) else None
+
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether a token ends the request as its so many-th one of output."""
         return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens

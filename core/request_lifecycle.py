@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+import msgspec
+import numpy as np
 
 from ..protocol.arrays import float32_bytes
 from ..protocol.messages import (
@@ -16,16 +19,16 @@ from ..protocol.messages import (
     NewRequestData,
     SchedulerStats,
 )
-from .block_tables import RequestBlocks
 from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
-from .kv_cache_manager import KVCacheManager, Prefix
+from .kv_cache_manager import Claim, KVCacheManager, Prefix
 from .quarantine import Quarantine
 from .request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
 from .running_requests import RunningRequests
+from .slots import as_array
 
 if TYPE_CHECKING:
     from .kv_transfers import KVTransfers
@@ -36,6 +39,17 @@ End: TypeAlias = tuple[Request, FinishReason, int | None, str]
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
+
+
+class Start(msgspec.Struct, frozen=True, gc=False):
+    """What an admitted request begins with.
+
+    `num_external` tokens after the prefix are loaded by the step itself, and `granted` ones computed.
+    """
+
+    claim: Claim
+    num_external: int
+    granted: int
 
 
 class RequestLifecycle:
@@ -153,48 +167,48 @@ class RequestLifecycle:
             stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
             stats.prefix_cache_hits += num_external
 
-    def start(
-        self,
-        request: Request,
-        tables: RequestBlocks,
-        prefix: Prefix,
-        num_external: int,
-        granted: int,
-        now: float,
-    ) -> NewRequestData:
-        """Give the first request of the queue a slot, its blocks and its first tokens to compute.
-
-        `num_external` tokens after the prefix are loaded by the step itself.
-        """
-        self.queue.pop()
-        num_cached = prefix.num_tokens + num_external
-        num_computed = num_cached + granted
-        token_ids = request.prompt_token_ids + request.output_token_ids
-        self._num_queued_tokens -= request.num_tokens
-        if not request.num_admissions:
-            if request.num_cached_tokens < 0:
-                self.count_lookup(request, prefix, num_external)
-            request.num_cached_tokens = num_cached
-        request.has_untrusted_blocks = num_external > 0
-        self.running.append(request, num_computed, self.max_output_tokens(request))
-        self.manager.assign(request, tables, prefix, num_computed)
-        self.queue.entering(request, num_cached)
-        request.status = RUNNING
-        self.clients.event(request, _SCHEDULED, now)
-        return NewRequestData(
-            slot=request.slot,
-            request_id=request.key,
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_cached,
-            block_ids=(array("i", tables[0]).tobytes(),)
-            if len(tables) == 1
-            else tuple([array("i", table).tobytes() for table in tables]),
-            sampling_params=request.params,
-            eos_token_ids=request.eos_token_ids,
-            lora_name=request.lora_name,
-            encoder_inputs=request.encoder_inputs,
-        )
+    def start(self, starts: Sequence[Start], now: float) -> list[NewRequestData]:
+        """Give requests that have left the queue their slots, blocks and first tokens to compute."""
+        claims = [start.claim for start in starts]
+        requests = [claim.request for claim in claims]
+        self.manager.fulfil(claims)
+        num_cached: list[int] = []
+        num_computed: list[int] = []
+        token_ids: list[bytes] = []
+        for start, request in zip(starts, requests, strict=True):
+            prefix, num_external = start.claim.prefix, start.num_external
+            cached = prefix.num_tokens + num_external
+            num_cached.append(cached)
+            num_computed.append(cached + start.granted)
+            token_ids.append(request.prompt_token_ids + request.output_token_ids)
+            self._num_queued_tokens -= request.num_tokens
+            if not request.num_admissions:
+                if request.num_cached_tokens < 0:
+                    self.count_lookup(request, prefix, num_external)
+                request.num_cached_tokens = cached
+            request.has_untrusted_blocks = num_external > 0
+            request.status = RUNNING
+        self.running.append(requests, num_computed, list(map(self.max_output_tokens, requests)))
+        self.manager.assign(claims, num_computed)
+        self.queue.entering(requests, num_cached)
+        self.clients.events(requests, _SCHEDULED, now)
+        return [
+            NewRequestData(
+                slot=request.slot,
+                request_id=request.key,
+                token_ids=tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=cached,
+                block_ids=tuple([array("i", table).tobytes() for table in claim.tables]),
+                sampling_params=request.params,
+                eos_token_ids=request.eos_token_ids,
+                lora_name=request.lora_name,
+                encoder_inputs=request.encoder_inputs,
+            )
+            for request, claim, tokens, cached in zip(
+                requests, claims, token_ids, num_cached, strict=True
+            )
+        ]
 
     def max_output_tokens(self, request: Request) -> int:
         """How many tokens a request may generate in all."""
@@ -284,13 +298,10 @@ class RequestLifecycle:
 
     def _vacate(self, requests: list[Request], *, is_preempted: bool = False) -> None:
         state = self.running.slots
-        num_certain: list[int] = []
-        for request in requests:
-            self.queue.leaving(request)
-            num_known = request.num_prompt_tokens + state.num_output_tokens.item(request.slot)
-            num_computed = state.num_computed_tokens.item(request.slot)
-            num_certain.append(num_computed if num_computed < num_known else num_known)
-        self.manager.free(requests, num_certain, is_preempted=is_preempted)
+        self.queue.leaving(requests)
+        slots = as_array([request.slot for request in requests])
+        certain = np.minimum(state.num_computed_tokens[slots], state.num_known_tokens(slots))
+        self.manager.free(requests, certain.tolist(), is_preempted=is_preempted)
         if self._encoders.are_in_use:
             for request in requests:
                 self._encoders.release(request)

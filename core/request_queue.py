@@ -6,6 +6,7 @@ import enum
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -77,11 +78,14 @@ class RequestQueue(ABC):
     def peek(self) -> Request | None:
         """The next request to admit."""
 
-    def entering(self, request: Request, num_cached_tokens: int) -> None:  # noqa: B027
-        """A request got a slot, and so many of its tokens need not be computed."""
+    charges_for_computing = False
+    """Whether who is next depends on what those before get of the same step."""
 
-    def leaving(self, request: Request) -> None:  # noqa: B027
-        """A request is about to lose its slot."""
+    def entering(self, requests: Sequence[Request], num_cached_tokens: Sequence[int]) -> None:  # noqa: B027
+        """Requests got slots, and so many of their tokens need not be computed."""
+
+    def leaving(self, requests: Sequence[Request]) -> None:  # noqa: B027
+        """Requests are about to lose their slots."""
 
     def victim(self) -> int:
         """The slot of the running request to preempt when blocks are lacking."""
@@ -168,9 +172,10 @@ class RankedQueue(RequestQueue):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def entering(self, request: Request, num_cached_tokens: int) -> None:
-        self._ranks[request.slot] = request.rank
-        self._arrivals[request.slot] = request.arrival
+    def entering(self, requests: Sequence[Request], num_cached_tokens: Sequence[int]) -> None:
+        for request in requests:
+            self._ranks[request.slot] = request.rank
+            self._arrivals[request.slot] = request.arrival
 
     def victim(self) -> int:
         return self._worst_first(self._running.order)[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
 from .batch import Tenure
 from .request import Request
-from .slots import SlotArray, Slots
+from .slots import SlotArray, Slots, as_array
 
 
 class RunningRequests:
@@ -53,27 +53,35 @@ class RunningRequests:
             order = self._order[: self._num_ordered]
         return order
 
-    def append(self, request: Request, num_computed_tokens: int, max_output_tokens: int) -> None:
-        """Give the request a slot at the end. A step that computes all its tokens samples one more.
+    def append(
+        self,
+        requests: Sequence[Request],
+        num_computed_tokens: list[int],
+        max_output_tokens: list[int],
+    ) -> None:
+        """Give requests slots at the end. A step that computes all tokens of a request samples one more.
 
-        `max_output_tokens` counts the output tokens it has already, too.
+        `max_output_tokens` count the output tokens that they have already, too.
         """
-        num_tokens = request.num_tokens
-        is_prefilled = num_computed_tokens == num_tokens
-        num_expected = num_tokens + 1 if is_prefilled else num_tokens
-        slot = self.slots.take(request, num_computed_tokens, num_expected, max_output_tokens)
-        self._order[self._num_ordered] = slot
-        self._num_ordered += 1
-        if request.params.structured_output is not None:
-            self.num_constrained += 1
-        if request.lora_name:
-            self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
-        if is_prefilled:
-            self._completed_prefills.append(Tenure(request, request.num_admissions))
-        else:
-            self.prefilling[slot] = num_tokens
+        num_tokens = as_array([request.num_tokens for request in requests])
+        num_computed = as_array(num_computed_tokens)
+        is_prefilled = num_computed == num_tokens
+        slots = self.slots.take(
+            requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
+        )
+        first, self._num_ordered = self._num_ordered, self._num_ordered + len(slots)
+        self._order[first : self._num_ordered] = slots
+        for request, is_complete in zip(requests, is_prefilled.tolist(), strict=True):
+            if request.params.structured_output is not None:
+                self.num_constrained += 1
+            if request.lora_name:
+                self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
+            if is_complete:
+                self._completed_prefills.append(Tenure(request, request.num_admissions))
+            else:
+                self.prefilling[request.slot] = request.num_tokens
 
-    def remove(self, requests: Iterable[Request]) -> None:
+    def remove(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._removed.append(request.slot)
             if self.prefilling:
@@ -84,7 +92,7 @@ class RunningRequests:
                 self.loras[request.lora_name] -= 1
                 if not self.loras[request.lora_name]:
                     del self.loras[request.lora_name]
-            self.slots.vacate(request)
+        self.slots.vacate(requests)
 
     def complete_prefill(self, request: Request) -> None:
         """The step in the making samples the first token since the request's admission."""

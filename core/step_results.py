@@ -187,12 +187,8 @@ class StepResults:
         else:
             may_end = self._slots.append_outputs(sampling.slots, counts, token_ids)
             token_ids = token_ids[np.cumsum(counts) - 1]
-        quarantine = self._lifecycle.quarantine
-        for row in step.prefilled:
-            if quarantine.suspects and row.is_alive:
-                quarantine.release(row.request)
-            if not row.request.has_sampled and row.is_alive:
-                self._take_first_token(row.request, now)
+        if step.prefilled:
+            self._take_first_tokens([row.request for row in step.prefilled if row.is_alive], now)
         if len(may_end):
             slots = sampling.slots[may_end]
             num_output = self._slots.num_output_tokens[slots]
@@ -213,12 +209,19 @@ class StepResults:
                 if row.is_alive:
                     self._advance_grammar(row.request, num_new[row.request.slot])
 
-    def _take_first_token(self, request: Request, now: float) -> None:
-        request.has_sampled = True
-        self._clients.event(request, _FIRST_TOKEN, now)
-        if request.prompt_logprobs:
-            self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
-            request.prompt_logprobs = []
+    def _take_first_tokens(self, prefilled: list[Request], now: float) -> None:
+        """Requests got their first token since they were admitted."""
+        quarantine = self._lifecycle.quarantine
+        if quarantine.suspects:
+            for request in prefilled:
+                quarantine.release(request)
+        requests = [request for request in prefilled if not request.has_sampled]
+        self._clients.events(requests, _FIRST_TOKEN, now)
+        for request in requests:
+            request.has_sampled = True
+            if request.prompt_logprobs:
+                self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
+                request.prompt_logprobs = []
 
     def _find_stops(self, rows: Iterable[tuple[int, int, int, bool]]) -> list[End]:
         """Who of those that may have ended has: (slot, token, tokens of output, whether these are all)."""

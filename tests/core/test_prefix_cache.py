@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from engine.core.cached_prefix import CachedPrefix
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request
 from engine.core.slots import Slots
-from engine.protocol.messages import EventKind
+from engine.protocol.messages import EngineCoreRequest, EventKind
+from engine.protocol.sampling_params import SamplingParams
 from support.scheduler_harness import Harness
 
 
@@ -77,11 +78,43 @@ def test_3_4_growth_is_all_or_nothing():
     manager = KVCacheManager(
         num_blocks=4, block_size=4, slots=Slots(2, 10), enable_prefix_caching=True
     )
-    nothing = CachedPrefix(0, ([],))
-    assert manager.allocate(nothing, 13) is None
+    message = EngineCoreRequest(0, bytes(4 * 13), SamplingParams(), 0.0)
+    request = Request(0, message, 0, 0.0)
+    prefix = manager.find_prefix(request)
+    assert manager.claim(request, prefix, 13) is None
     assert manager.pool.num_free == 3
-    assert manager.allocate(nothing, 12) == ([1, 2, 3],)
+    first, second = (manager.claim(request, prefix, count) for count in (8, 4))
+    assert first is not None and second is not None
+    assert manager.claim(request, prefix, 1) is None
+    manager.fulfil([first, second])
+    assert (first.tables, second.tables) == (([1, 2],), ([3],))
     assert manager.pool.num_free == 0
+
+
+def test_3_2_prompts_that_are_admitted_in_one_step_share_what_they_have_in_common():
+    harness = Harness(block_size=4)
+    harness.add([1] * 4, 1)
+    harness.drain()
+    keys = [harness.add([1] * 8 + [number] * 6, 4) for number in range(2, 5)]
+    keys.append(harness.add([1] * 8 + [4] * 8, 4))
+    harness.schedule()
+    assert harness.scheduler.get_request_counts() == (4, 0)
+    harness.drain()
+    assert [num_cached(harness, key) for key in keys] == [4, 8, 8, 12]
+
+
+def test_3_4_what_one_request_evicts_another_of_the_same_step_is_not_given():
+    harness = Harness(num_blocks=8, block_size=4)
+    for prompt in ([1] * 12, [2] * 8):
+        harness.add(prompt, 1)
+        harness.drain()
+    # The first takes the two blank blocks, and the three that the second is found.
+    harness.add([3] * 20, 1)
+    key = harness.add([1] * 13, 2)
+    harness.schedule()
+    assert harness.scheduler.get_request_counts() == (1, 1)
+    harness.drain()
+    assert num_cached(harness, key) == 0
 
 
 def test_3_5_placeholders_are_not_cached():
