@@ -2,7 +2,7 @@
 
 Arrays travel as raw little-endian bytes (see `arrays`): `I32` and `F32` name their element types.
 Structs are encoded as msgpack arrays, so a field may be appended but never moved; `PROTOCOL_VERSION`
-guards the rest. A *slot* is the row of a running request in the scheduler's arrays and in every
+guards the rest. Only `SamplingParams`, of which a request sets a few, are maps of what is set. A *slot* is the row of a running request in the scheduler's arrays and in every
 worker's persistent batch.
 """
 

@@ -41,7 +41,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spec: str = ""
 
 
-class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with OpenAI's and vLLM's names and meanings.
 
     `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens` are the
