@@ -13,7 +13,7 @@ from ..protocol.arrays import Int64Array, int32_bytes
 from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from .block_pool import NULL_BLOCK, BlockPool
 from .cached_prefix import CachedPrefix
-from .slots import SlotArray
+from .slots import SlotArray, as_array
 from .windows import Window, windows_of
 
 RequestBlocks: TypeAlias = tuple[list[int], ...]
@@ -119,10 +119,9 @@ class BlockTables:
     def of(self, slot: int) -> RequestBlocks:
         return tuple([tables[slot] for tables in self.blocks])
 
-    def clear(self, slots: Sequence[int]) -> None:
+    def clear(self, slots: list[int]) -> None:
         """Release the blocks of requests that leave their slots, of the first request first."""
-        for slot in slots:
-            self._capacity[slot] = 0
+        self._capacity[as_array(slots)] = 0
         for tables in self.blocks:
             released: list[int] = []
             for slot in reversed(slots):

@@ -48,11 +48,16 @@ class Outbox:
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
-        self.finished_set: list[int] = []
+        self.aborted: list[int] = []
+        """Requests of whose end the client is told no more."""
         self.moments: list[_Moment] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._sequence = 0
+
+    @property
+    def has_ends(self) -> bool:
+        return bool(self.finished or self.aborted)
 
     def moment(self, kind: EventKind, now: float) -> _Moment:
         """What happens now, to more requests perhaps than are known of yet."""
@@ -71,9 +76,10 @@ class Outbox:
         if self.moments:
             outputs.events = [moment.to_message() for moment in self.moments]
             self.moments = []
-        if self.finished_set:
-            outputs.finished, self.finished = self.finished, []
-            outputs.finished_set, self.finished_set = int32_bytes(self.finished_set), []
+        if self.has_ends:
+            ended = [end.request_index for end in self.finished] + self.aborted
+            outputs.finished_set = array("i", ended).tobytes()
+            outputs.finished, self.finished, self.aborted = self.finished, [], []
         if self.logprobs:
             outputs.logprobs, self.logprobs = self.logprobs, []
         if self.prompt_logprobs:
@@ -121,8 +127,9 @@ class ClientOutputs:
     def finish(self, client_index: int, finished: FinishedRequest) -> None:
         """A request ended. A client is not told why it has aborted."""
         outbox = self._outboxes[client_index]
-        outbox.finished_set.append(finished.request_index)
-        if finished.reason is not _ABORT or finished.message:
+        if finished.reason is _ABORT and not finished.message:
+            outbox.aborted.append(finished.request_index)
+        else:
             outbox.finished.append(finished)
 
     def take(
@@ -183,5 +190,5 @@ class ClientOutputs:
         return {
             client_index: outbox.empty(self._core_index, now)
             for client_index, outbox in self._outboxes.items()
-            if outbox.finished_set
+            if outbox.has_ends
         }

@@ -152,14 +152,17 @@ class KVCacheManager:
 
     def assign(self, claims: Sequence[Claim], num_tokens: Sequence[int]) -> None:
         """Put the blocks of claims into the slots of their requests, of which so many tokens will be computed."""
-        cache = self.prefix_cache
-        for claim, count in zip(claims, num_tokens, strict=True):
-            request, prefix = claim.request, claim.prefix
-            self.tables.fill(request.slot, claim.tables, prefix.blocks)
-            num_cached = prefix.num_cached_blocks
-            if cache.is_filled_by(request):
-                num_cached = cache.add(request, claim.tables, num_cached, count)
-            cache.num_cached_blocks[request.slot] = num_cached
+        num_cached_blocks = self.prefix_cache.num_cached_blocks
+        num_cached = self.prefix_cache.fill(
+            [claim.request for claim in claims],
+            [claim.tables for claim in claims],
+            [claim.prefix.num_cached_blocks for claim in claims],
+            num_tokens,
+        )
+        for claim, count in zip(claims, num_cached, strict=True):
+            slot = claim.request.slot
+            self.tables.fill(slot, claim.tables, claim.prefix.blocks)
+            num_cached_blocks[slot] = count
 
     def begin_step(self, slots: SlotArray, *, may_be_rejected: bool) -> None:
         """Free the blocks of windowed groups that no token still to be computed in `slots` will see.

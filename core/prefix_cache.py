@@ -60,15 +60,17 @@ class PrefixCache:
         limit = (request.num_tokens - 1) // self._block_size
         if not limit or not self.is_read_for(request):
             return self.no_prefix
-        digests = request.block_hashes[:limit]
+        digests = request.block_hashes
         if self._is_simple and self._host is None:
-            found = self._pool.find(digests)
-            return CachedPrefix(len(found), (found,)) if found else self.no_prefix
+            if not digests or not self._pool.is_cached(digests[0]):
+                return self.no_prefix
+            found = self._pool.find(digests[:limit])
+            return CachedPrefix(len(found), (found,))
         return find_cached_prefix(
             self._pool,
             self._groups,
             self._block_size,
-            digests,
+            digests[:limit],
             self._pool.lookup if self._host is None else self._lookup,
         )
 
@@ -89,6 +91,34 @@ class PrefixCache:
 
     def is_filled_by(self, request: Request) -> bool:
         return self.enabled and request.root_hash != b"" and not request.has_untrusted_blocks
+
+    def fill(
+        self,
+        requests: Sequence[Request],
+        tables: Sequence[RequestBlocks],
+        starts: Sequence[int],
+        num_tokens: Sequence[int],
+    ) -> list[int]:
+        """`add` for each of several requests that may fill the cache."""
+        rows = zip(requests, tables, starts, num_tokens, strict=True)
+        if not self._is_simple or self._events is not None:
+            return [
+                self.add(request, table, start, count) if self.is_filled_by(request) else start
+                for request, table, start, count in rows
+            ]
+        num_cached: list[int] = []
+        blocks: list[int] = []
+        keys: list[bytes] = []
+        for request, table, start, count in rows:
+            if self.enabled and request.root_hash and not request.has_untrusted_blocks:
+                new = request.block_hashes[start : count // self._block_size]
+                keys += new
+                blocks += table[0][start : start + len(new)]
+                start += len(new)
+            num_cached.append(start)
+        if keys:
+            self._pool.cache(blocks, keys)
+        return num_cached
 
     def add(self, request: Request, tables: RequestBlocks, start: int, num_tokens: int) -> int:
         """Make the full, hashed blocks from index `start` on, up to `num_tokens` tokens, findable.

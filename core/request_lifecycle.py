@@ -199,7 +199,9 @@ class RequestLifecycle:
                 token_ids=tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=cached,
-                block_ids=tuple([array("i", table).tobytes() for table in claim.tables]),
+                block_ids=(array("i", claim.tables[0]).tobytes(),)
+                if len(claim.tables) == 1
+                else tuple([array("i", table).tobytes() for table in claim.tables]),
                 sampling_params=request.params,
                 eos_token_ids=request.eos_token_ids,
                 lora_name=request.lora_name,

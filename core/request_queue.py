@@ -134,7 +134,7 @@ class FCFSQueue(RequestQueue):
         heapq.heappush(self._restored, (request.arrival, request))
 
     def _remove_first(self) -> Request:
-        if self._is_restored_next():
+        if self._restored and self._is_restored_next():
             return heapq.heappop(self._restored)[1]
         return self._arrivals.popleft()
 

@@ -149,9 +149,9 @@ def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
 
 
 def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
-    """In every step `events` requests arrive and as many end."""
-    lifetime = num_seqs // events - 3
-    loop = Loop(num_seqs, 64 + lifetime + 2 * BLOCK_SIZE)
+    """In every step `events` requests arrive and as many end, which the scheduler hears of a step later."""
+    lifetime = num_seqs // events
+    loop = Loop(num_seqs + 2 * events, 64 + lifetime + 2 * BLOCK_SIZE)
     arrivals = [[loop.request(32, lifetime) for _ in range(events)] for _ in range(50 + steps)]
     waves = iter(arrivals)
 
