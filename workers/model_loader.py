@@ -14,6 +14,7 @@ from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .attention import PagedAttention, attention_backend
+from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
 from .cpu.library import NotSupportedNatively
@@ -28,6 +29,17 @@ from .parallel_state import ParallelState
 from .sampling import SamplingMetadata
 
 logger = logging.getLogger(__name__)
+
+
+class Decoding(Protocol):
+    """Decodes the requests of one persistent batch."""
+
+    def step(self, metadata: SamplingMetadata) -> tuple[Int32Array, int]:
+        """Compute the last token of each row's request, then sample and append the next.
+
+        Returns the tokens int32 [S], with what `sampling.choose_tokens` puts in place of some, and how many those are.
+        Such rows append token 0.
+        """
 
 
 class Model(Protocol):
@@ -76,6 +88,9 @@ class Model(Protocol):
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
     ) -> Tensor:
         """Return the next token of each row, or what is in its place, int64 [S]; see `sampling.choose_tokens`."""
+
+    def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> Decoding | None:
+        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, if there is such a thing."""
 
 
 def load_model(

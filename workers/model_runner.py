@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,18 @@ import torch
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..protocol.messages import GrammarOutput, ModelRunnerOutput, RowLogprobs, SchedulerOutput
 from . import host_memory
 from .attention import AttentionBatch
 from .batch import PersistentBatch, StepPlan
 from .host_cache import HostCache
 from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
-from .model_loader import Model, load_model
+from .model_loader import Decoding, Model, load_model
 from .parallel_state import ParallelState
 from .pipeline import TokenFeed
 from .prompt_logprobs import PromptLogprobs
-from .sampling import Sampler, SamplerOutput
+from .sampling import Sampler, SamplerOutput, SamplingMetadata
 
 GrammarSource = Callable[[int], GrammarOutput | None]
 _Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
@@ -76,6 +76,9 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
+        self._decoding: Decoding | None = None
+        # Of the last step, if it has sampled for all of its slots by the model alone.
+        self._decoding_rows: SamplingMetadata | None = None
 
     @property
     def model(self) -> Model:
@@ -97,9 +100,11 @@ class ModelRunner:
         self._kv_caches = [next(next_tensor[group]) for group in self._group_of_layer]
         if num_host_blocks:
             self._host_cache = HostCache(num_host_blocks, tensors)
+        self._decoding = self._model.decoding(self._batch, self._kv_caches)
 
     def forget_requests(self) -> None:
         """Every slot is free again."""
+        self._decoding_rows = None
         self._batch.forget_requests()
         for slot in range(self._batch.num_slots):
             self._sampler.remove(slot)
@@ -124,13 +129,24 @@ class ModelRunner:
             else:
                 self._parallel.pipeline.send_hidden(hidden_TD)
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
 
         Only the last of several stages has something to tell; its ranks all sample the same.
         """
         self._copy_blocks(output)
+        rows, self._decoding_rows = self._decoding_rows, None
+        if self._decoding is None or rows is None or not _goes_on(output):
+            return self._execute(output, await_grammar)
+        self._batch.apply(output)
+        tokens_S, num_failed = self._decoding.step(rows)
+        self._decoding_rows = rows
+        if num_failed:
+            return _result(output, SamplerOutput(torch.from_numpy(tokens_S).long(), rows))
+        return ModelRunnerOutput(output.step, tokens_S.tobytes())
+
+    @torch.inference_mode()
+    def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         self._apply(output)
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
@@ -149,6 +165,8 @@ class ModelRunner:
                 *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
             )
             sampled = SamplerOutput(chosen_R, metadata)
+            if len(slots_R) == len(plan.slots_S):
+                self._decoding_rows = metadata
         self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
@@ -157,14 +175,7 @@ class ModelRunner:
         self._batch.append(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._parallel.pipeline.send_tokens(sampled.token_ids)
-        return ModelRunnerOutput(
-            output.step,
-            sampled_token_ids=sampled.sampled_token_ids,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs.finish(slots_R.tolist()),
-            nan_slots=sampled.nan_slots,
-            failed_slots=sampled.failed_slots,
-        )
+        return _result(output, sampled, self._prompt_logprobs.finish(slots_R.tolist()))
 
     def close(self) -> None:
         """Let the other workers of the replica have what they wait for."""
@@ -267,6 +278,26 @@ class ModelRunner:
                 f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots"
             )
         return slots, bitmask.reshape(len(slots), -1)
+
+
+def _goes_on(output: SchedulerOutput) -> bool:
+    """Whether every slot of the step before decodes, and none has changed."""
+    return output.slots is None and not (
+        output.chunks or output.new_requests or output.removed_slots or output.grammar_slots
+    )
+
+
+def _result(
+    output: SchedulerOutput, sampled: SamplerOutput, prompt_logprobs: Sequence[RowLogprobs] = ()
+) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        output.step,
+        sampled_token_ids=sampled.sampled_token_ids,
+        logprobs=sampled.logprobs,
+        prompt_logprobs=[*prompt_logprobs],
+        nan_slots=sampled.nan_slots,
+        failed_slots=sampled.failed_slots,
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
-from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
+from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.loaders import open_checkpoint
-from engine.workers.model_runner import ModelRunner
 from support.tiny_checkpoints import qwen3_directory
-
-GREEDY = SamplingParams(temperature=0)
-BLOCK = 4
-
-
-class Steps:
-    """Sends steps to a runner; requests own fixed, disjoint blocks."""
-
-    def __init__(self, path: Path, vocab_size: int) -> None:
-        model = ModelConfig(
-            "m", str(path), str(path), ("m",), "qwen3", vocab_size, 128, (1,), dtype="float32"
-        )
-        config = EngineConfig(
-            "/run", 1, model, CacheConfig(block_size=BLOCK), SchedulerConfig(max_num_seqs=4)
-        )
-        self.runner = ModelRunner(
-            config, torch.device("cpu"), open_checkpoint(path), lambda done, total: None
-        )
-        self.runner.allocate_kv_cache(200, num_host_blocks=8)
-        self.runner.warm_up()
-        self.step = 0
-
-    def new(self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, prompt: int = 0):
-        blocks = range(1 + slot * 32, 1 + slot * 32 + 32)
-        return NewRequestData(
-            slot=slot,
-            request_id=(0, slot),
-            token_ids=int32_bytes(tokens),
-            num_prompt_tokens=prompt or len(tokens),
-            num_computed_tokens=0,
-            block_ids=(int32_bytes(list(blocks)),),
-            sampling_params=params,
-            eos_token_ids=(1,),
-        )
-
-    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None, **copies):
-        self.step += 1
-        output = SchedulerOutput(
-            self.step,
-            removed_slots=int32_bytes(list(removed)),
-            new_requests=list(new),
-            slots=None if slots is None else int32_bytes(slots),
-            chunks=int32_bytes(list(chunks)),
-            grammar_slots=int32_bytes(grammar[0]) if grammar else b"",
-            **copies,
-        )
-
-        def bitmask(step: int) -> GrammarOutput:
-            assert step == self.step
-            return GrammarOutput(step, int32_bytes(grammar[1]))
-
-        return self.runner.execute(output, bitmask)
-
-    def tokens(self, **step) -> list[int]:
-        return int32_view(self.run(**step).sampled_token_ids).tolist()
+from support.worker_steps import Steps
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
 from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
 from ..sampling import SamplingMetadata
 from .attention import NativeAttention, NativeAttentionMetadata
+from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
 from .recorder import Recorder
@@ -73,7 +75,6 @@ class NativeDecoder:
         self._program = NativeProgram(spec, attention, num_threads)
         Recorder(self._program, spec, shard, weights, max_model_len).record()
         self._kv_caches: Sequence[Tensor] = ()
-        self._logits_SV = torch.empty((0, spec.vocab_size))
         self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()
         # Filling it again takes a fraction of the time that making it does.
@@ -115,7 +116,8 @@ class NativeDecoder:
             attn_metadata,
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
-            **self._sampling(tokens_S, metadata, positions_S),
+            tokens=tokens_S.data_ptr(),
+            sampling=None if metadata.is_greedy else sampling_rows(metadata, positions_S),
         )
         return hidden_TD, tokens_S.long()
 
@@ -139,6 +141,14 @@ class NativeDecoder:
         self._program.run(step)
         return tokens_S.long()
 
+    def decoding(
+        self, batch: PersistentBatch, kv_caches: Sequence[Tensor]
+    ) -> NativeDecoding | None:
+        """Return what decodes the requests of `batch`; None for a stage of a pipeline, which does not sample alone."""
+        if not (self.shard.is_first and self.shard.is_last):
+            return None
+        return NativeDecoding(self._program, batch, kv_caches)
+
     def profile(self) -> list[tuple[str, float]]:
         """The kind of each operation, in order, and the seconds spent in it so far."""
         return self._program.profile()
@@ -152,7 +162,6 @@ class NativeDecoder:
         *,
         num_logit_rows: int = 0,
         logit_rows: int | None = None,
-        logits: int | None = None,
         tokens: int | None = None,
         sampling: Any = None,
     ) -> Tensor:
@@ -178,31 +187,13 @@ class NativeDecoder:
             self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
         step.hidden = hidden_TD.data_ptr()
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
-        step.logits, step.tokens, step.sampling = logits, tokens, sampling
+        step.tokens, step.sampling = tokens, sampling
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.vocab_size}), "
                 f"got {ids_T.min()} to {ids_T.max()}"
             )
         return hidden_TD
-
-    def _sampling(
-        self, tokens_S: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> dict[str, Any]:
-        """The fields of a step that chooses tokens."""
-        if metadata.is_greedy:
-            return {"tokens": tokens_S.data_ptr()}
-        return {
-            "tokens": tokens_S.data_ptr(),
-            "logits": self._logits_buffer(len(tokens_S)).data_ptr(),
-            "sampling": sampling_rows(metadata, positions_S),
-        }
-
-    def _logits_buffer(self, num_rows: int) -> Tensor:
-        """Room that nobody looks into after the call that fills it."""
-        if len(self._logits_SV) < num_rows:
-            self._logits_SV = torch.empty((num_rows, self.spec.vocab_size), dtype=torch.float32)
-        return self._logits_SV
 
     def _run_head(self, hidden_SD: Tensor, **outputs: Any) -> None:
         hidden_SD = hidden_SD.float().contiguous()

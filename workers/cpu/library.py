@@ -102,6 +102,7 @@ class Step(ctypes.Structure):
         ("input_ids", c_void_p),
         ("positions", c_void_p),
         ("query_start_loc", c_void_p),
+        ("table_rows", c_void_p),
         ("groups", POINTER(StepGroup)),
         ("kv_caches", POINTER(c_void_p)),
         ("hidden", c_void_p),
@@ -109,6 +110,25 @@ class Step(ctypes.Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("sampling", POINTER(SamplingRows)),
+    )
+
+
+class DecodeBatch(ctypes.Structure):
+    """A batch of which every request decodes; see `program.h`."""
+
+    _fields_ = (
+        ("num_slots", c_int32),
+        ("num_groups", c_int32),
+        ("slots", c_void_p),
+        ("max_model_len", c_int64),
+        ("token_ids", c_void_p),
+        ("num_tokens", c_void_p),
+        ("num_computed_tokens", c_void_p),
+        ("block_tables", POINTER(c_void_p)),
+        ("block_table_stride", c_int64),
+        ("kv_caches", POINTER(c_void_p)),
+        ("sampling", POINTER(SamplingRows)),
+        ("tokens", c_void_p),
     )
 
 
@@ -133,6 +153,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_program_add": (None, [c_void_p, POINTER(Op)]),
     "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float]),
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
+    "engine_program_decode": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
     "engine_program_profile": (None, [c_void_p, c_void_p]),
 }
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..models.rope import RopeSpec
 from ..models.spec import ModelSpec
 from .attention import KV_FORMATS, NativeAttention
-from .library import MAX_PARTS, OP_KINDS, ModelShape, Op, Step, native_library
+from .library import MAX_PARTS, OP_KINDS, DecodeBatch, ModelShape, Op, Step, native_library
 from .weights import PackedWeight
 
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
@@ -80,6 +80,10 @@ class NativeProgram:
     def run(self, step: Step) -> bool:
         """Return False, having done nothing, if a token is not in the vocabulary."""
         return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
+
+    def decode(self, batch: DecodeBatch) -> int:
+        """Return how many rows could not be sampled; -1, having done nothing, if the batch cannot go on."""
+        return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
 
     def profile(self) -> list[tuple[str, float]]:
         """The kind of each operation, in order, and the seconds spent in it so far; at last "sample"."""

@@ -10,9 +10,12 @@ from .library import SamplingRows
 
 
 def sampling_rows(
-    metadata: SamplingMetadata, positions_S: Int32Array
+    metadata: SamplingMetadata, positions_S: Int32Array | None = None
 ) -> ctypes._Pointer[SamplingRows]:
-    """The parameters are read where the sampler keeps them; `metadata` and `positions_S` must outlive the call."""
+    """The parameters are read where the sampler keeps them; `metadata` and `positions_S` must outlive the call.
+
+    A program that decodes knows the positions.
+    """
     state = metadata.state
     return ctypes.pointer(
         SamplingRows(
@@ -23,6 +26,6 @@ def sampling_rows(
             state.min_p_margin.ctypes.data,
             state.seed.ctypes.data,
             metadata.slots_S.ctypes.data,
-            positions_S.ctypes.data,
+            None if positions_S is None else positions_S.ctypes.data,
         )
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
+from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
 from ..sampling import SamplingMetadata, choose_tokens
 from .layers import GATED_ACTIVATIONS, RMSNorm, linear
@@ -135,6 +136,9 @@ class Decoder:
         return hidden_TD, choose_tokens(logits_SV, metadata, positions_S)
 
     choose_tokens = staticmethod(choose_tokens)
+
+    def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> None:
+        """There is nothing that decodes faster than `forward_and_sample`."""
 
 
 class DecoderLayer:

@@ -80,6 +80,10 @@ bool Program::run(const Step& step) {
   qkv_.reserve(sizeof(float) * rows * qkv_size_);
   for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest + 64));
   head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
+  if (step.sampling && !step.logits) {
+    logits_.reserve(sizeof(float) * step.num_logit_rows * shape_.vocab_size);
+    step_.logits = logits_.floats();
+  }
   for (Rope& rope : ropes_)
     rope.tables.resize(std::max(rope.tables.size(), 2 * rows * rope.inverse_frequencies.size()));
   first_sequence_ = 0;

@@ -67,7 +67,7 @@ struct Op {
   const float* vectors[kMaxParts];       // of each part, or null
 };
 
-// The block table [num_sequences, stride] and the slot of each token in one KV-cache group.
+// The block table [rows, stride] and the slot of each token in one KV-cache group.
 struct StepGroup {
   const int32_t* block_table;
   int64_t block_table_stride;
@@ -79,13 +79,30 @@ struct Step {
   const int32_t* input_ids;        // [num_tokens]
   const int32_t* positions;        // [num_tokens]
   const int32_t* query_start_loc;  // [num_sequences + 1]
+  const int64_t* table_rows;       // [num_sequences], of the block tables; null if they are in order
   const StepGroup* groups;
   uint8_t* const* kv_caches;  // of each layer
   float* hidden;              // [num_tokens, hidden_size]
   const int32_t* logit_rows;  // [num_logit_rows], of hidden; null if `logits` are given
   float* logits;              // [num_logit_rows, vocab_size], or null
   int32_t* tokens;            // [num_logit_rows], as TokenChooser gives them, or null
-  const SamplingRows* sampling;  // with logits, or null for the most likely tokens
+  const SamplingRows* sampling;  // null for the most likely tokens
+};
+
+// Requests that each compute their last token and sample the next, with the worker's state of every
+// slot, which the step reads and advances.
+struct DecodeBatch {
+  int32_t num_slots, num_groups;
+  const int64_t* slots;  // [num_slots]
+  int64_t max_model_len;
+  int32_t* token_ids;            // [slots, max_model_len]
+  int32_t* num_tokens;           // [slots]
+  int32_t* num_computed_tokens;  // [slots], one less
+  const int32_t* const* block_tables;  // of each group, [slots, block_table_stride]
+  int64_t block_table_stride;
+  uint8_t* const* kv_caches;     // of each layer
+  const SamplingRows* sampling;  // but for its positions; null for the most likely tokens
+  int32_t* tokens;               // [num_slots], as TokenChooser gives them
 };
 
 class Program final : private Phases {
@@ -98,6 +115,9 @@ class Program final : private Phases {
   // With num_tokens = 0 only the head runs, on the `hidden` given. Returns false, having done nothing,
   // if a token is not in the vocabulary.
   bool run(const Step& step);
+  // Appends the tokens it samples, token 0 for rows that could not be sampled, and returns how many those are;
+  // or -1, having done nothing, if a slot has no room or its last token is not in the vocabulary.
+  int decode(const DecodeBatch& batch);
   // Seconds spent in each operation so far, and in the choice of tokens after the last.
   const std::vector<double>& profile() const { return profile_; }
 
@@ -192,7 +212,11 @@ class Program final : private Phases {
   std::vector<Op> ops_;
   std::vector<Rope> ropes_;
   std::vector<TaskList> task_lists_;
-  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_, logit_maxima_;
+  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
+  Buffer logits_, logit_maxima_;  // of rows that are not sampled by the most likely token
+  Buffer decode_hidden_;
+  std::vector<int32_t> decode_arrays_;
+  std::vector<StepGroup> decode_groups_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
   size_t num_finished_slots_ = 0;

@@ -18,6 +18,10 @@ ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_f
 
 ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
 
+ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch) {
+  return program->decode(*batch);
+}
+
 ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
   std::copy(program->profile().begin(), program->profile().end(), seconds);
 }

@@ -38,6 +38,7 @@ AttentionState Program::partial_state(int slot) const {
 AttentionTask Program::attention_task(const Op& op, const Task& task) const {
   const int heads = shape_.num_heads / shape_.num_kv_heads;
   const StepGroup& group = step_.groups[op.group];
+  const int64_t table_row = step_.table_rows ? step_.table_rows[task.sequence] : task.sequence;
   return {
       qkv(task.token) + task.kv_head * heads * shape_.head_dim,
       qkv_size_,
@@ -47,7 +48,7 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
       task.kv_head,
       task.first_partition,
       task.last_partition,
-      group.block_table + task.sequence * group.block_table_stride,
+      group.block_table + table_row * group.block_table_stride,
       step_.kv_caches[op.layer],
       nullptr,
   };

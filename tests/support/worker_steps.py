@@ -1,0 +1,73 @@
+"""Drives a model runner as a core would, one step at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.loaders import open_checkpoint
+from engine.workers.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Steps:
+    """Sends steps to a runner; requests own fixed, disjoint blocks."""
+
+    def __init__(self, path: Path, vocab_size: int, block_size: int = 4) -> None:
+        model = ModelConfig(
+            "m", str(path), str(path), ("m",), "qwen3", vocab_size, 128, (1,), dtype="float32"
+        )
+        config = EngineConfig(
+            "/run", 1, model, CacheConfig(block_size=block_size), SchedulerConfig(max_num_seqs=4)
+        )
+        self.runner = ModelRunner(
+            config, torch.device("cpu"), open_checkpoint(path), lambda done, total: None
+        )
+        self.blocks_per_row = 128 // block_size
+        self.num_groups = len(self.runner.kv_cache_groups)
+        self.runner.allocate_kv_cache(
+            1 + 4 * self.blocks_per_row * self.num_groups, num_host_blocks=8
+        )
+        self.runner.warm_up()
+        self.step = 0
+
+    def new(self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, prompt: int = 0):
+        count = self.blocks_per_row
+        first = 1 + slot * count * self.num_groups
+        blocks = [range(first + count * g, first + count * (g + 1)) for g in range(self.num_groups)]
+        return NewRequestData(
+            slot=slot,
+            request_id=(0, slot),
+            token_ids=int32_bytes(tokens),
+            num_prompt_tokens=prompt or len(tokens),
+            num_computed_tokens=0,
+            block_ids=tuple(int32_bytes(ids) for ids in blocks),
+            sampling_params=params,
+            eos_token_ids=(1,),
+        )
+
+    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None, **copies):
+        self.step += 1
+        output = SchedulerOutput(
+            self.step,
+            removed_slots=int32_bytes(list(removed)),
+            new_requests=list(new),
+            slots=None if slots is None else int32_bytes(slots),
+            chunks=int32_bytes(list(chunks)),
+            grammar_slots=int32_bytes(grammar[0]) if grammar else b"",
+            **copies,
+        )
+
+        def bitmask(step: int) -> GrammarOutput:
+            assert step == self.step
+            return GrammarOutput(step, int32_bytes(grammar[1]))
+
+        return self.runner.execute(output, bitmask)
+
+    def tokens(self, **step) -> list[int]:
+        return int32_view(self.run(**step).sampled_token_ids).tolist()

@@ -1,0 +1,113 @@
+"""Steps in which a whole batch decodes are one native call, and change nothing but the time they take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.messages import NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.batch import PersistentBatch
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.sampling import Sampler
+from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec
+from support.tiny_checkpoints import gemma3_gguf
+from support.worker_steps import GREEDY, Steps
+
+torch.set_num_threads(1)
+
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.2, top_k=30, top_p=0.9, seed=2),
+    SamplingParams(temperature=0.8, min_p=0.02, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Of two kinds of layers, and so of several KV-cache groups."""
+    return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.mark.parametrize("params", [[GREEDY] * 4, PARAMS], ids=["greedy", "sampled"])
+def test_an_unchanged_batch_gets_the_tokens_of_one_that_is_named_every_time(checkpoint, params):
+    path, model = checkpoint
+
+    def tokens(names_slots: bool) -> list[list[int]]:
+        steps = Steps(path, model.config.vocab_size, BLOCK_SIZE)
+        assert isinstance(steps.runner.model, NativeDecoder) and steps.num_groups > 1
+        prompts = [list(range(20, 20 + length)) for length in (1, 15, 16, 29)]
+        new = [
+            steps.new(slot, *pair) for slot, pair in enumerate(zip(prompts, params, strict=True))
+        ]
+        batch = [2, 0, 3, 1]
+        chunks = [(row, len(prompts[slot])) for row, slot in enumerate(batch)]
+        got = [steps.tokens(slots=batch, chunks=chunks, new=new)]
+        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(20)]
+        # One leaves and comes back with what it has, as after a preemption, and all go on.
+        batch = [2, 0, 1]
+        got.append(steps.tokens(slots=batch, removed=[3]))
+        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(3)]
+        whole = prompts[3] + [row[2] for row in got[:21]]
+        resumed = steps.new(3, whole, params[3], prompt=len(prompts[3]))
+        batch = [2, 0, 1, 3]
+        got.append(steps.tokens(slots=batch, chunks=[(3, len(whole))], new=[resumed]))
+        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(5)]
+        return got
+
+    assert tokens(names_slots=False) == tokens(names_slots=True)
+
+
+class Decoding:
+    """Requests that have a token to compute, over a cache that is empty."""
+
+    def __init__(self, decoder: NativeDecoder, requests: list[list[int]], max_model_len: int = 64):
+        num_slots = len(requests)
+        self.batch = PersistentBatch(num_slots, max_model_len, BLOCK_SIZE, 1, torch.device("cpu"))
+        self.sampler = Sampler(num_slots, decoder.spec.vocab_size, torch.device("cpu"))
+        for slot, tokens in enumerate(requests):
+            request = NewRequestData(
+                slot=slot,
+                request_id=(0, slot),
+                token_ids=int32_bytes(tokens),
+                num_prompt_tokens=1,
+                num_computed_tokens=len(tokens) - 1,
+                block_ids=(int32_bytes([1 + slot]),),
+                sampling_params=GREEDY,
+            )
+            self.batch.apply(SchedulerOutput(1, new_requests=[request]))
+        shape = decoder.attention.kv_cache_shape(1 + num_slots)
+        self.kv_caches = [torch.zeros(shape) for _ in decoder.spec.layers]
+        self._decoding = decoder.decoding(self.batch, self.kv_caches)
+
+    def step(self) -> tuple[list[int], int]:
+        assert self._decoding is not None
+        slots = np.arange(self.batch.num_slots, dtype=np.int32)
+        tokens, num_failed = self._decoding.step(self.sampler.describe(slots))
+        return tokens.tolist(), num_failed
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return native_decoder(small_spec(), tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_a_row_of_nans_fails_alone_and_goes_on_with_token_0(decoder) -> None:
+    (alone,), _ = Decoding(decoder, [[5, 6, 7]]).step()
+    both = Decoding(decoder, [[8, 9], [5, 6, 7]])
+    both.kv_caches[1][1] = torch.nan
+    assert both.step() == ([-1, alone], 1)
+    assert both.batch.token_ids_NL[0, :3].tolist() == [8, 9, 0]
+    assert both.batch.token_ids_NL[1, :4].tolist() == [5, 6, 7, alone]
+    assert both.batch.num_tokens.tolist() == [3, 4]
+    assert both.batch.num_computed_tokens.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("tokens", [[5, 97], [5, -1], [5] * 16])
+def test_what_cannot_go_on_is_refused_and_left_as_it_was(decoder, tokens) -> None:
+    decoding = Decoding(decoder, [[5, 6], tokens], max_model_len=16)
+    with pytest.raises(ValueError, match=r"slots \[0, 1\]"):
+        decoding.step()
+    assert decoding.batch.num_tokens.tolist() == [2, len(tokens)]
