@@ -13,23 +13,18 @@ import time
 from collections import deque
 from typing import Any
 
-import msgspec
 import zmq
 
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
-    AllocateKVCache,
     CallResult,
     ClientHello,
     ClientMessage,
-    CoreHello,
     CoreReady,
-    DraftTokenIds,
     DumpEventLog,
     EngineCoreOutputs,
     FinishReason,
@@ -42,11 +37,7 @@ from ..protocol.messages import (
     SchedulerOutput,
     Shutdown,
     Stage,
-    WorkerFailure,
-    WorkerHello,
     WorkerMemory,
-    WorkerMessage,
-    WorkerReady,
 )
 from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
@@ -56,6 +47,7 @@ from .quarantine import CONVICTION
 from .recorded_scheduler import RecordedScheduler, Setup
 from .scheduler import MAX_STEPS_IN_FLIGHT
 from .structured_output import StructuredOutputManager
+from .worker_group import WorkerGroup, raise_if_worker_lost
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +85,7 @@ class EngineCore:
         self._clients: Hub[ClientMessage] = Hub(
             self._context, config.core_address(core_index), ClientMessage
         )
-        self._workers: Hub[WorkerMessage] = Hub(
-            self._context, config.worker_address(core_index), WorkerMessage
-        )
+        self._workers = WorkerGroup(self._context, config, core_index)
         self._poller = zmq.Poller()
         self._poller.register(self._stop.fd, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
@@ -105,8 +95,6 @@ class EngineCore:
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
             self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
-        self._worker_ids: list[bytes] = []
-        self._output_worker = b""
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
         self._num_steps = 0
@@ -124,7 +112,7 @@ class EngineCore:
     def run(self) -> None:
         self._status.report(Stage.STARTING)
         try:
-            memory = self._await_workers()
+            memory = self._workers.await_kv_cache(self._stop)
             if memory is None:
                 return
             self._start_scheduler(memory)
@@ -134,7 +122,7 @@ class EngineCore:
                 self._report_loss()
                 self._dump_event_log("crash")
                 raise
-            self._workers.send_all(self._worker_ids, Shutdown())
+            self._workers.send(Shutdown())
             self._scheduler.shutdown()
         finally:
             self._grammars.close()
@@ -157,8 +145,7 @@ class EngineCore:
             self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
             self._publish_kv_events()
             signals = self._stop.take()
-            if signal.SIGUSR2 in signals:
-                raise EngineError("a worker of this core is lost")
+            raise_if_worker_lost(signals)
             if signal.SIGUSR1 in signals:
                 self._dump_event_log("signal")
 
@@ -168,46 +155,6 @@ class EngineCore:
             self._kv_events.close()
         self._clients.close()
         self._workers.close()
-
-    def _await_workers(self) -> WorkerMemory | None:
-        """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop."""
-        expected = self._config.parallel.workers_per_core
-        mine = PROTOCOL_VERSION, self._config.epoch
-        greeting = CoreHello(*mine)
-        memories: dict[int, WorkerMemory] = {}
-        memory: WorkerMemory | None = None
-        ready: set[int] = set()
-        poller = zmq.Poller()
-        poller.register(self._stop.fd, zmq.POLLIN)
-        poller.register(self._workers.socket, zmq.POLLIN)
-        while len(ready) < expected and not self._stop.requested:
-            poller.poll()
-            if signal.SIGUSR2 in self._stop.take():
-                raise EngineError("a worker of this core is lost")
-            while (received := self._workers.receive()) is not None:
-                identity, message = received
-                match message:
-                    case None:
-                        self._workers.send(identity, greeting)
-                    case WorkerHello(version, epoch) if (version, epoch) == mine:
-                        self._worker_ids.append(identity)
-                        if message.rank == self._config.parallel.output_rank:
-                            self._output_worker = identity
-                    case _ if identity not in self._worker_ids:
-                        self._workers.num_dropped_frames += 1
-                    case WorkerMemory():
-                        memories[message.rank] = message
-                        if len(memories) == expected:
-                            memory = _common_memory(list(memories.values()))
-                            allocate = AllocateKVCache(memory.num_blocks, memory.num_host_blocks)
-                            self._workers.send_all(self._worker_ids, allocate)
-                    case WorkerReady():
-                        ready.add(message.rank)
-                    case WorkerFailure():
-                        raise EngineError(message.message)
-                    case _:
-                        self._workers.num_dropped_frames += 1
-        return None if self._stop.requested else memory
 
     def _start_scheduler(self, memory: WorkerMemory) -> None:
         config, num_blocks = self._config, memory.num_blocks
@@ -279,26 +226,15 @@ class EngineCore:
                 self._clients.send(identity, CallResult(message.call_id, ok, detail))
 
     def _take_worker_messages(self) -> None:
-        while (received := self._workers.receive()) is not None:
-            identity, message = received
-            if identity not in self._worker_ids:
-                self._workers.num_dropped_frames += 1
-            elif message is None:
-                raise EngineError(
-                    f"{identity.decode()} has left, and come back with no memory of its steps"
-                )
-            elif isinstance(message, ModelRunnerOutput) and identity == self._output_worker:
+        for message in self._workers.receive():
+            if isinstance(message, ModelRunnerOutput):
                 self._take_step_result(message)
-            elif isinstance(message, DraftTokenIds):
-                self._scheduler.update_draft_token_ids(message)
-            elif isinstance(message, WorkerFailure):
-                raise EngineError(message.message)
             else:
-                self._workers.num_dropped_frames += 1
+                self._scheduler.update_draft_token_ids(message)
 
     def _take_step_result(self, result: ModelRunnerOutput) -> None:
         if not self._in_flight or self._in_flight[0].step != result.step:
-            self._workers.num_dropped_frames += 1
+            self._workers.drop_frame()
             return
         step = self._in_flight.popleft()
         self._num_steps += 1
@@ -386,14 +322,14 @@ class EngineCore:
             step = self._scheduler.schedule(time.monotonic())
             if step is None:
                 return
-            self._workers.send_all(self._worker_ids, step)
+            self._workers.send(step)
             if step.grammar_slots and not self._in_flight:
                 self._send_grammar_bitmask(step)
             self._in_flight.append(step)
 
     def _send_grammar_bitmask(self, step: SchedulerOutput) -> None:
         bitmask = self._scheduler.get_grammar_bitmask(step)
-        self._workers.send_all(self._worker_ids, GrammarOutput(step.step, bitmask))
+        self._workers.send(GrammarOutput(step.step, bitmask))
 
     def _poll_timeout_ms(self) -> int:
         return GRAMMAR_POLL_MS if self._grammars.is_compiling else BEAT_INTERVAL_MS
@@ -418,19 +354,3 @@ class EngineCore:
 def _is_well_formed(message: ClientMessage) -> bool:
     """Arrays are raw bytes, whose length the decoder does not check."""
     return not isinstance(message, AbortRequests) or len(message.request_indices) % 4 == 0
-
-
-def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
-    """What every worker can hold."""
-    groups = memories[0].groups
-    for memory in memories:
-        if memory.groups != groups:
-            raise EngineError(
-                f"worker {memory.rank} has the KV-cache groups {memory.groups}, "
-                f"worker {memories[0].rank} has {groups}"
-            )
-    return msgspec.structs.replace(
-        memories[0],
-        num_blocks=min(memory.num_blocks for memory in memories),
-        num_host_blocks=min(memory.num_host_blocks for memory in memories),
-    )

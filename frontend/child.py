@@ -40,7 +40,7 @@ class ProcessSpec:
 
 
 class Child:
-    """A process from its start to its end. `kill_at` is when it must be gone."""
+    """A process from its start to its end. `kill_at` is when it must be gone, `hang` why it was killed before."""
 
     def __init__(self, spec: ProcessSpec, epoch: int) -> None:
         self.spec = spec
@@ -48,6 +48,7 @@ class Child:
         self.stage = Stage.STARTING
         self.detail = ""
         self.kill_at: float | None = None
+        self.hang = ""
         self.last_beat = time.monotonic()
         self.ready_since: float | None = None
         self.progress = Heartbeat(spec.name, 0)
@@ -144,6 +145,8 @@ class Child:
     def obituary(self) -> str:
         if self.stage is Stage.FAILED:
             return f"{self.spec.name}: {self.detail}"
+        if self.hang:
+            return f"{self.hang}, and was killed"
         code = self._popen.returncode
         if code is None or code >= 0:
             return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"

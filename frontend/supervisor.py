@@ -262,10 +262,10 @@ class Supervisor:
             if not child.alive:
                 continue
             child.last_beat += lost_s
-            hang = child.find_hang(now, limits.heartbeat_timeout_s, limits.step_timeout_s)
-            if hang:
-                self._tell(f"{hang}: killing it")
-            if hang or (child.kill_at is not None and now > child.kill_at):
+            child.hang = child.hang or child.find_hang(
+                now, limits.heartbeat_timeout_s, limits.step_timeout_s
+            )
+            if child.hang or (child.kill_at is not None and now > child.kill_at):
                 child.kill()
 
     def _publish(self) -> None:

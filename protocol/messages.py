@@ -490,15 +490,8 @@ class ModelRunnerOutput(
     drafts: DraftTokenIds | None = None
 
 
-class WorkerFailure(msgspec.Struct, tag="failure", array_like=True, gc=False, frozen=True):
-    """The worker cannot go on; `message` is readable, cause and remedy last."""
-
-    rank: int
-    message: str
-
-
 WorkerMessage: TypeAlias = (
-    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds | WorkerFailure
+    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from support.mixed_streams import Streams, bodies
-from support.server import Server, default_model, wait_until
+from support.server import Server, assert_nothing_is_held, default_model, wait_until
 
 REQUESTS = bodies(10)
 
@@ -29,12 +29,6 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
     answers = Streams(server, REQUESTS).answers()
     assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
     return answers
-
-
-def assert_nothing_is_held(server: Server) -> None:
-    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        wait_until(lambda gauge=gauge: server.metric(f"engine:{gauge}") == 0, what=f"{gauge} is 0")
-    assert server.metric("engine:conservation_violations_total") == 0
 
 
 @pytest.mark.parametrize(

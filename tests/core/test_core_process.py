@@ -33,7 +33,7 @@ def test_a_core_without_its_workers_sleeps_while_a_frontend_waits(config: Engine
     with zmq.Context() as context:
         statuses = StatusReceiver(context, config)
         frontend: Peer[CoreReady] = Peer(context, config.core_address(0), b"0", CoreReady)
-        command = [sys.executable, "-P", "-m", "engine.core", str(config.save()), "0"]
+        command = [sys.executable, "-P", "-m", "engine.core", str(config.save()), "0", "1"]
         core = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
             status = statuses.receive(START_TIMEOUT_MS)

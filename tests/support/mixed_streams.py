@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from support.server import Server, wait_until
 
-TIMEOUT_S = 90.0
+SILENCE_S = 240.0
+"""Several recoveries in a row, on a slow machine."""
 
 STORY: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
 KINDS: tuple[dict[str, Any], ...] = (
@@ -45,15 +48,19 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """`answer` is all that the client was told, put together; `num_events` grows as it comes."""
+    """`answer` is all that the client was told, put together; `num_events` grows as it comes.
+
+    After `max_events` the client hangs up.
+    """
 
     body: dict[str, Any]
+    max_events: int = sys.maxsize
     num_events: int = 0
     answer: dict[str, Any] = field(default_factory=dict)
 
     def read(self, url: str) -> None:
         parts = urlsplit(url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
         try:
             headers = {"content-type": "application/json"}
             connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
@@ -77,6 +84,10 @@ class Stream:
                 self._take(json.loads(line[6:]))
             elif line.startswith(b"data: [DONE]"):
                 self.answer["done"] = True
+            if self.num_events >= self.max_events:
+                return
+        if "done" not in self.answer:
+            self.answer["connection"] = "closed before the end"
 
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -98,8 +109,14 @@ class Stream:
 class Streams:
     """Starts all streams at once."""
 
-    def __init__(self, server: Server, requests: list[dict[str, Any]]) -> None:
-        self.streams = [Stream(body) for body in requests]
+    def __init__(
+        self,
+        server: Server,
+        requests: list[dict[str, Any]],
+        max_events: Sequence[int] = (),
+    ) -> None:
+        limits = max_events or [sys.maxsize] * len(requests)
+        self.streams = list(map(Stream, requests, limits))
         self._threads = [
             threading.Thread(target=stream.read, args=(server.url,)) for stream in self.streams
         ]

@@ -73,7 +73,7 @@ class Server:
         found: list[psutil.Process] = []
 
         def find() -> bool:
-            found[:] = [c for c in self.find_children() if _title(c) == f"engine: {title}"]
+            found[:] = [c for c in self.find_children() if title_of(c) == f"engine: {title}"]
             return bool(found)
 
         wait_until(find, what=f"a process called {title}")
@@ -132,7 +132,8 @@ class Server:
                 raise
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
+    """What `ps` shows; "" for one that is gone."""
     try:
         return "".join(process.cmdline()[:1])
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -145,3 +146,10 @@ def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the conditi
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true in {timeout_s} s"
         time.sleep(0.02)
+
+
+def assert_nothing_is_held(server: Server) -> None:
+    """Every block and slot becomes free, and no invariant was violated."""
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        wait_until(lambda gauge=gauge: server.metric(f"engine:{gauge}") == 0, what=f"{gauge} is 0")
+    assert server.metric("engine:conservation_violations_total") == 0

@@ -1,0 +1,137 @@
+"""The workers of one replica, as their core talks to them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import zmq
+
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.messages import (
+    AllocateKVCache,
+    CoreHello,
+    DraftTokenIds,
+    ModelRunnerOutput,
+    WorkerHello,
+    WorkerMemory,
+    WorkerMessage,
+    WorkerReady,
+)
+from ..protocol.process import StopSignal
+from ..protocol.transport import Hub
+
+
+class WorkerGroup:
+    """Greets the workers, has them allocate the KV cache, then sends all of them every step.
+
+    What a worker says before it has answered the greeting of this epoch was meant for an earlier core, and is dropped.
+    """
+
+    def __init__(self, context: zmq.Context[Any], config: EngineConfig, core_index: int) -> None:
+        self._config = config
+        self._hub: Hub[WorkerMessage] = Hub(
+            context, config.worker_address(core_index), WorkerMessage
+        )
+        self._identities: list[bytes] = []
+        self._output_worker = b""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._hub.socket
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._hub.num_dropped_frames
+
+    def drop_frame(self) -> None:
+        """A message made no sense."""
+        self._hub.num_dropped_frames += 1
+
+    def await_kv_cache(self, stop: StopSignal) -> WorkerMemory | None:
+        """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop.
+
+        Raises EngineError on SIGUSR2.
+        """
+        config = self._config
+        mine = PROTOCOL_VERSION, config.epoch
+        greeting = CoreHello(*mine)
+        memories: dict[int, WorkerMemory] = {}
+        memory: WorkerMemory | None = None
+        ready: set[int] = set()
+        poller = zmq.Poller()
+        poller.register(stop.fd, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
+        while len(ready) < config.parallel.workers_per_core and not stop.requested:
+            poller.poll()
+            raise_if_worker_lost(stop.take())
+            while (received := self._hub.receive()) is not None:
+                identity, message = received
+                match message:
+                    case None:
+                        self._hub.send(identity, greeting)
+                    case WorkerHello(version, epoch) if (version, epoch) == mine:
+                        self._identities.append(identity)
+                        if message.rank == config.parallel.output_rank:
+                            self._output_worker = identity
+                    case _ if identity not in self._identities:
+                        self.drop_frame()
+                    case WorkerMemory():
+                        memories[message.rank] = message
+                        if len(memories) == config.parallel.workers_per_core:
+                            memory = _common_memory(list(memories.values()))
+                            self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
+                    case WorkerReady():
+                        ready.add(message.rank)
+                    case _:
+                        self.drop_frame()
+        return None if stop.requested else memory
+
+    def send(self, message: msgspec.Struct) -> None:
+        """To every worker."""
+        self._hub.send_all(self._identities, message)
+
+    def receive(self) -> Iterator[ModelRunnerOutput | DraftTokenIds]:
+        """What has come. Raises EngineError for a worker that has lost its state."""
+        while (received := self._hub.receive()) is not None:
+            identity, message = received
+            if identity not in self._identities:
+                self.drop_frame()
+            elif message is None:
+                raise EngineError(
+                    f"{identity.decode()} has left, and come back with no memory of its steps"
+                )
+            elif identity == self._output_worker and isinstance(
+                message, ModelRunnerOutput | DraftTokenIds
+            ):
+                yield message
+            else:
+                self.drop_frame()
+
+    def close(self) -> None:
+        self._hub.close()
+
+
+def raise_if_worker_lost(signals: set[int]) -> None:
+    """Raises EngineError if the supervisor has said so, by SIGUSR2."""
+    if signal.SIGUSR2 in signals:
+        raise EngineError("a worker of this core is lost")
+
+
+def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
+    """What every worker can hold."""
+    groups = memories[0].groups
+    for memory in memories:
+        if memory.groups != groups:
+            raise EngineError(
+                f"worker {memory.rank} has the KV-cache groups {memory.groups}, "
+                f"worker {memories[0].rank} has {groups}"
+            )
+    return msgspec.structs.replace(
+        memories[0],
+        num_blocks=min(memory.num_blocks for memory in memories),
+        num_host_blocks=min(memory.num_host_blocks for memory in memories),
+    )

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Mixed traffic on a real server of which a random process is harmed every few seconds.
+
+    scripts/bench/run chaos --minutes 30 --every 20
+
+Traffic comes in waves: all kinds of requests at once, and clients that hang up. Every answer must be what it was
+before anything was harmed; only a harmed frontend may cut its own connections. After each wave every block and slot
+must be free. Prints a line of JSON a wave and a summary; exits with 1 for a wrong stream, a leak or a violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.faults import ENVIRONMENT, FAULTS
+from support.mixed_streams import Streams, bodies
+from support.server import Server, default_model, title_of, wait_until
+
+RECOVERY_S = 60.0
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+class Havoc:
+    """A thread that harms a random process every `every_s` seconds, but none while another is being replaced."""
+
+    def __init__(
+        self, server: Server, every_s: float, titles: list[str], rng: random.Random
+    ) -> None:
+        self._server = server
+        self._every_s = every_s
+        self._titles = titles
+        self._rng = rng
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.faults: Counter[str] = Counter()
+        self.num_frontends_harmed = 0
+
+    def __enter__(self) -> Havoc:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            if not is_ready(self._server):
+                continue
+            title, fault = self._rng.choice(self._titles), self._rng.choice(list(FAULTS))
+            victims = [c for c in self._server.find_children() if title_of(c) == f"engine: {title}"]
+            for victim in victims:
+                self.num_frontends_harmed += title.startswith("frontend")
+                self.faults[f"{title} {fault}"] += 1
+                print(f"{time.strftime('%X')} {title} {fault}", file=sys.stderr, flush=True)
+                FAULTS[fault](victim)
+
+
+def hang_up(server: Server, requests: list[dict[str, Any]], rng: random.Random) -> Streams:
+    """Clients that read a few events and close."""
+    return Streams(server, requests, max_events=[rng.randrange(1, 20) for _ in requests])
+
+
+def is_ready(server: Server) -> bool:
+    try:
+        return server.get("/readyz")[0] == 200
+    except OSError:
+        return False
+
+
+def is_idle(server: Server) -> bool:
+    try:
+        return all(server.metric(f"engine:{gauge}") == 0 for gauge in GAUGES)
+    except (OSError, AssertionError):
+        return False
+
+
+def becomes_idle(server: Server) -> bool:
+    """Whether every block and slot is free within the time that a recovery may take."""
+    deadline = time.monotonic() + RECOVERY_S
+    while not is_idle(server):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def resident_mb(server: Server) -> dict[str, float]:
+    processes = [psutil.Process(server.process.pid), *server.find_children()]
+    return {
+        title_of(p).removeprefix("engine: ") or "?": round(p.memory_info().rss / 1e6, 1)
+        for p in processes
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=default_model())
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=20, help="seconds between two faults")
+    parser.add_argument("--streams", type=int, default=200, help="of a wave")
+    parser.add_argument("--victims", nargs="+", help="titles such as 'core 0'; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("server_args", nargs="*", help="after --: further arguments of the server")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    requests = bodies(args.streams)
+    server_args = (
+        *("--max-model-len", "512", "--heartbeat-timeout", "3", "--api-server-count", "2"),
+        *("--max-restarts", "20", *args.server_args),
+    )
+    total: Counter[str] = Counter()
+    with Server(args.model, *server_args, env=ENVIRONMENT) as server:
+        titles = [title_of(child).removeprefix("engine: ") for child in server.children]
+        undisturbed = Streams(server, requests).answers()
+        if any("error" in answer or "done" not in answer for answer in undisturbed):
+            raise SystemExit(f"the undisturbed run failed: {undisturbed}")
+        wait_until(lambda: is_idle(server), RECOVERY_S, "an idle server")
+        first_mb = resident_mb(server)
+        started = time.monotonic()
+        with Havoc(server, args.every, args.victims or titles, rng) as havoc:
+            while time.monotonic() - started < args.minutes * 60:
+                harmed_before = havoc.num_frontends_harmed
+                order = rng.sample(range(args.streams), args.streams)
+                streams = Streams(server, [requests[index] for index in order])
+                hung_up = hang_up(server, requests[: args.streams // 10], rng)
+                answers = streams.answers()
+                hung_up.answers()
+                wave: Counter[str] = Counter(streams=len(answers))
+                for index, answer in zip(order, answers, strict=True):
+                    if answer == undisturbed[index]:
+                        wave["right"] += 1
+                    elif "connection" in answer and havoc.num_frontends_harmed:
+                        wave["cut"] += 1
+                    else:
+                        wave["wrong"] += 1
+                        print(f"{answer}\ninstead of\n{undisturbed[index]}", file=sys.stderr)
+                if wave["cut"] and havoc.num_frontends_harmed == harmed_before:
+                    wave["wrong"] += wave.pop("cut")
+                wave["leaks"] += not becomes_idle(server)
+                wave["violations"] = int(server.metric("engine:conservation_violations_total"))
+                total += wave
+                print(
+                    json.dumps({"seconds": round(time.monotonic() - started), **wave}), flush=True
+                )
+        wait_until(lambda: is_ready(server), RECOVERY_S, "ready")
+        last_mb = resident_mb(server)
+        exit_code = server.stop()
+        log = server.log
+    print(
+        json.dumps(
+            {
+                "minutes": round((time.monotonic() - started) / 60, 1),
+                **total,
+                "faults": havoc.faults,
+                "resident_mb_first": first_mb,
+                "resident_mb_last": last_mb,
+                "exit_code": exit_code,
+            },
+            indent=1,
+        )
+    )
+    bad = total["wrong"] or total["leaks"] or total["violations"] or exit_code
+    if bad:
+        print(log, file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
