@@ -36,6 +36,14 @@ class PreemptionMode(enum.StrEnum):
     AUTO = "auto"
 
 
+class PrefixHash(enum.StrEnum):
+    """What blocks of the prefix cache are found by. `XXH3` is quicker, but a collision can be made on purpose: only
+    for a server whose every user is trusted."""
+
+    SHA256 = "sha256"
+    XXH3 = "xxh3"
+
+
 class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -98,6 +106,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
     host_gib: float = 0.0
+    prefix_hash: PrefixHash = PrefixHash.SHA256
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
