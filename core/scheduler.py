@@ -15,6 +15,7 @@ import msgspec
 
 from ..protocol.block_hash import HashBlocks, block_hasher
 from ..protocol.config import (
+    MAX_STEPS_IN_FLIGHT,
     CacheConfig,
     KVTransferConfig,
     SchedulerConfig,
@@ -69,9 +70,6 @@ from .step_writer import StepWriter
 
 CONSERVATION_INTERVAL: Final = 1000
 """Steps between two counts of what must add up."""
-
-MAX_STEPS_IN_FLIGHT: Final = 4
-"""More are never sent before the output of the first is in."""
 
 
 class Scheduler(SchedulerInterface):

@@ -15,6 +15,9 @@ import msgspec
 PROTOCOL_VERSION: Final = 1
 """Bumped whenever a message or this configuration changes its encoding."""
 
+MAX_STEPS_IN_FLIGHT: Final = 4
+"""More are never sent before the output of the first is in."""
+
 CONFIG_FILE: Final = "config.msgpack"
 
 
@@ -140,6 +143,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     disable_chunked_mm_input: bool = False
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One for each stage, and one more that is there when the first stage is free."""
+        return min(self.num_micro_batches + self.async_scheduling, MAX_STEPS_IN_FLIGHT)
 
 
 class ProposerMethod(enum.StrEnum):

@@ -291,7 +291,7 @@ def test_the_configuration_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_hash_whose_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ConfigError, match="--prefix-hash xxh3 needs .* pip install xxhash"):
+    with pytest.raises(ConfigError, match=r"--prefix-hash xxh3 needs .* pip install xxhash"):
         configure("--prefix-hash", "xxh3")
     assert configure("--prefix-hash", "sha256").cache.prefix_hash is PrefixHash.SHA256
 
