@@ -45,7 +45,6 @@ from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .quarantine import CONVICTION
 from .recorded_scheduler import RecordedScheduler, Setup
-from .scheduler import MAX_STEPS_IN_FLIGHT
 from .structured_output import StructuredOutputManager
 from .worker_group import WorkerGroup, raise_if_worker_lost
 
@@ -103,11 +102,7 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
-        # One batch a stage, and one more that is there when the first stage is free.
-        num_stages = config.parallel.pipeline_parallel_size
-        self._max_in_flight = min(
-            num_stages + (1 if config.scheduler.async_scheduling else 0), MAX_STEPS_IN_FLIGHT
-        )
+        self._max_in_flight = config.scheduler.max_steps_in_flight
 
     def run(self) -> None:
         self._status.report(Stage.STARTING)

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
-from ..protocol.block_hash import PlacedInput, hash_blocks
+from ..protocol.block_hash import HashBlocks, PlacedInput
 from .decision_chain import DecisionChain
 from .events import AddRequest, Answer, Event, GrammarAccepts, GrammarRefused, Hashed, Update
 from .frozen_state import FrozenState
@@ -156,18 +156,18 @@ class EventLog:
         # Without a state to start from, the next chance to have one must come soon.
         self.num_bytes = 0 if start is not None else self.segment_bytes
 
-    def hash_blocks(
-        self,
-        token_ids: Int32Array,
-        block_size: int,
-        parent: bytes,
-        inputs: Sequence[PlacedInput] = (),
-    ) -> bytes:
-        """`block_hash.hash_blocks`, written down: a replay has no tokens to hash."""
-        digests = hash_blocks(token_ids, block_size, parent, inputs)
-        self.answer(Hashed(digests))
-        self.num_bytes += len(digests)
-        return digests
+    def recording(self, hash_blocks: HashBlocks) -> HashBlocks:
+        """`hash_blocks`, its digests written down: a replay has no tokens to hash."""
+
+        def hash_recorded(
+            token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
+        ) -> bytes:
+            digests = hash_blocks(token_ids, block_size, parent, inputs)
+            self.answer(Hashed(digests))
+            self.num_bytes += len(digests)
+            return digests
+
+        return hash_recorded
 
 
 class RecordedGrammars(Outside):

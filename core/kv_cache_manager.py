@@ -8,7 +8,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from ..protocol.block_hash import hash_blocks
+from ..protocol.block_hash import HashBlocks
 from ..protocol.config import PreemptionMode
 from ..protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .block_pool import NULL_BLOCK, BlockPool
@@ -16,7 +16,7 @@ from .block_tables import BlockTables, RequestBlocks
 from .cached_prefix import ON_HOST, CachedPrefix
 from .host_tier import HostTier
 from .kv_event_log import KVEventLog
-from .prefix_cache import HashBlocks, PrefixCache
+from .prefix_cache import PrefixCache
 from .request import Request
 from .slots import SlotArray, Slots
 
@@ -58,7 +58,7 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         events: KVEventLog | None = None,
-        hash_blocks: HashBlocks = hash_blocks,
+        hash_blocks: HashBlocks,
     ) -> None:
         self.host = HostTier(num_host_blocks) if num_host_blocks else None
         self._preemption_mode = preemption_mode

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TypeAlias
 
 import numpy as np
 
-from ..protocol.arrays import Int32Array, int32_view
-from ..protocol.block_hash import PlacedInput
+from ..protocol.arrays import int32_view
+from ..protocol.block_hash import HashBlocks
 from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from .block_pool import NULL_BLOCK, BlockPool
 from .block_tables import RequestBlocks
@@ -18,9 +16,6 @@ from .host_tier import HostTier
 from .kv_event_log import KVEventLog
 from .request import Request
 from .slots import Slots
-
-HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes]
-"""`block_hash.hash_blocks`, or what stands for it where there are no tokens."""
 
 
 class PrefixCache:

@@ -7,7 +7,7 @@ from copy import copy
 
 import msgspec
 
-from ..protocol.block_hash import hash_blocks
+from ..protocol.block_hash import HashBlocks, block_hasher
 from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
 from ..protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ..protocol.kv_events import KVCacheEvent
@@ -39,7 +39,6 @@ from .events import (
 from .grammars import GrammarBackend
 from .interface import SchedulerInterface
 from .kv_connector import KVConnector, create_connector
-from .prefix_cache import HashBlocks
 from .quarantine import Accused
 from .recorded_connectors import RecordedEncoderCacheConnector, RecordedKVConnector
 from .request import RequestKey
@@ -65,7 +64,7 @@ class Setup(msgspec.Struct, frozen=True):
     def make_scheduler(
         self,
         grammars: GrammarBackend | None = None,
-        hash_blocks: HashBlocks = hash_blocks,
+        hash_blocks: HashBlocks | None = None,
         log_kv_events: bool = False,
         scheduler_class: Callable[..., Scheduler] = Scheduler,
         kv_connector: KVConnector | None = None,
@@ -116,7 +115,7 @@ class RecordedScheduler(SchedulerInterface):
         self._kv_connector = kv_connector
         self.scheduler = setup.make_scheduler(
             structured_output and RecordedGrammars(structured_output, log),
-            log.hash_blocks,
+            log.recording(block_hasher(setup.cache_config.prefix_hash)),
             log_kv_events,
             kv_connector=kv_connector and RecordedKVConnector(kv_connector, log),
             encoder_cache_connector=encoder_cache_connector

@@ -13,8 +13,9 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.block_hash import hash_blocks
+from ..protocol.block_hash import HashBlocks, block_hasher
 from ..protocol.config import (
+    MAX_STEPS_IN_FLIGHT,
     CacheConfig,
     KVTransferConfig,
     SchedulerConfig,
@@ -56,7 +57,6 @@ from .kv_event_log import KVEventLog
 from .kv_transfers import KVTransfers
 from .micro_batches import MicroBatches
 from .partial_prefills import PartialPrefills
-from .prefix_cache import HashBlocks
 from .quarantine import Accused
 from .request import Request, RequestKey
 from .request_lifecycle import RequestLifecycle
@@ -70,9 +70,6 @@ from .step_writer import StepWriter
 
 CONSERVATION_INTERVAL: Final = 1000
 """Steps between two counts of what must add up."""
-
-MAX_STEPS_IN_FLIGHT: Final = 4
-"""More are never sent before the output of the first is in."""
 
 
 class Scheduler(SchedulerInterface):
@@ -94,7 +91,7 @@ class Scheduler(SchedulerInterface):
         core_index: int = 0,
         structured_output: GrammarBackend | None = None,
         log_kv_events: bool = False,
-        hash_blocks: HashBlocks = hash_blocks,
+        hash_blocks: HashBlocks | None = None,
         kv_connector: KVConnector | None = None,
         kv_transfer: KVTransferConfig | None = None,
         speculative: SpeculativeConfig | None = None,
@@ -133,7 +130,7 @@ class Scheduler(SchedulerInterface):
             num_host_blocks=num_host_blocks,
             preemption_mode=config.preemption_mode,
             events=self._kv_events,
-            hash_blocks=hash_blocks,
+            hash_blocks=hash_blocks or block_hasher(cache_config.prefix_hash),
         )
         self._running = RunningRequests(self.slots, config.max_num_seqs)
         self._queue = _make_queue(config, self._running)

@@ -72,7 +72,7 @@ class _Replica:
         self.scheduler.add_client(0)
         self.num_unfinished = 0
         self._step_time = step_time
-        self._max_in_flight = 2 if setup.config.async_scheduling else 1
+        self._max_in_flight = setup.config.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque()
         self._busy_until = 0.0
         self._rows = StepRows()

@@ -204,13 +204,14 @@ class EngineClient:
             request.root_hash, request.block_hashes = hashed[key]
 
     async def _hash_blocks(self, prompt: Int32Array, root: bytes) -> bytes:
-        block_size = self._config.cache.block_size
+        block_size, algorithm = self._config.cache.block_size, self._config.cache.prefix_hash
         slice_tokens = max(HASHED_AT_ONCE // block_size, 1) * block_size
-        hashes = hash_blocks(prompt[:slice_tokens], block_size, root)
+        hashes = hash_blocks(prompt[:slice_tokens], block_size, root, (), algorithm)
         for start in range(slice_tokens, len(prompt), slice_tokens):
             await asyncio.sleep(0)
             parent = hashes[-HASH_BYTES:]
-            hashes += hash_blocks(prompt[start : start + slice_tokens], block_size, parent)
+            piece = prompt[start : start + slice_tokens]
+            hashes += hash_blocks(piece, block_size, parent, (), algorithm)
         return hashes
 
     def _route(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..protocol.config import (
     FrontendConfig,
     ParallelConfig,
     PreemptionMode,
+    PrefixHash,
     RecoveryConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -32,6 +34,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """Raises ConfigError, naming both flags, if two settings contradict each other."""
     device = make_device_config(settings)
     cache = CacheConfig(**settings["cache"])
+    _check_prefix_hash(cache)
     parallel = ParallelConfig(**settings["parallel"])
     scheduler = _make_scheduler_config(
         settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
@@ -90,6 +93,16 @@ def _make_scheduler_config(
             f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the one or lower the other"
         )
     return config
+
+
+def _check_prefix_hash(cache: CacheConfig) -> None:
+    if cache.prefix_hash is PrefixHash.XXH3:
+        try:
+            import_module("xxhash")
+        except ImportError as error:
+            raise ConfigError(
+                "--prefix-hash xxh3 needs the package xxhash; pip install xxhash, or leave the flag out"
+            ) from error
 
 
 def _check_host_tier(cache: CacheConfig, scheduler: SchedulerConfig) -> None:

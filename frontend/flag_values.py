@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.config import KVEventsConfig
+from ..protocol.config import KVEventsConfig, PrefixHash
 
 _SIZE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -75,6 +75,14 @@ def dtype(text: str) -> str:
     if name not in _KNOWN_DTYPES:
         raise ArgumentTypeError(f"must be one of {', '.join(_KNOWN_DTYPES)}, got {text!r}")
     return name
+
+
+def prefix_hash(text: str) -> PrefixHash:
+    """`xxhash` is vLLM's name for xxh3."""
+    known = {"xxhash": PrefixHash.XXH3, **{str(algorithm): algorithm for algorithm in PrefixHash}}
+    if text not in known:
+        raise ArgumentTypeError(f"must be one of {', '.join(PrefixHash)}, got {text!r}")
+    return known[text]
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .flag_values import (
     kv_events,
     model_length,
     number,
+    prefix_hash,
     size,
     text_or_json_list,
 )
@@ -355,6 +356,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--enable-prefix-caching", "cache.enable_prefix_caching", "reuse shared prefixes", bool
         ),
         Flag(
+            "--prefix-hash --prefix-caching-hash-algo",
+            "cache.prefix_hash",
+            "what shared prefixes are found by: sha256, or xxh3 (xxhash) where every user is trusted",
+            prefix_hash,
+            metavar="HASH",
+        ),
+        Flag(
             "--kv-host-gib --kv-offloading-size --swap-space",
             "cache.host_gib",
             "host memory of each worker for blocks that were evicted or preempted, in GiB",
@@ -478,7 +486,6 @@ ONLY_VALUE = {
     "--distributed-executor-backend": "mp",
     "--load-format": "auto",
     "--tokenizer-mode": "auto",
-    "--prefix-caching-hash-algo": "sha256",
     "--cpu-offload-gb": "0",
 }
 """Flags of which this version offers one value, its default."""

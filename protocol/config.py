@@ -15,6 +15,9 @@ import msgspec
 PROTOCOL_VERSION: Final = 2
 """Bumped whenever a message or this configuration changes its encoding."""
 
+MAX_STEPS_IN_FLIGHT: Final = 4
+"""More are never sent before the output of the first is in."""
+
 CONFIG_FILE: Final = "config.msgpack"
 
 
@@ -34,6 +37,14 @@ class PreemptionMode(enum.StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
     AUTO = "auto"
+
+
+class PrefixHash(enum.StrEnum):
+    """What blocks of the prefix cache are found by. `XXH3` is quicker, but a collision can be made on purpose: only
+    for a server whose every user is trusted."""
+
+    SHA256 = "sha256"
+    XXH3 = "xxh3"
 
 
 class Device(enum.StrEnum):
@@ -98,6 +109,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
     host_gib: float = 0.0
+    prefix_hash: PrefixHash = PrefixHash.SHA256
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -131,6 +143,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     disable_chunked_mm_input: bool = False
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One for each stage, and one more that is there when the first stage is free."""
+        return min(self.num_micro_batches + self.async_scheduling, MAX_STEPS_IN_FLIGHT)
 
 
 class ProposerMethod(enum.StrEnum):

@@ -3,6 +3,7 @@
 
 Times, per step of steady decode: schedule() and update_from_output(), and the encoding and decoding of
 SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.
+With `--vllm-python` that alone is measured, in turns with vLLM's own scheduler, which encodes nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +39,7 @@ from engine.protocol.sampling_params import SamplingParams
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 EOS = VOCAB_SIZE - 1
+TURNS = 5
 
 RECORDED = True
 """Whether the scheduler keeps its event log, as it always does in the core."""
@@ -130,7 +134,7 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+def decoding_loop(num_seqs: int, steps: int, prompt: int) -> Loop:
     """Every request decodes; blocks are allocated as they fill, evenly spread over the steps."""
     loop = Loop(num_seqs, prompt + BLOCK_SIZE + steps + 100)
     for index in range(num_seqs):
@@ -138,6 +142,11 @@ def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
     loop.send()
     for _ in range(20):
         loop.run()
+    return loop
+
+
+def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+    loop = decoding_loop(num_seqs, steps, prompt)
     times = time_each(loop.run, steps)
     return {
         "case": "steady decode",
@@ -145,6 +154,49 @@ def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
         **summary(times),
         "step_bytes": loop.step_bytes,
         "output_bytes": loop.output_bytes,
+    }
+
+
+class VLLMScheduler:
+    """In a process of its own, which waits while something else is measured."""
+
+    def __init__(self, python: str) -> None:
+        program = Path(__file__).parent / "side_by_side" / "vllm_scheduler.py"
+        self._process = subprocess.Popen(
+            [python, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version = ""
+
+    def time_steps(self, num_seqs: int, steps: int, prompt: int) -> list[float]:
+        """Microseconds of each step of steady decode."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{num_seqs} {prompt} {steps}\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"vLLM's scheduler ended with code {process.wait()}")
+        answer = json.loads(line)
+        self.version = answer["version"]
+        times: list[float] = answer["us"]
+        return times
+
+
+def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
+    loop = decoding_loop(num_seqs, steps, prompt)
+    vllm.time_steps(num_seqs, 1, prompt)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(TURNS):
+        ours += time_each(loop.run, steps // TURNS)
+        theirs += vllm.time_steps(num_seqs, steps // TURNS, prompt)
+    medians = statistics.median(ours), statistics.median(theirs)
+    return {
+        "case": f"steady decode beside vLLM {vllm.version}",
+        "running": num_seqs,
+        "median_us": round(medians[0], 1),
+        "vllm_median_us": round(medians[1], 1),
+        "ratio": round(medians[1] / medians[0], 1),
     }
 
 
@@ -242,9 +294,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--no-event-log", action="store_true", help="the scheduler by itself")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of vLLM's environment")
     args = parser.parse_args()
     global RECORDED
     RECORDED = not args.no_event_log
+    if args.vllm_python:
+        vllm = VLLMScheduler(args.vllm_python)
+        for num_seqs in map(int, args.running.split(",")):
+            report(beside_vllm(vllm, num_seqs, args.steps, args.prompt), args.json)
+        return
     for num_seqs in map(int, args.running.split(",")):
         report(steady_decode(num_seqs, args.steps, args.prompt), args.json)
     report(churn(1024, args.steps, 100), args.json)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.slots import Slots
+from engine.protocol.block_hash import block_hasher
+from engine.protocol.config import PrefixHash
 from engine.protocol.messages import EngineCoreRequest, EventKind
 from engine.protocol.sampling_params import SamplingParams
+from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 
 
@@ -35,6 +38,20 @@ def test_3_2_the_next_turn_of_a_conversation_finds_the_generated_tokens():
     second = harness.add([*history, 7, 7, 7], 3)
     harness.drain()
     assert num_cached(harness, second) == 24
+
+
+def test_3_2_every_hash_finds_the_same_prefixes_and_replays():
+    def found(prefix_hash: PrefixHash) -> list[int]:
+        harness = RecordedHarness(block_size=4, prefix_hash=prefix_hash)
+        first = harness.add(10, 15, salt="red", seed=1)
+        harness.drain()
+        history = list(range(1, 11)) + harness.heard[first].token_ids
+        keys = [harness.add(history, 3, salt=salt, seed=1) for salt in ("red", None)]
+        harness.drain()
+        assert sum(replay(harness.dump())) > 0
+        return [num_cached(harness, key) for key in keys]
+
+    assert found(PrefixHash.XXH3) == found(PrefixHash.SHA256) == [24, 0]
 
 
 def test_3_3_requests_of_one_step_share_what_that_step_computes():
@@ -76,7 +93,11 @@ def test_3_4_a_failed_admission_changes_nothing():
 
 def test_3_4_growth_is_all_or_nothing():
     manager = KVCacheManager(
-        num_blocks=4, block_size=4, slots=Slots(2, 10), enable_prefix_caching=True
+        num_blocks=4,
+        block_size=4,
+        slots=Slots(2, 10),
+        enable_prefix_caching=True,
+        hash_blocks=block_hasher(PrefixHash.SHA256),
     )
     message = EngineCoreRequest(0, bytes(4 * 13), SamplingParams(), 0.0)
     request = Request(0, message, 0, 0.0)

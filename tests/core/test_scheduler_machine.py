@@ -55,6 +55,7 @@ def limits(draw):
         "vocab_size": VOCAB_SIZE,
         "max_in_flight": draw(st.integers(1, 4)),
         "async_scheduling": draw(st.booleans()),
+        "num_micro_batches": draw(st.sampled_from((1, 1, 2, 3))),
         "enable_prefix_caching": draw(st.booleans()),
         "policy": draw(st.sampled_from(SchedulingPolicy)),
         "priority_preemption": draw(st.booleans()),

@@ -42,6 +42,22 @@ def test_two_requests_one_after_the_other():
     assert summary["finished"] == 2
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "is_async", "num_in_flight"),
+    [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3), (3, True, 4), (4, True, 4)],
+)
+def test_an_arrival_waits_behind_the_steps_that_a_core_keeps_in_flight(
+    num_stages, is_async, num_in_flight
+):
+    trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.0, 4, 40), TraceRequest(10.5, 4, 1)]
+    replica = setup(num_micro_batches=num_stages, async_scheduling=is_async)
+    result = simulate(replica, trace, ONE_SECOND, 1)
+    # Half a second until the next step ends and its own is sent, behind the others.
+    assert result.latencies.first_token[2] == 0.5 + num_in_flight
+    # Alone or together, requests get a token every step; in turns, every second one.
+    assert max(result.latencies.inter_token) == min(num_stages, 2)
+
+
 def test_a_step_costs_what_is_in_it():
     trace = [TraceRequest(0.0, 8, 2)]
     model = StepTimeModel(base=1.0, per_token=0.1, per_sequence=0.01, per_kv_token=0.001)

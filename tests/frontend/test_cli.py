@@ -12,7 +12,7 @@ from engine.frontend.arguments import Settings, _default, _shown, parse_settings
 from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED
 from engine.frontend.model_options import ResolvedModel
-from engine.protocol.config import Device, EngineConfig, ModelConfig
+from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
 from engine.protocol.errors import ConfigError
 from engine.protocol.model_dimensions import ModelDimensions
 
@@ -165,6 +165,9 @@ def test_the_model_is_positional_or_named(capsys: pytest.CaptureFixture[str]) ->
         (["--mem-fraction-static", "0.5"], "cache", "gpu_memory_utilization", 0.5),
         (["--no-enable-prefix-caching"], "cache", "enable_prefix_caching", False),
         (["--disable-radix-cache"], "cache", "enable_prefix_caching", False),
+        (["--prefix-hash", "xxh3"], "cache", "prefix_hash", PrefixHash.XXH3),
+        (["--prefix-caching-hash-algo", "xxhash"], "cache", "prefix_hash", PrefixHash.XXH3),
+        (["--prefix-caching-hash-algo", "sha256"], "cache", "prefix_hash", PrefixHash.SHA256),
         (["--max-running-requests", "8"], "scheduler", "max_num_seqs", 8),
         (["-np", "8"], "scheduler", "max_num_seqs", 8),
         (["--chunked-prefill-size", "64"], "scheduler", "max_num_batched_tokens", 64),
@@ -284,6 +287,13 @@ def test_the_configuration_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.frontend.default_sampling == {"top_p": 0.9}
     gpu = configure("--device", "cuda").scheduler
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)
+
+
+def test_a_hash_whose_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"--prefix-hash xxh3 needs .* pip install xxhash"):
+        configure("--prefix-hash", "xxh3")
+    assert configure("--prefix-hash", "sha256").cache.prefix_hash is PrefixHash.SHA256
 
 
 def test_step_limits_that_depend_on_others() -> None:

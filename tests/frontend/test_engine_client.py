@@ -15,7 +15,7 @@ from engine.frontend.engine_client import (
 )
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
-from engine.protocol.config import ParallelConfig, SchedulerConfig
+from engine.protocol.config import ParallelConfig, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import (
     AbortRequests,
@@ -136,11 +136,16 @@ async def test_the_core_gets_everything_it_needs(tmp_path: Path) -> None:
         assert sent.tenant == "a"
 
 
+@pytest.mark.parametrize("algorithm", PrefixHash)
 @on_event_loop
-async def test_hashes_of_a_prompt_that_is_hashed_in_slices(tmp_path: Path) -> None:
+async def test_hashes_of_a_prompt_that_is_hashed_in_slices(
+    tmp_path: Path, algorithm: PrefixHash
+) -> None:
     config = engine_config(tmp_path)
     config = msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, max_model_len=20_000)
+        config,
+        model=msgspec.structs.replace(config.model, max_model_len=20_000),
+        cache=msgspec.structs.replace(config.cache, prefix_hash=algorithm),
     )
     async with connected(config) as (client, core):
         prompt = [i % 1000 for i in range(10_007)]
@@ -148,7 +153,7 @@ async def test_hashes_of_a_prompt_that_is_hashed_in_slices(tmp_path: Path) -> No
         await until(lambda: bool(core.requests), core.receive)
         [sent] = core.requests
         tokens = int32_view(sent.prompt_token_ids)
-        assert sent.block_hashes == hash_blocks(tokens, 16, sent.root_hash)
+        assert sent.block_hashes == hash_blocks(tokens, 16, sent.root_hash, (), algorithm)
 
 
 @on_event_loop

@@ -1,33 +1,46 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from engine.protocol.block_hash import HASH_BYTES, ROOT_HASH, hash_blocks, root_hash
+from engine.protocol.config import PrefixHash
 from hypothesis import given
 from hypothesis import strategies as st
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
 
 
+every_algorithm = pytest.mark.parametrize("algorithm", PrefixHash)
+
+
+@every_algorithm
 @given(tokens=TOKENS, block_size=st.sampled_from([1, 4, 16]))
-def test_one_hash_a_full_block(tokens: list[int], block_size: int) -> None:
-    hashes = hash_blocks(np.array(tokens, np.int32), block_size)
+def test_one_hash_a_full_block(algorithm: PrefixHash, tokens: list[int], block_size: int) -> None:
+    hashes = hash_blocks(np.array(tokens, np.int32), block_size, algorithm=algorithm)
     assert len(hashes) == len(tokens) // block_size * HASH_BYTES
 
 
+@every_algorithm
 @given(tokens=TOKENS, cut=st.integers(0, 4))
-def test_the_chain_can_be_continued_anywhere(tokens: list[int], cut: int) -> None:
+def test_the_chain_can_be_continued_anywhere(
+    algorithm: PrefixHash, tokens: list[int], cut: int
+) -> None:
     ids = np.array(tokens, np.int32)
-    whole = hash_blocks(ids, 4)
-    head = hash_blocks(ids[: cut * 4], 4)
+    whole = hash_blocks(ids, 4, algorithm=algorithm)
+    head = hash_blocks(ids[: cut * 4], 4, algorithm=algorithm)
     parent = head[-HASH_BYTES:] if head else ROOT_HASH
-    assert head + hash_blocks(ids[len(head) // HASH_BYTES * 4 :], 4, parent) == whole
+    tail = hash_blocks(ids[len(head) // HASH_BYTES * 4 :], 4, parent, algorithm=algorithm)
+    assert head + tail == whole
 
 
+@every_algorithm
 @given(tokens=st.lists(st.integers(0, 1000), min_size=8, max_size=8), position=st.integers(0, 7))
-def test_a_token_changes_its_block_and_all_after_it(tokens: list[int], position: int) -> None:
+def test_a_token_changes_its_block_and_all_after_it(
+    algorithm: PrefixHash, tokens: list[int], position: int
+) -> None:
     changed = list(tokens)
     changed[position] += 1
-    a, b = (hash_blocks(np.array(t, np.int32), 4) for t in (tokens, changed))
+    a, b = (hash_blocks(np.array(t, np.int32), 4, algorithm=algorithm) for t in (tokens, changed))
     first = position // 4 * HASH_BYTES
     assert a[:first] == b[:first]
     assert a[first : first + HASH_BYTES] != b[first : first + HASH_BYTES]

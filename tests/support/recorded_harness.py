@@ -11,7 +11,6 @@ from engine.core.event_log import EventLog
 from engine.core.recorded_scheduler import RecordedScheduler, Setup
 from engine.core.replayer import Replayer
 from engine.core.scheduler import Scheduler
-from engine.protocol.config import CacheConfig
 from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from support.scheduler_harness import Harness
 
@@ -28,12 +27,10 @@ class RecordedHarness(Harness):
 
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
         super().__init__(**settings)
-        block_size = self.block_size
-        caching = settings.get("enable_prefix_caching", True)
         self.scheduler = TransparentRecorder(
             Setup(
                 self.config,
-                CacheConfig(block_size=block_size, enable_prefix_caching=caching),
+                self.cache_config,
                 max_model_len=settings.get("max_model_len", 128),
                 vocab_size=self.vocab_size,
                 num_blocks=self.scheduler.kv_cache_manager.pool.num_blocks,

@@ -17,6 +17,7 @@ from engine.protocol.config import (
     CacheConfig,
     KVTransferConfig,
     LoadFailurePolicy,
+    PrefixHash,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -101,6 +102,7 @@ class Harness:
         vocab_size: int = 512,
         max_in_flight: int = 2,
         enable_prefix_caching: bool = True,
+        prefix_hash: PrefixHash = PrefixHash.SHA256,
         log_kv_events: bool = False,
         connector: ModelConnector | None = None,
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
@@ -113,6 +115,11 @@ class Harness:
         **limits: object,
     ) -> None:
         self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
+        self.cache_config = CacheConfig(
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_hash=prefix_hash,
+        )
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.max_in_flight = max_in_flight
@@ -124,7 +131,7 @@ class Harness:
         )
         self.scheduler = Scheduler(
             self.config,
-            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+            self.cache_config,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             num_blocks=num_blocks,
@@ -192,7 +199,9 @@ class Harness:
         root = root_hash(cache_salt=salt, lora_name=lora_name or None)
         places = [(item.position, item.num_tokens, item.content_hash) for item in inputs]
         token_array = np.array(token_ids, np.int32)
-        hashes = hash_blocks(token_array, self.block_size, root, places)
+        hashes = hash_blocks(
+            token_array, self.block_size, root, places, self.cache_config.prefix_hash
+        )
         if any(item.num_tokens == 0 for item in inputs):
             root = hashes = b""
         message = EngineCoreRequest(

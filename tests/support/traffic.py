@@ -87,6 +87,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         encoder_cache_size=rng.choice((0, 4, 12)),
         disable_chunked_mm_input=rng.random() < 0.3,
         async_scheduling=rng.random() < 0.5,
+        num_micro_batches=rng.choice((1, 1, 2, 3)),
         speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts else None,
         propose=propose_by_chance(rng, vocab_size, num_drafts) if num_drafts else None,
     )
