@@ -404,8 +404,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--device",
             "device.device",
-            "where the model runs; auto is the GPU if there is one",
-            choices=("auto", "cpu", "cuda"),
+            "where the model runs; auto is the GPU if there is one, null makes tokens up without a model",
+            choices=("auto", "cpu", "cuda", "null"),
         ),
         Flag(
             "--threads -t",
@@ -418,6 +418,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "device.cpu_backend",
             "auto is native where it can run the model, else plain torch",
             choices=("auto", "native", "torch"),
+        ),
+        Flag(
+            "--null-step-ms",
+            "device.null_step_ms",
+            "what a step takes on the null device, in milliseconds",
+            number(0, 3_600_000),
+            metavar="MS",
         ),
     ),
     "parallelism": (

@@ -40,6 +40,7 @@ class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+    NULL = "null"
 
 
 class CPUBackend(enum.StrEnum):
@@ -197,11 +198,15 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch."""
+    """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch.
+
+    On the null device nothing is computed: a step takes `null_step_ms` and its tokens are made up.
+    """
 
     device: Device = Device.AUTO
     threads: int = 0
     cpu_backend: CPUBackend = CPUBackend.AUTO
+    null_step_ms: float = 10.0
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
