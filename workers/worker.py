@@ -27,6 +27,7 @@ from ..protocol.messages import (
     Stage,
     WorkerCommand,
     WorkerHello,
+    WorkerMemory,
     WorkerReady,
 )
 from ..protocol.transport import Peer, StatusReporter
