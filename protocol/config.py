@@ -104,7 +104,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The limits of one step and of the queue.
 
-    0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
+    0 means unbounded for the queue limits, those of a tenant and the partial prefills. `tenant_weights` are those of the `fair` policy,
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
     Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
     in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
@@ -130,6 +130,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_encoder_input_tokens: int = 0
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False
+    max_num_seqs_per_tenant: int = 0
+    max_num_queued_reqs_per_tenant: int = 0
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
 

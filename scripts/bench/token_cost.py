@@ -180,9 +180,7 @@ def main() -> int:
         frontends = ["--api-server-count", str(count)]
         with local_server([*null, *slots, *frontends, *arguments.serve]) as server:
             for _ in range(arguments.rounds):
-                result = measure(
-                    server, arguments.streams, arguments.clients, arguments.seconds
-                )
+                result = measure(server, arguments.streams, arguments.clients, arguments.seconds)
                 point = {"cores": os.cpu_count(), "frontends": count, "streams": arguments.streams}
                 print(json.dumps({**point, **result}), flush=True)
     return 0
