@@ -58,6 +58,7 @@ class Admission:
         self._manager = lifecycle.manager
         self._queue = lifecycle.queue
         self._running = lifecycle.running
+        self._tenants = lifecycle.tenants
         self._running_pass = running_pass
         self._encoders = encoders
         self._drafts = drafts
@@ -75,6 +76,8 @@ class Admission:
         if request is None or self._is_blocked(request):
             return None
         if request.lora_name and not self._has_lora_slot(request):
+            return None
+        if self._tenants is not None and not self._tenants.may_run(request.tenant):
             return None
         candidates = self._queue.displaceable(request)
         if not candidates or self._has_room(request, plan):
@@ -139,11 +142,15 @@ class Admission:
             queue.recall(Obstacle.LONG_PREFILLS)
         if len(self._running.loras) < self._config.max_loras:
             queue.recall(Obstacle.LORA_SLOTS)
+        if self._tenants is not None and self._tenants.has_freed:
+            self._tenants.has_freed = False
+            queue.recall(Obstacle.TENANT_LIMIT)
         queue.recall(Obstacle.CONNECTOR)
         starts_singly = (
             transfers is not None
             or encoders is not None
             or queue.charges_for_computing
+            or self._tenants is not None
             or self._delay.factor > 0
         )
         while budget > 0 and len(admitted.granted) < max_admitted:
@@ -164,6 +171,9 @@ class Admission:
                 break
             if request.lora_name and not self._has_lora_slot(request):
                 queue.set_aside(Obstacle.LORA_SLOTS)
+                continue
+            if self._tenants is not None and not self._tenants.may_run(request.tenant):
+                queue.set_aside(Obstacle.TENANT_LIMIT)
                 continue
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)

@@ -40,6 +40,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_IGNORED = 8
     FINISHED_EXPIRED = 9
     FINISHED_ERROR = 10
+    FINISHED_REJECTED = 11
+    FINISHED_THROTTLED = 12
 
 
 FINISHED: Final = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]

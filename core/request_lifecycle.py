@@ -19,6 +19,7 @@ from ..protocol.messages import (
     NewRequestData,
     SchedulerStats,
 )
+from .backlog import AdmissionRate, TenantLimits
 from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
@@ -39,6 +40,9 @@ End: TypeAlias = tuple[Request, FinishReason, int | None, str]
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
+
+_MIN_ENDED = 64
+"""Deadlines of requests that have ended are swept out when they outnumber the others by this."""
 
 
 class Start(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +69,7 @@ class RequestLifecycle:
         clients: ClientOutputs,
         grammars: Grammars,
         encoders: EncoderInputs,
+        tenants: TenantLimits | None,
     ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
@@ -75,12 +80,14 @@ class RequestLifecycle:
         self.grammars = grammars
         self._encoders = encoders
         self.manager = manager
+        self.tenants = tenants
         self.transfers: KVTransfers | None = None
         self._requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
         self._max_num_seqs = len(running.slots.requests)
         self._num_arrivals = 0
         self._num_queued_tokens = 0
+        self._rate = AdmissionRate()
         self._deadlines: list[tuple[float, int, Request]] = []
 
     @property
@@ -94,22 +101,36 @@ class RequestLifecycle:
             return None
         # Those that the next step can take do not wait for anything.
         num_queued = len(self.requests) - self._max_num_seqs
+        if num_queued < 0:
+            num_queued = 0
+        num_queued_of_tenant = 0
+        if self.tenants is not None:
+            num_queued_of_tenant = self.tenants.num_queued(message.tenant, num_queued)
         refusal = self._requirements.refuse(
-            message, num_queued if num_queued > 0 else 0, self._num_queued_tokens
+            message, num_queued, self._num_queued_tokens, num_queued_of_tenant
         )
         if refusal is not None:
             reason, text = refusal
-            finished = FinishedRequest(message.request_index, reason, message=text)
+            retry_after_s = 0.0
+            if reason is FinishReason.REJECTED:
+                retry_after_s = self._rate.seconds_for(num_queued)
+            elif reason is FinishReason.THROTTLED and self.tenants is not None:
+                retry_after_s = self.tenants.seconds_for(message.tenant, num_queued_of_tenant)
+            finished = FinishedRequest(
+                message.request_index, reason, message=text, retry_after_s=retry_after_s
+            )
             self.clients.finish(client_index, finished)
             return None
         request = Request(client_index, message, self._num_arrivals, now)
         self._num_arrivals += 1
         self._num_queued_tokens += request.num_tokens
         self.requests[request.key] = request
+        if self.tenants is not None:
+            self.tenants.arrived(request.tenant)
         self.clients.event(request, _QUEUED, now)
         if message.is_suspect:
             self.quarantine.add(request)
-        if request.deadline and not request.has_sampled:
+        if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
         if request.encoder_inputs:
             self._encoders.are_in_use = True
@@ -132,16 +153,25 @@ class RequestLifecycle:
             self.queue.restore(request)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed before they were given anything to compute."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, _, request = heapq.heappop(self._deadlines)
-            if request.status < RequestStatus.RUNNING and not request.num_admissions:
-                self.finish(
-                    request,
-                    FinishReason.EXPIRED,
-                    message=f"the request waited {now - request.queued_at:.3f} s in the queue, past "
-                    f"its deadline after {deadline - request.queued_at:.3f} s",
-                )
+        """End the requests whose deadline has passed; those that wait have cost nothing yet."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
+            deadline, _, request = heapq.heappop(deadlines)
+            if request.is_finished:
+                continue
+            did = "waited in the queue" if request.status < RUNNING else "was running"
+            self.finish(
+                request,
+                FinishReason.EXPIRED,
+                message=f"the request {did} at its deadline, {deadline - request.queued_at:.3f} s "
+                "after it came",
+                retry_after_s=self._rate.seconds_for(
+                    max(len(self.requests) - self._max_num_seqs, 0)
+                ),
+            )
+        if len(deadlines) > 2 * len(self.requests) + _MIN_ENDED:
+            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
 
     def wait_for_load(self, request: Request) -> None:
         """The first request of the queue waits for its blocks to be filled."""
@@ -188,6 +218,9 @@ class RequestLifecycle:
                 request.num_cached_tokens = cached
             request.has_untrusted_blocks = num_external > 0
             request.status = RUNNING
+            self._rate.admitted(request.queued_at, now)
+            if self.tenants is not None:
+                self.tenants.started(request.tenant, request.queued_at, now)
         self.running.append(requests, num_computed, list(map(self.max_output_tokens, requests)))
         self.manager.assign(claims, num_computed)
         self.queue.entering(requests, num_cached)
@@ -225,6 +258,8 @@ class RequestLifecycle:
         request.output_token_ids = output_token_ids.tobytes()
         request.num_tokens = request.num_prompt_tokens + len(output_token_ids)
         self._vacate([request], is_preempted=True)
+        if self.tenants is not None:
+            self.tenants.stopped(request.tenant)
         request.status = RequestStatus.PREEMPTED
         request.prompt_logprobs = []
         self._num_queued_tokens += request.num_tokens
@@ -244,11 +279,18 @@ class RequestLifecycle:
         error = FinishReason.ERROR
         self.finish_all([(request, error, None, reason) for request, reason in reasons.items()])
 
-    def finish(self, request: Request, reason: FinishReason, *, message: str = "") -> None:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        message: str = "",
+        retry_after_s: float = 0.0,
+    ) -> None:
         """End a live request."""
-        self.finish_all([(request, reason, None, message)])
+        self.finish_all([(request, reason, None, message)], retry_after_s)
 
-    def finish_all(self, ends: Iterable[End]) -> None:
+    def finish_all(self, ends: Iterable[End], retry_after_s: float = 0.0) -> None:
         """End live requests."""
         leaving: list[Request] = []
         for request, reason, stop_reason, message in ends:
@@ -274,7 +316,13 @@ class RequestLifecycle:
                 self.grammars.release(request)
             if self.quarantine.suspects:
                 self.quarantine.release(request)
-            finished = FinishedRequest(request.request_index, reason, stop_reason, message, params)
+            if self.tenants is not None:
+                if was is RUNNING:
+                    self.tenants.stopped(request.tenant)
+                self.tenants.ended(request.tenant)
+            finished = FinishedRequest(
+                request.request_index, reason, stop_reason, message, params, retry_after_s
+            )
             self.clients.finish(request.client_index, finished)
         if leaving:
             self._vacate(leaving)

@@ -25,6 +25,7 @@ class Obstacle(enum.IntEnum):
     LONG_PREFILLS = 0
     LORA_SLOTS = 1
     CONNECTOR = 2
+    TENANT_LIMIT = 3
 
 
 class RequestQueue(ABC):

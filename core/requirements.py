@@ -28,6 +28,7 @@ class Requirements(msgspec.Struct, frozen=True):
     has_grammars: bool
     max_num_queued_reqs: int
     max_num_queued_tokens: int
+    max_num_queued_reqs_per_tenant: int
     max_encoder_input_size: int
     max_step_tokens: int
     splits_prompts: bool
@@ -40,7 +41,11 @@ class Requirements(msgspec.Struct, frozen=True):
         return min(self.max_model_len, self.max_computed_tokens + 1)
 
     def refuse(
-        self, request: EngineCoreRequest, num_queued_reqs: int, num_queued_tokens: int
+        self,
+        request: EngineCoreRequest,
+        num_queued_reqs: int,
+        num_queued_tokens: int,
+        num_queued_of_tenant: int = 0,
     ) -> Refusal | None:
         """The first reason not to queue `request`; None when there is none.
 
@@ -58,16 +63,23 @@ class Requirements(msgspec.Struct, frozen=True):
         if request.is_resubmitted:
             # It had its place in a queue already.
             return None
+        limit = self.max_num_queued_reqs_per_tenant
+        if limit and num_queued_of_tenant >= limit:
+            return Refusal(
+                FinishReason.THROTTLED,
+                f"this tenant has {num_queued_of_tenant} requests in the queue, "
+                f"max_num_queued_reqs_per_tenant={limit}",
+            )
         limit = self.max_num_queued_reqs
         if limit and num_queued_reqs >= limit:
             return Refusal(
-                FinishReason.ABORT,
+                FinishReason.REJECTED,
                 f"the queue is full: {num_queued_reqs} requests wait, max_num_queued_reqs={limit}",
             )
         limit = self.max_num_queued_tokens
         if limit and num_queued_reqs and num_queued_tokens + num_tokens > limit:
             return Refusal(
-                FinishReason.ABORT,
+                FinishReason.REJECTED,
                 f"the queue is full: {num_queued_tokens} tokens wait and this request has "
                 f"{num_tokens}, max_num_queued_tokens={limit}",
             )

@@ -42,6 +42,7 @@ from ..protocol.messages import (
 from .admission import Admission
 from .admission_delay import AdmissionDelay
 from .admission_end import AdmissionEnd
+from .backlog import TenantLimits
 from .client_outputs import ClientOutputs
 from .conservation import find_violations
 from .drafts import Drafts
@@ -153,6 +154,7 @@ class Scheduler(SchedulerInterface):
                 has_grammars=structured_output is not None,
                 max_num_queued_reqs=config.max_num_queued_reqs,
                 max_num_queued_tokens=config.max_num_queued_tokens,
+                max_num_queued_reqs_per_tenant=config.max_num_queued_reqs_per_tenant,
                 max_encoder_input_size=min(encoder_budget, encoder_cache_size),
                 max_step_tokens=config.max_num_batched_tokens,
                 splits_prompts=config.enable_chunked_prefill,
@@ -171,6 +173,7 @@ class Scheduler(SchedulerInterface):
             clients=self._clients,
             grammars=self._grammars,
             encoders=self._encoders,
+            tenants=_tenant_limits(config),
         )
         self.requests = self._lifecycle.requests
         self._transfers: KVTransfers | None = None
@@ -416,6 +419,11 @@ class Scheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats:
         return self._lifecycle.make_stats()
+
+
+def _tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
+    limits = config.max_num_seqs_per_tenant, config.max_num_queued_reqs_per_tenant
+    return TenantLimits(*limits) if any(limits) else None
 
 
 def _max_uncertain_tokens(speculative: SpeculativeConfig | None) -> int:

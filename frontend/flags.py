@@ -182,6 +182,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             number(0),
         ),
         Flag(
+            "--timeout-slow-client",
+            "frontend.slow_client_s",
+            "seconds a client may take to send a request (more while 1000 bytes come a second), or to read on",
+            number(1, 86400),
+        ),
+        Flag(
+            "--default-deadline",
+            "frontend.default_deadline_s",
+            "seconds after which a request without X-Request-Timeout is given up; 0 is never",
+            number(0),
+        ),
+        Flag(
             "--shutdown-timeout",
             "frontend.shutdown_timeout_s",
             "seconds that running requests get to finish when the server stops",
@@ -255,6 +267,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             size(0),
         ),
         Flag(
+            "--max-num-seqs-per-tenant",
+            "scheduler.max_num_seqs_per_tenant",
+            "requests of one tenant that run at once; 0 is no limit",
+            integer(0),
+        ),
+        Flag(
+            "--max-num-queued-reqs-per-tenant",
+            "scheduler.max_num_queued_reqs_per_tenant",
+            "requests of one tenant that may wait; 0 is no limit",
+            integer(0),
+        ),
+        Flag(
             "--scheduling-policy --schedule-policy",
             "scheduler.policy",
             "which waiting request comes next",
@@ -269,7 +293,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--tenant-weights",
             "scheduler.tenant_weights",
-            "shares under fair by tenant (the request's user), 1 for others",
+            "shares under fair by tenant, 1 for others",
             json_object,
             metavar="JSON",
         ),
@@ -412,8 +436,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--device",
             "device.device",
-            "where the model runs; auto is the GPU if there is one",
-            choices=("auto", "cpu", "cuda"),
+            "where the model runs; auto is the GPU if there is one, null makes tokens up without a model",
+            choices=("auto", "cpu", "cuda", "null"),
         ),
         Flag(
             "--threads -t",
@@ -426,6 +450,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "device.cpu_backend",
             "auto is native where it can run the model, else plain torch",
             choices=("auto", "native", "torch"),
+        ),
+        Flag(
+            "--null-step-ms",
+            "device.null_step_ms",
+            "what a step takes on the null device, in milliseconds",
+            number(0, 3_600_000),
+            metavar="MS",
         ),
     ),
     "parallelism": (

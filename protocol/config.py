@@ -51,6 +51,7 @@ class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+    NULL = "null"
 
 
 class CPUBackend(enum.StrEnum):
@@ -115,7 +116,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The limits of one step and of the queue.
 
-    0 means unbounded for the queue limits and the partial prefills. `tenant_weights` are those of the `fair` policy,
+    0 means unbounded for the queue limits, those of a tenant and the partial prefills. `tenant_weights` are those of the `fair` policy,
     1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
     Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
     in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
@@ -141,6 +142,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_encoder_input_tokens: int = 0
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False
+    max_num_seqs_per_tenant: int = 0
+    max_num_queued_reqs_per_tenant: int = 0
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
 
@@ -214,16 +217,22 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch."""
+    """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch.
+
+    On the null device nothing is computed: a step takes `null_step_ms` and its tokens are made up.
+    """
 
     device: Device = Device.AUTO
     threads: int = 0
     cpu_backend: CPUBackend = CPUBackend.AUTO
+    null_step_ms: float = 10.0
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
     """The HTTP edge, and what every process does about its messages.
 
+    A request without a deadline of its own has one after `default_deadline_s`, 0 meaning none. A client may take
+    `slow_client_s` to send a request or to read on.
     The event logs of the cores are written into `dump_dir`, or else into a private directory among the temporary ones.
     """
 
@@ -239,6 +248,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     strict: bool = False
     keep_alive_s: float = 5.0
+    slow_client_s: float = 30.0
+    default_deadline_s: float = 0.0
     shutdown_timeout_s: float = 30.0
     response_role: str = "assistant"
     chat_template: str | None = None

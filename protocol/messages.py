@@ -23,7 +23,10 @@ F32: TypeAlias = bytes
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. `str()` gives the OpenAI word."""
+    """Why a request ended. `str()` gives the OpenAI word.
+
+    A request that is rejected found no room in the queue, one that is throttled none within its tenant's limit.
+    """
 
     STOP = 0
     LENGTH = 1
@@ -31,12 +34,14 @@ class FinishReason(enum.IntEnum):
     IGNORED = 3
     EXPIRED = 4
     ERROR = 5
+    REJECTED = 6
+    THROTTLED = 7
 
     def __str__(self) -> str:
         return _FINISH_WORDS[self]
 
 
-_FINISH_WORDS = ("stop", "length", "abort", "ignored", "expired", "error")
+_FINISH_WORDS = ("stop", "length", "abort", "ignored", "expired", "error", "rejected", "throttled")
 
 
 class EventKind(enum.IntEnum):
@@ -154,7 +159,8 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """`stop_reason` is the stop token id, None for the end-of-sequence token.
 
-    `kv_transfer_params` are the KV connector's, for whoever fetches the request's blocks.
+    `kv_transfer_params` are the KV connector's, for whoever fetches the request's blocks. For what was not admitted
+    `retry_after_s` says how long the queue will take, 0.0 if that is not known.
     """
 
     request_index: int
@@ -162,6 +168,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     stop_reason: int | None = None
     message: str = ""
     kv_transfer_params: dict[str, object] | None = None
+    retry_after_s: float = 0.0
 
 
 class RequestEvent(NamedTuple):

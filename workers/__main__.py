@@ -14,6 +14,7 @@ from ..protocol.heartbeat import Pulse
 from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
 from ..protocol.transport import StatusReporter
+from .worker import Worker
 
 
 def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
@@ -31,15 +32,10 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     # OpenMP's threads spin while they wait, on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    def work() -> None:
-        # torch takes a second to import, which should not delay the first report. Looking for garbage among what is
-        # there to stay would be a fifth of it; the worker begins with that when it is ready.
-        gc.disable()
-        from .worker import Worker
-
-        Worker(config, core_index, rank, context, status, pulse).run()
-
-    return status.run(work)
+    # Importing torch takes a second, of which looking for garbage among what is there to stay would be a fifth;
+    # the worker begins with that when it is ready.
+    gc.disable()
+    return status.run(Worker(config, core_index, rank, context, status, pulse).run)
 
 
 if __name__ == "__main__":

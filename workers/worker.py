@@ -31,11 +31,7 @@ from ..protocol.messages import (
     WorkerReady,
 )
 from ..protocol.transport import Peer, StatusReporter
-from .device import open_device
-from .loaders import open_checkpoint
-from .memory import count_host_blocks, count_kv_blocks
-from .model_runner import ModelRunner
-from .parallel_state import explaining_lost_workers, join_replica, leave_replica
+from .runner import Runner, open_runner
 
 logger = logging.getLogger(__name__)
 
@@ -63,27 +59,12 @@ class Worker:
         self._pending: deque[WorkerCommand] = deque()
 
     def run(self) -> None:
-        with explaining_lost_workers():
-            self._run()
+        opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
+        with opened as (runner, memory):
+            self._obey(runner, memory)
 
-    def _run(self) -> None:
-        config = self._config
-        workers_per_core = config.parallel.workers_per_core
-        device = open_device(config.device, self._core_index * workers_per_core + self._rank)
-        address = config.rendezvous_address(self._core_index)
-        parallel = join_replica(address, self._rank, config.parallel, device)
-        checkpoint = open_checkpoint(config.model.path)
-        runner = ModelRunner(config, device, checkpoint, self._report_loading, parallel)
-        if workers_per_core > 1:
-            logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
-        # Its memory map would count as this process's memory.
-        del checkpoint
-        memory = WorkerMemory(
-            self._rank,
-            count_kv_blocks(config, device, runner.block_bytes, runner.kv_cache_groups),
-            runner.kv_cache_groups,
-            count_host_blocks(config.cache, runner.block_bytes),
-        )
+    def _obey(self, runner: Runner, memory: WorkerMemory) -> None:
+        is_output_rank = self._rank == self._config.parallel.output_rank
         self._status.report(Stage.WARMING)
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):
@@ -91,7 +72,7 @@ class Worker:
                 self._pulse.begin_step()
                 self._crash_if_told_to(command)
                 result = runner.execute(command, self._await_grammar)
-                if parallel.is_output_rank:
+                if is_output_rank:
                     self._core.send(result)
                 self._pulse.end_step()
             elif isinstance(command, CoreHello):
@@ -109,7 +90,7 @@ class Worker:
                     memory = WorkerMemory(
                         self._rank,
                         command.num_blocks,
-                        runner.kv_cache_groups,
+                        memory.groups,
                         command.num_host_blocks,
                     )
                 elif allocated != command:
@@ -119,7 +100,6 @@ class Worker:
                 self._core.send(WorkerReady(self._rank))
                 self._status.report(Stage.READY)
         runner.close()
-        leave_replica()
 
     def _crash_if_told_to(self, step: SchedulerOutput) -> None:
         """Die as a fault in native code would, if the step brings the token that tests inject crashes with."""

@@ -67,7 +67,7 @@ def test_i6_recorded_traffic_replays_from_the_middle(seed):
     dump = harness.dump()
     assert all(segment.snapshot is not None for segment in dump.segments)
     assert len(dump.segments) == 2
-    assert sum(replay(dump)) > 10
+    assert sum(replay(dump)) > 5
     # The state that the replay ends with is the recorded one: what follows is the same, too.
     replayer = Replayer(dump.setup, dump.segments[-1])
     for _ in replayer.run():

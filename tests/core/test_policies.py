@@ -221,16 +221,72 @@ def test_2_3_a_deadline_that_passes_in_the_queue_expires_the_request(policy):
         assert admissions(harness) == [(0, 0)]
     harness.drain()
     assert harness.heard[late].reason is FinishReason.EXPIRED
-    assert "deadline after 8.000 s" in harness.heard[late].finished.message
+    assert "queue at its deadline, 8.000 s after it came" in harness.heard[late].finished.message
     assert harness.heard[late].token_ids == []
     assert harness.heard[fine].reason is FinishReason.LENGTH
 
 
-def test_2_3_a_running_request_does_not_expire():
-    harness = Harness(max_in_flight=1)
-    key = harness.add(3, 20, deadline=5.0)
+def test_2_3_a_running_request_ends_at_its_deadline_with_what_it_has():
+    harness = Harness()
+    key, other = harness.add(3, 60, deadline=10.0), harness.add(3, 60)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.heard[key].reason is FinishReason.EXPIRED
+    assert 0 < len(harness.heard[key].token_ids) < 60
+    assert len(harness.heard[other].token_ids) == 60
+
+
+# limits of a tenant
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_tenant_at_its_running_limit_is_passed_by_the_others(policy):
+    harness = Harness(policy=policy, max_num_seqs=4, max_num_seqs_per_tenant=2)
+    greedy = [harness.add(3, 6, tenant="a") for _ in range(6)]
+    modest = [harness.add(3, 6, tenant="b") for _ in range(2)]
+    harness.step()
+    assert set(admissions(harness)) == {*greedy[:2], *modest}
+    while harness.scheduler.has_requests():
+        harness.step()
+        running = [harness.scheduler.requests[key] for key in greedy if not_over(harness, key)]
+        assert sum(request.slot >= 0 for request in running) <= 2
+    harness.drain()
+    assert {harness.heard[key].reason for key in greedy + modest} == {FinishReason.LENGTH}
+
+
+def not_over(harness: Harness, key: Key) -> bool:
+    return key in harness.scheduler.requests
+
+
+def test_a_tenant_over_its_queue_limit_is_throttled_and_the_others_are_not():
+    harness = Harness(max_num_seqs=2, max_num_queued_reqs_per_tenant=3, max_in_flight=1)
+    flood = [harness.add(3, 20, tenant="a") for _ in range(7)]
+    other = harness.add(3, 4, tenant="b")
+    harness.drain()
+    reasons = [harness.heard[key].reason for key in flood]
+    assert reasons == [FinishReason.LENGTH] * 5 + [FinishReason.THROTTLED] * 2
+    assert "max_num_queued_reqs_per_tenant=3" in harness.heard[flood[5]].finished.message
+    assert harness.heard[other].reason is FinishReason.LENGTH
+
+
+def test_a_refusal_says_when_the_queue_will_have_moved():
+    harness = Harness(max_num_seqs=1, max_num_queued_reqs=5, max_in_flight=1)
+    flood = [harness.add(3, 4) for _ in range(6)]
+    harness.drain()
+    harness.now += 1000.0
+    for key in [harness.add(3, 4) for _ in range(6)]:
+        assert harness.heard[key].reason is None
+    refused = harness.add(3, 4)
+    harness.drain()
+    finished = harness.heard[refused].finished
+    assert finished.reason is FinishReason.REJECTED
+    first, *_, last = (
+        event.timestamp
+        for key in flood
+        for event in harness.heard[key].events
+        if event.kind is EventKind.SCHEDULED
+    )
+    # What five of them took before; nobody waited in the thousand seconds between.
+    assert finished.retry_after_s == pytest.approx(last - first, rel=0.3)
 
 
 # partial prefills

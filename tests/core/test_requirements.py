@@ -17,6 +17,7 @@ REQUIREMENTS = Requirements(
     has_grammars=False,
     max_num_queued_reqs=3,
     max_num_queued_tokens=60,
+    max_num_queued_reqs_per_tenant=0,
     max_encoder_input_size=8,
     max_step_tokens=20,
     splits_prompts=True,
@@ -95,7 +96,7 @@ def test_2_6_a_prompt_that_never_fits_is_ignored_with_the_numbers(num_tokens, nu
 
 
 def test_queue_bounds_name_their_limit():
-    assert refusal(request(), reqs=3).reason is FinishReason.ABORT
+    assert refusal(request(), reqs=3).reason is FinishReason.REJECTED
     assert "max_num_queued_reqs=3" in refusal(request(), reqs=3).message
     assert "max_num_queued_tokens=60" in refusal(request(), reqs=1, tokens=56).message
 

@@ -243,13 +243,11 @@ def test_a_full_queue_refuses():
     harness.add(5, 5)
     harness.schedule()
     keys = [harness.add(5, 5) for _ in range(3)]
-    for key in keys[2:]:
-        harness.heard[key].was_aborted = True
     harness.drain()
     assert [harness.heard[key].reason for key in keys] == [
         FinishReason.LENGTH,
         FinishReason.LENGTH,
-        FinishReason.ABORT,
+        FinishReason.REJECTED,
     ]
     assert "max_num_queued_reqs=2" in harness.heard[keys[2]].finished.message
 

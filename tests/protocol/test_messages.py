@@ -65,6 +65,8 @@ def test_finish_reasons_read_as_openai_words() -> None:
         "ignored",
         "expired",
         "error",
+        "rejected",
+        "throttled",
     ]
 
 

@@ -1,0 +1,45 @@
+"""A whole server on the device that makes tokens up."""
+
+import numpy as np
+import psutil
+import pytest
+from engine.workers.null_runner import made_up_tokens, ordinary_token_ids
+from support.server import Server, default_model
+
+VOCAB_SIZE = 49152
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(
+        "--model", default_model(), "--device", "null", "--null-step-ms", "1", "-np", "8"
+    ) as server:
+        yield server
+
+
+def complete(server: Server, **fields: object) -> tuple[int, dict]:
+    body = {"prompt": [10, 11, 12], "max_tokens": 40, "return_token_ids": True, **fields}
+    return server.post("/v1/completions", body)
+
+
+def test_a_seed_gives_the_tokens_that_a_test_can_compute(server: Server) -> None:
+    status, answer = complete(server, seed=5)
+    assert status == 200, answer
+    positions = np.arange(3, 43, dtype=np.int32)
+    seeds = np.full(40, 5, np.int64)
+    # 2 is SmolLM2's end of a turn, its end of text is 0.
+    expected = made_up_tokens(seeds, positions, ordinary_token_ids(VOCAB_SIZE, (0, 2)))
+    assert answer["choices"][0]["token_ids"] == expected.tolist()
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_only_logits_can_tell_is_refused(server: Server) -> None:
+    status, answer = complete(server, logprobs=1)
+    assert status == 500
+    assert "--device null has no log-probabilities" in answer["error"]["message"]
+    assert complete(server)[0] == 200
+
+
+def test_the_worker_has_not_loaded_torch(server: Server) -> None:
+    worker: psutil.Process = server.child("worker 0")
+    assert not [file.path for file in worker.memory_maps() if "torch" in file.path]

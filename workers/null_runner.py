@@ -1,0 +1,118 @@
+"""A runner without a model: it takes a set time a step and makes up the tokens.
+
+It is for what surrounds the model, to measure its cost and to test its recovery, so it never loads torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ..protocol.config import EngineConfig
+from ..protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
+from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+
+class NullRunner:
+    """Answers like `ModelRunner`. Requests for what only logits can tell fail alone."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        num_slots = config.scheduler.max_num_seqs
+        self._step_s = config.device.null_step_ms / 1000
+        self._ordinary_ids = ordinary_token_ids(config.model.vocab_size, config.model.eos_token_ids)
+        self._num_tokens = np.zeros(num_slots, np.int32)
+        self._num_computed_tokens = np.zeros(num_slots, np.int32)
+        self._seeds = np.zeros(num_slots, np.int64)
+        self._needs_logits = np.zeros(num_slots, np.bool_)
+        self._slots_S: Int32Array = np.zeros(0, np.int32)
+
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Nothing is kept in blocks."""
+
+    def warm_up(self) -> None:
+        """Nothing is slow at first."""
+
+    def forget_requests(self) -> None:
+        """The next step names its slots, and they are filled before that."""
+        self._slots_S = np.zeros(0, np.int32)
+
+    def close(self) -> None:
+        """No other worker waits for anything of this one."""
+
+    def execute(
+        self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
+    ) -> ModelRunnerOutput:
+        """The tokens of one step, when the time of a step has passed."""
+        deadline = time.monotonic() + self._step_s
+        for new in output.new_requests:
+            params, slot = new.sampling_params, new.slot
+            self._num_tokens[slot] = len(new.token_ids) // 4
+            self._num_computed_tokens[slot] = new.num_computed_tokens
+            self._seeds[slot] = params.seed or 0
+            self._needs_logits[slot] = (
+                params.logprobs is not None
+                or params.prompt_logprobs is not None
+                or params.structured_output is not None
+            )
+        slots_R = self._advance(output)
+        positions_R = self._num_tokens[slots_R]
+        token_ids = made_up_tokens(self._seeds[slots_R], positions_R, self._ordinary_ids)
+        self._num_tokens[slots_R] = positions_R + 1
+        failed = slots_R[self._needs_logits[slots_R]].tolist()
+        if len(self._slots_S):
+            time.sleep(max(deadline - time.monotonic(), 0))
+        return ModelRunnerOutput(
+            output.step,
+            sampled_token_ids=int32_bytes(token_ids),
+            failed_slots=[
+                (slot, "--device null has no log-probabilities and no grammars") for slot in failed
+            ],
+        )
+
+    def _advance(self, output: SchedulerOutput) -> Int32Array:
+        """Compute what is scheduled. Returns the slots that sample, in the order of the batch."""
+        if output.slots is not None:
+            self._slots_S = int32_view(output.slots)
+        slots_S = self._slots_S
+        num_scheduled_S = np.ones(len(slots_S), np.int32)
+        if output.chunks:
+            chunks = int32_view(output.chunks).reshape(-1, 2)
+            num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
+        seq_lens_S = self._num_computed_tokens[slots_S] + num_scheduled_S
+        self._num_computed_tokens[slots_S] = seq_lens_S
+        return slots_S[seq_lens_S == self._num_tokens[slots_S]]
+
+
+def count_null_blocks(config: EngineConfig) -> int:
+    """As many blocks as the requests of a full batch can use, or as the configuration says."""
+    if config.cache.num_blocks_override is not None:
+        return config.cache.num_blocks_override
+    blocks_per_request = max_request_blocks(
+        FULL_ATTENTION,
+        config.model.max_model_len,
+        config.scheduler.max_num_batched_tokens,
+        config.cache.block_size,
+    )
+    return blocks_per_request * config.scheduler.max_num_seqs + 1
+
+
+def ordinary_token_ids(vocab_size: int, eos_token_ids: tuple[int, ...]) -> Int32Array:
+    """Every token that does not end a text: int32[V - len(eos)]."""
+    return np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(eos_token_ids, np.int32))
+
+
+def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Array) -> Int32Array:
+    """The token of each seed int64[R] at each position int32[R] of its sequence: int32[R].
+
+    The index into `candidates` is a hash: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014) over the position-th state of the seed.
+    """
+    steps = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = seeds.view(np.uint64) + steps
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return candidates[state % np.uint64(len(candidates))]

@@ -1,0 +1,69 @@
+"""What executes a worker's steps, as the worker sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..protocol.config import Device, EngineConfig
+from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerMemory
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """`allocate_kv_cache` and `warm_up` come before the first `execute`."""
+
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def execute(
+        self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
+    ) -> ModelRunnerOutput: ...
+
+    def forget_requests(self) -> None:
+        """Every slot is free again."""
+
+    def close(self) -> None:
+        """Let the other workers of the replica have what they wait for."""
+
+
+@contextmanager
+def open_runner(
+    config: EngineConfig, core_index: int, rank: int, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[Runner, WorkerMemory]]:
+    """Load the model for `--device`. Yields what executes it, and how many blocks fit beside it.
+
+    Raises ConfigError when the device is not there, or too small, and EngineError when another worker is lost.
+    """
+    if config.device.device is Device.NULL:
+        from .null_runner import NullRunner, count_null_blocks
+
+        yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
+        return
+    # torch takes a second to import, which should not delay the first report; without a device it is not needed.
+    from .device import open_device
+    from .loaders import open_checkpoint
+    from .memory import count_host_blocks, count_kv_blocks
+    from .model_runner import ModelRunner
+    from .parallel_state import explaining_lost_workers, join_replica, leave_replica
+
+    with explaining_lost_workers():
+        workers_per_core = config.parallel.workers_per_core
+        device = open_device(config.device, core_index * workers_per_core + rank)
+        address = config.rendezvous_address(core_index)
+        parallel = join_replica(address, rank, config.parallel, device)
+        checkpoint = open_checkpoint(config.model.path)
+        runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
+        if workers_per_core > 1:
+            logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
+        # Its memory map would count as this process's memory.
+        del checkpoint
+        groups, block_bytes = runner.kv_cache_groups, runner.block_bytes
+        num_blocks = count_kv_blocks(config, device, block_bytes, groups)
+        num_host_blocks = count_host_blocks(config.cache, block_bytes)
+        yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
+        leave_replica()
