@@ -15,6 +15,7 @@ WITH_SIDE_EFFECTS = {
     "replay",
     "simulate",
     "structured_output",
+    "worker_group",
 }
 FORBIDDEN = {"time", "datetime", "random", "secrets", "os", "socket", "threading", "asyncio", "zmq"}
 
