@@ -92,11 +92,15 @@ class PersistentBatch:
                 rows = updates[updates[:, 0] == group]
                 table[rows[:, 1], rows[:, 2]] = rows[:, 3]
 
+    def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
+        """The slots of a step without chunks, if there are any and each has but its last token to compute."""
+        slots_S = self._slots_of(output)
+        is_last_S = self.num_computed_tokens[slots_S] + 1 == self.num_tokens[slots_S]
+        return slots_S if len(slots_S) and is_last_S.all() else None
+
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Lay out the step's tokens and advance `num_computed_tokens` past them."""
-        if output.slots is not None:
-            self._slots_S = int32_view(output.slots)
-        slots_S = self._slots_S
+        slots_S = self._slots_of(output)
         num_computed_S = self.num_computed_tokens[slots_S]
         num_scheduled_S = np.ones(len(slots_S), np.int32)
         query_start_loc = np.arange(len(slots_S) + 1, dtype=np.int32)
@@ -121,6 +125,11 @@ class PersistentBatch:
             positions_T,
             sampling_rows,
         )
+
+    def _slots_of(self, output: SchedulerOutput) -> Int32Array:
+        if output.slots is not None:
+            self._slots_S = int32_view(output.slots)
+        return self._slots_S
 
     def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
         """The flat KV-cache slot of each token: int32[T]."""

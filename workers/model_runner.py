@@ -12,7 +12,13 @@ import torch
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import GrammarOutput, ModelRunnerOutput, RowLogprobs, SchedulerOutput
+from ..protocol.messages import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    RowLogprobs,
+    SchedulerOutput,
+)
 from . import host_memory
 from .attention import AttentionBatch
 from .batch import PersistentBatch, StepPlan
@@ -77,8 +83,8 @@ class ModelRunner:
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
         self._decoding: Decoding | None = None
-        # Of the last step, if it has sampled for all of its slots by the model alone.
-        self._decoding_rows: SamplingMetadata | None = None
+        # Of the last step, if `_decoding` did it.
+        self._decoded_rows: SamplingMetadata | None = None
 
     @property
     def model(self) -> Model:
@@ -104,7 +110,7 @@ class ModelRunner:
 
     def forget_requests(self) -> None:
         """Every slot is free again."""
-        self._decoding_rows = None
+        self._decoded_rows = None
         self._batch.forget_requests()
         for slot in range(self._batch.num_slots):
             self._sampler.remove(slot)
@@ -135,19 +141,17 @@ class ModelRunner:
         Only the last of several stages has something to tell; its ranks all sample the same.
         """
         self._copy_blocks(output)
-        rows, self._decoding_rows = self._decoding_rows, None
-        if self._decoding is None or rows is None or not _goes_on(output):
+        self._apply(output)
+        self._decoded_rows = rows = self._rows_to_decode(output)
+        if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
-        self._batch.apply(output)
         tokens_S, num_failed = self._decoding.step(rows)
-        self._decoding_rows = rows
         if num_failed:
             return _result(output, SamplerOutput(torch.from_numpy(tokens_S).long(), rows))
         return ModelRunnerOutput(output.step, tokens_S.tobytes())
 
     @torch.inference_mode()
     def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
-        self._apply(output)
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
@@ -165,8 +169,6 @@ class ModelRunner:
                 *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
             )
             sampled = SamplerOutput(chosen_R, metadata)
-            if len(slots_R) == len(plan.slots_S):
-                self._decoding_rows = metadata
         self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
@@ -197,15 +199,34 @@ class ModelRunner:
                 self._token_feed.forget(new.slot)
         if not self._shard.is_last:
             return
-        for slot in int32_view(output.removed_slots).tolist():
-            self._sampler.remove(slot)
-            self._prompt_logprobs.remove(slot)
-        for new in output.new_requests:
+        if output.removed_slots:
+            for slot in int32_view(output.removed_slots).tolist():
+                self._sampler.remove(slot)
+                self._prompt_logprobs.remove(slot)
+        if output.new_requests:
+            self._add_to_sampler(output.new_requests)
+
+    @torch.inference_mode()
+    def _add_to_sampler(self, new_requests: Sequence[NewRequestData]) -> None:
+        for new in new_requests:
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
             self._sampler.add(new.slot, new.sampling_params, prompt, new.eos_token_ids, generated)
             if new.sampling_params.prompt_logprobs is not None and not len(generated):
                 self._prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
+
+    def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
+        """The rows of a step that is `_decoding`'s: every slot computes its last token, and nobody wants more than the next."""
+        if self._decoding is None or output.chunks or output.grammar_slots:
+            return None
+        rows = self._decoded_rows
+        if output.slots is None and rows is not None and rows.is_current:
+            return rows
+        slots_S = self._batch.decoding_slots(output)
+        if slots_S is None or self._prompt_logprobs.is_pending:
+            return None
+        rows = self._sampler.describe(slots_S)
+        return None if rows.needs_logits else rows
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
         """What the model's `forward` takes."""
@@ -278,13 +299,6 @@ class ModelRunner:
                 f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots"
             )
         return slots, bitmask.reshape(len(slots), -1)
-
-
-def _goes_on(output: SchedulerOutput) -> bool:
-    """Whether every slot of the step before decodes, and none has changed."""
-    return output.slots is None and not (
-        output.chunks or output.new_requests or output.removed_slots or output.grammar_slots
-    )
 
 
 def _result(

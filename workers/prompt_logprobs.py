@@ -35,6 +35,11 @@ class PromptLogprobs:
         self._counts.pop(slot, None)
         self._parts.pop(slot, None)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether some request's prompt is not yet scored to its end."""
+        return bool(self._counts)
+
     def collect(self, plan: StepPlan, hidden_TD: torch.Tensor, batch: PersistentBatch) -> None:
         """Score the prompt tokens that follow this step's prompt tokens."""
         if not self._counts:

@@ -140,8 +140,13 @@ class SamplingMetadata:
             and self.penalties is None
         )
 
-    def describes(self, version: int, slots_S: Int32Array) -> bool:
-        return self.version == version and np.array_equal(self.slots_S, slots_S)
+    @property
+    def is_current(self) -> bool:
+        """Whether no slot has changed since."""
+        return self.version == self.state.version
+
+    def describes(self, slots_S: Int32Array) -> bool:
+        return self.is_current and np.array_equal(self.slots_S, slots_S)
 
 
 def _row_groups(state: SamplingState, slots_S: Int64Array) -> list[RowGroup]:

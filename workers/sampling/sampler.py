@@ -118,7 +118,7 @@ class Sampler:
 
     def describe(self, slots_S: Int32Array) -> SamplingMetadata:
         """What the rows of a batch ask for. The same until a slot of it changes."""
-        if not self._metadata.describes(self._state.version, slots_S):
+        if not self._metadata.describes(slots_S):
             self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
         return self._metadata
 

@@ -31,33 +31,49 @@ def checkpoint(tmp_path_factory):
     return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
 
 
-@pytest.mark.parametrize("params", [[GREEDY] * 4, PARAMS], ids=["greedy", "sampled"])
-def test_an_unchanged_batch_gets_the_tokens_of_one_that_is_named_every_time(checkpoint, params):
+@pytest.fixture
+def steps(checkpoint) -> Steps:
     path, model = checkpoint
+    steps = Steps(path, model.config.vocab_size, BLOCK_SIZE)
+    assert isinstance(steps.runner.model, NativeDecoder) and steps.num_groups > 1
+    return steps
 
-    def tokens(names_slots: bool) -> list[list[int]]:
-        steps = Steps(path, model.config.vocab_size, BLOCK_SIZE)
-        assert isinstance(steps.runner.model, NativeDecoder) and steps.num_groups > 1
-        prompts = [list(range(20, 20 + length)) for length in (1, 15, 16, 29)]
-        new = [
-            steps.new(slot, *pair) for slot, pair in enumerate(zip(prompts, params, strict=True))
-        ]
-        batch = [2, 0, 3, 1]
-        chunks = [(row, len(prompts[slot])) for row, slot in enumerate(batch)]
-        got = [steps.tokens(slots=batch, chunks=chunks, new=new)]
-        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(20)]
-        # One leaves and comes back with what it has, as after a preemption, and all go on.
-        batch = [2, 0, 1]
-        got.append(steps.tokens(slots=batch, removed=[3]))
-        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(3)]
-        whole = prompts[3] + [row[2] for row in got[:21]]
-        resumed = steps.new(3, whole, params[3], prompt=len(prompts[3]))
-        batch = [2, 0, 1, 3]
-        got.append(steps.tokens(slots=batch, chunks=[(3, len(whole))], new=[resumed]))
-        got += [steps.tokens(slots=batch if names_slots else None) for _ in range(5)]
-        return got
 
-    assert tokens(names_slots=False) == tokens(names_slots=True)
+@pytest.mark.parametrize("params", [[GREEDY] * 4, PARAMS], ids=["greedy", "sampled"])
+def test_a_batch_decodes_to_the_tokens_that_prompts_of_all_so_far_are_followed_by(steps, params):
+    prompts = [list(range(20, 20 + length)) for length in (1, 15, 16, 29)]
+    tokens = [list(prompt) for prompt in prompts]
+
+    def run(batch: list[int], is_named: bool = True, **changes) -> None:
+        sampled = steps.tokens(slots=batch if is_named else None, **changes)
+        for slot, token in zip(batch, sampled, strict=True):
+            tokens[slot].append(token)
+
+    batch = [2, 0, 3, 1]
+    new = [steps.new(slot, prompts[slot], params[slot]) for slot in range(4)]
+    run(batch, new=new, chunks=[(row, len(prompts[slot])) for row, slot in enumerate(batch)])
+    for _ in range(18):
+        run(batch, is_named=False)
+    # One leaves and comes back, as after a preemption.
+    run([2, 0, 1], removed=[3])
+    run([2, 0, 1], is_named=False)
+    resumed = steps.new(3, tokens[3], params[3], prompt=len(prompts[3]))
+    run([2, 0, 1, 3], chunks=[(3, len(tokens[3]))], new=[resumed])
+    run([0, 3, 1, 2])
+    run([0, 3, 1, 2], is_named=False)
+    for slot, whole in enumerate(tokens):
+        for length in range(len(prompts[slot]), len(whole)):
+            prompt = steps.new(slot, whole[:length], params[slot])
+            chunks = [(0, length)]
+            assert steps.tokens(slots=[slot], chunks=chunks, new=[prompt]) == [whole[length]]
+
+
+def test_prompt_logprobs_of_a_prompt_whose_last_token_comes_alone(steps: Steps) -> None:
+    params = SamplingParams(temperature=0, prompt_logprobs=1)
+    steps.run(slots=[0], chunks=[(0, 4)], new=[steps.new(0, [20, 21, 22, 23, 24], params)])
+    positions = [part.num_positions for part in steps.run().prompt_logprobs]
+    assert sum(positions) == 4
+    assert steps.run().prompt_logprobs == []
 
 
 class Decoding:
