@@ -190,13 +190,16 @@ def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> 
     for _ in range(TURNS):
         ours += time_each(loop.run, steps // TURNS)
         theirs += vllm.time_steps(num_seqs, steps // TURNS, prompt)
-    medians = statistics.median(ours), statistics.median(theirs)
+    # Long steps are interrupted more often where others work; the least is what the work itself takes.
+    least = min(ours), min(theirs)
     return {
         "case": f"steady decode beside vLLM {vllm.version}",
         "running": num_seqs,
-        "median_us": round(medians[0], 1),
-        "vllm_median_us": round(medians[1], 1),
-        "ratio": round(medians[1] / medians[0], 1),
+        "least_us": round(least[0], 1),
+        "median_us": round(statistics.median(ours), 1),
+        "vllm_least_us": round(least[1], 1),
+        "vllm_median_us": round(statistics.median(theirs), 1),
+        "ratio_of_least": round(least[1] / least[0], 1),
     }
 
 

@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_SIZE = 16
-MAX_MODEL_LEN = 8192
+MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 32_000
 HASH = "sha256"
 
