@@ -10,7 +10,7 @@ from typing import Final
 from ..protocol.config import SchedulerConfig
 from ..protocol.errors import EngineError
 
-MAX_RETRY_AFTER_S: Final = 60
+MAX_RETRY_AFTER_S: Final = 3600
 
 
 class Overloaded(EngineError):
@@ -29,7 +29,8 @@ class CoreLoad:
         self.num_inflight = 0
         self.num_queued = 0
         self.num_unscheduled_tokens = 0
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._intervals: deque[float] = deque(maxlen=64)
+        self._last_finish_time = 0.0
 
     def check(self, num_sequences: int, num_tokens: int) -> None:
         """Raise Overloaded if new sequences with `num_tokens` prompt tokens do not fit in the queue."""
@@ -41,17 +42,20 @@ class CoreLoad:
             raise Overloaded(
                 f"the queue is full: {queued} sequences would wait, "
                 f"the limit is {limits.max_num_queued_reqs} (--max-num-queued-reqs)",
-                self._retry_after_s(queued - limits.max_num_queued_reqs),
+                self._retry_after_s(queued),
             )
         waiting = self.num_unscheduled_tokens
         if waiting and 0 < limits.max_num_queued_tokens < waiting + num_tokens:
             raise Overloaded(
                 f"the queue is full: {waiting + num_tokens} prompt tokens would wait, "
                 f"the limit is {limits.max_num_queued_tokens} (--max-num-queued-tokens)",
-                self._retry_after_s(num_sequences),
+                self._retry_after_s(max(queued, num_sequences)),
             )
 
     def submitted(self, num_prompt_tokens: int) -> None:
+        if not self.num_inflight:
+            # Time in which there was nothing to do says nothing about the pace.
+            self._last_finish_time = time.monotonic()
         self.num_inflight += 1
         self.num_unscheduled_tokens += num_prompt_tokens
 
@@ -68,12 +72,13 @@ class CoreLoad:
 
     def finished(self) -> None:
         self.num_inflight -= 1
-        self._finish_times.append(time.monotonic())
+        now = time.monotonic()
+        self._intervals.append(now - self._last_finish_time)
+        self._last_finish_time = now
 
     def _retry_after_s(self, num_sequences: int) -> int:
         """Seconds until that many more sequences will have finished, at least 1."""
-        times = self._finish_times
-        if len(times) < 2:
+        if not self._intervals:
             return 1
-        seconds = num_sequences * (time.monotonic() - times[0]) / len(times)
+        seconds = num_sequences * sum(self._intervals) / len(self._intervals)
         return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S)

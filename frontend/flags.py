@@ -181,6 +181,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             number(0),
         ),
         Flag(
+            "--timeout-slow-client",
+            "frontend.slow_client_s",
+            "seconds a client may take to send a request (more while 1000 bytes come a second), or to read on",
+            number(1, 86400),
+        ),
+        Flag(
+            "--default-deadline",
+            "frontend.default_deadline_s",
+            "seconds after which a request without X-Request-Timeout is given up; 0 is never",
+            number(0),
+        ),
+        Flag(
             "--shutdown-timeout",
             "frontend.shutdown_timeout_s",
             "seconds that running requests get to finish when the server stops",
@@ -254,6 +266,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             size(0),
         ),
         Flag(
+            "--max-num-seqs-per-tenant",
+            "scheduler.max_num_seqs_per_tenant",
+            "requests of one tenant that run at once; 0 is no limit",
+            integer(0),
+        ),
+        Flag(
+            "--max-num-queued-reqs-per-tenant",
+            "scheduler.max_num_queued_reqs_per_tenant",
+            "requests of one tenant that may wait; 0 is no limit",
+            integer(0),
+        ),
+        Flag(
             "--scheduling-policy --schedule-policy",
             "scheduler.policy",
             "which waiting request comes next",
@@ -268,7 +292,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--tenant-weights",
             "scheduler.tenant_weights",
-            "shares under fair by tenant (the request's user), 1 for others",
+            "shares under fair by tenant, 1 for others",
             json_object,
             metavar="JSON",
         ),

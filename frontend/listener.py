@@ -30,7 +30,7 @@ class Listener:
             self.port = config.port
             self.url = f"unix://{os.path.abspath(config.uds)}"
         else:
-            self.socket = _listen_tcp(config.host, config.port)
+            self.socket = _listen_tcp(config.host, config.port, config.slow_client_s)
             self.port = self.socket.getsockname()[1]
             scheme = "https" if config.ssl_certfile else "http"
             self.url = f"{scheme}://{_reachable_host(config.host)}:{self.port}{config.root_path}"
@@ -58,7 +58,7 @@ def _reachable_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _listen_tcp(host: str, port: int) -> socket.socket:
+def _listen_tcp(host: str, port: int, slow_client_s: float) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -73,6 +73,8 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and address[0] == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Whatever is still to be read when a connection is closed must not be kept for ever.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(slow_client_s * 1000))
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

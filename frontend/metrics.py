@@ -51,6 +51,13 @@ COUNTERS: Final = {
     "generation_tokens": "Tokens generated.",
 }
 
+REJECTIONS: Final = {
+    FinishReason.REJECTED: "queue_full",
+    FinishReason.THROTTLED: "tenant_limit",
+    FinishReason.EXPIRED: "deadline",
+}
+"""Why a core did not admit a request."""
+
 OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps that the scheduler made.",
     "scheduled_tokens": "Tokens computed in all steps.",
@@ -327,6 +334,6 @@ def _new_core_metrics(max_model_len: int) -> CoreMetrics:
             for name, (_, bounds) in HISTOGRAMS.items()
         },
         num_finished=dict.fromkeys(FinishReason, 0),
-        num_rejected={"queue_full": 0, "draining": 0},
+        num_rejected=dict.fromkeys((*REJECTIONS.values(), "draining"), 0),
         stats=SchedulerStats(),
     )

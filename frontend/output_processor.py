@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from ..protocol.arrays import int32_view
 from ..protocol.messages import (
@@ -20,12 +21,15 @@ from ..protocol.messages import (
     RequestEvent,
 )
 from .core_load import CoreLoad
-from .metrics import Metrics
+from .metrics import REJECTIONS, Metrics
 from .request_group import FAILURES, RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
-
 NewTokens = tuple[int, ...] | list[int]
+
+
+DEADLINE: Final = "deadline"
+"""The stop reason of a sequence that its deadline cut short."""
 
 
 class OutputProcessor:
@@ -169,11 +173,15 @@ class OutputProcessor:
                     self._abort(sequence)
 
     def _finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+        if done.reason is FinishReason.EXPIRED and sequence.num_generated_tokens:
+            self.finish(sequence, FinishReason.LENGTH, stop_reason=DEADLINE)
+            return
         error = done.message or None
         if error is None and done.reason in FAILURES:
             error = f"the engine ended this request: {done.reason}"
-        if error is not None and done.reason is FinishReason.ABORT:
-            self._metrics.record_rejection(sequence.core_index, "queue_full")
+        if rejection := REJECTIONS.get(done.reason):
+            self._metrics.record_rejection(sequence.core_index, rejection)
+        sequence.retry_after_s = done.retry_after_s
         self.finish(sequence, done.reason, stop_reason=done.stop_reason, error=error)
 
     def _apply_event(self, event: RequestEvent) -> None:

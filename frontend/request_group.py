@@ -25,7 +25,11 @@ from .logprobs import PositionLogprobs, decode_logprobs
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
 
-FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.IGNORED, FinishReason.EXPIRED})
+FAILURES: Final = frozenset(FinishReason) - {
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+}
 
 
 @dataclass(slots=True)
@@ -46,9 +50,8 @@ class SequenceRequest:
 class Delta(msgspec.Struct, gc=False):
     """What is new of one sequence since the last read.
 
-    `error` is set when `finish_reason` is "error", "ignored" or "expired", and when it is "abort" by the
-    engine's own decision. `stop_reason` is the stop string or stop token id, None for the
-    end-of-sequence token.
+    `error` is set when `finish_reason` is none of "stop", "length" and "abort". `stop_reason` is the stop string or
+    stop token id, None for the end-of-sequence token. After `retry_after_s` what found no room may be tried again.
     """
 
     text: str
@@ -57,6 +60,7 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    retry_after_s: float = 0.0
 
 
 class Sequence:
@@ -97,6 +101,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.retry_after_s = 0.0
 
         self.arrival_time = request.arrival_time
         self.queued_time = 0.0
@@ -187,7 +192,15 @@ class Sequence:
         reason = self.finish_reason
         if reason is None:
             return Delta(text, token_ids, logprobs)
-        return Delta(text, token_ids, logprobs, str(reason), self.stop_reason, self.error)
+        return Delta(
+            text,
+            token_ids,
+            logprobs,
+            str(reason),
+            self.stop_reason,
+            self.error,
+            self.retry_after_s,
+        )
 
     def _detokenize(self) -> None:
         if self._detokenizer is None:

@@ -27,6 +27,7 @@ from ..protocol.transport import StatusReporter
 from .api.app import create_app
 from .api.serving import Serving
 from .chat import ChatTemplateError, ContentFormat, ModelTemplates
+from .connection import connection_factory
 from .engine_client import EngineClient, SequenceRequest
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -144,7 +145,7 @@ class Frontend:
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _enter(self, stage: Stage, detail: str) -> None:
-        self._serving.stage, self._serving.detail = stage, detail
+        self._serving.enter(stage, detail)
         self._reporter.report(stage, detail)
 
     def _handle_signals(self) -> None:
@@ -163,7 +164,7 @@ class Frontend:
         frontend = self._config.frontend
         config = uvicorn.Config(
             create_app(self._serving),
-            http="httptools",
+            http=connection_factory(frontend.slow_client_s),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

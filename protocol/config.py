@@ -214,6 +214,8 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 class FrontendConfig(msgspec.Struct, frozen=True):
     """The HTTP edge, and what every process does about its messages.
 
+    A request without a deadline of its own has one after `default_deadline_s`, 0 meaning none. A client may take
+    `slow_client_s` to send a request or to read on.
     The event logs of the cores are written into `dump_dir`, or else into a private directory among the temporary ones.
     """
 
@@ -229,6 +231,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     strict: bool = False
     keep_alive_s: float = 5.0
+    slow_client_s: float = 30.0
+    default_deadline_s: float = 0.0
     shutdown_timeout_s: float = 30.0
     response_role: str = "assistant"
     chat_template: str | None = None

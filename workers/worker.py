@@ -59,9 +59,8 @@ class Worker:
         self._pending: deque[WorkerCommand] = deque()
 
     def run(self) -> None:
-        with open_runner(
-            self._config, self._core_index, self._rank, self._report_loading
-        ) as (runner, memory):
+        opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
+        with opened as (runner, memory):
             self._obey(runner, memory)
 
     def _obey(self, runner: Runner, memory: WorkerMemory) -> None:

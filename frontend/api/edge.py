@@ -32,6 +32,7 @@ _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 class Edge:
     """ASGI middleware around the router.
 
+    Where there are several API keys, each is a tenant: `tenant` of the request's state is "key 1" for the first.
     Every answer carries `x-request-id`; every failure becomes an error body; what nobody foresaw is
     logged once with the request's id and told to the client as that id only.
     """
@@ -45,7 +46,7 @@ class Edge:
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
         scope["app"] = self
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, tenant="")
         started = False
         has_body_left = not _expects_permission(scope)
 
@@ -88,7 +89,10 @@ class Edge:
             return
         digest = _digest(_bearer(scope))
         # Every key is compared in full, so that the time taken says nothing about any of them.
-        if not sum(hmac.compare_digest(digest, key) for key in self._key_digests):
+        matches = [hmac.compare_digest(digest, key) for key in self._key_digests]
+        if len(matches) > 1 and any(matches):
+            scope["state"]["tenant"] = f"key {matches.index(True) + 1}"
+        if not any(matches):
             raise APIError(
                 401,
                 "Incorrect or missing API key: send it as `Authorization: Bearer KEY`",

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..engine_client import Delta, RequestGroup
 from .body import BodyDecoder, read_body
+from .deadline import read_deadline
 from .errors import json_response
 from .event_stream import ChunkEncoder, EventStream
 from .generation import PreparedPrompt, collect, submit, verify_streaming
@@ -43,6 +44,7 @@ class Endpoint(ABC, Generic[Request]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serving, state = self._serving, scope["state"]
+        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
         body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
         request = self._decoder.decode(body)
         model = serving.verify_model(request.model)
@@ -50,7 +52,14 @@ class Endpoint(ABC, Generic[Request]):
         verify_streaming(request)
         prompts, new_answer = await self._prepare(request, len(body))
         request_id = state["request_id"]
-        group = await submit(serving, request, prompts, request_id)
+        group = await submit(
+            serving,
+            request,
+            prompts,
+            request_id,
+            tenant=state["tenant"] or request.user or "",
+            deadline=deadline,
+        )
         try:
             answer = new_answer(
                 group,

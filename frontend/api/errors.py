@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
 
@@ -59,10 +60,27 @@ def renamed(error: ParameterError, param: str) -> APIError:
 
 def unavailable(message: str, retry_after_s: float) -> APIError:
     """503 for a server that cannot take this request now but may in `retry_after_s` seconds."""
-    seconds = str(max(1, round(retry_after_s)))
+    headers = retry_after(retry_after_s)
+    return APIError(503, message, type="service_unavailable_error", headers=headers)
+
+
+def too_many_requests(message: str, retry_after_s: float) -> APIError:
+    """429 for a client that has reached its own limit, while others are served."""
+    headers = retry_after(retry_after_s)
     return APIError(
-        503, message, type="service_unavailable_error", headers={"retry-after": seconds}
+        429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
     )
+
+
+def deadline_exceeded(message: str, retry_after_s: float) -> APIError:
+    """504 for a request whose deadline passed before there was anything to answer."""
+    headers = retry_after(retry_after_s)
+    return APIError(504, message, type="timeout_error", code="deadline_exceeded", headers=headers)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, in whole seconds, at least 1."""
+    return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def internal_error(message: str) -> APIError:

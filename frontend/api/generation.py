@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,18 @@ from ..engine_client import (
     SequenceRequest,
 )
 from .body import ClientDisconnected
-from .errors import bad_request, internal_error, public, unavailable
+from .errors import (
+    bad_request,
+    deadline_exceeded,
+    internal_error,
+    public,
+    too_many_requests,
+    unavailable,
+)
 from .prompts import verify_num_sequences
 from .sampling import params_for_output
 from .schema import GenerationRequest
-from .serving import RETRY_WHILE_DRAINING_S, Serving
+from .serving import Serving
 
 
 @dataclass(slots=True)
@@ -45,11 +51,17 @@ def verify_streaming(request: GenerationRequest) -> None:
 
 
 async def submit(
-    serving: Serving, request: GenerationRequest, prompts: list[PreparedPrompt], request_id: str
+    serving: Serving,
+    request: GenerationRequest,
+    prompts: list[PreparedPrompt],
+    request_id: str,
+    *,
+    tenant: str,
+    deadline: float,
 ) -> RequestGroup:
     """Start every output of every prompt: sequence `i * n + j` is output j of prompt i.
 
-    Raises APIError 400 or 503, ParameterError.
+    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. Raises APIError 400 or 503, ParameterError.
     """
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
@@ -62,7 +74,8 @@ async def submit(
             params=params_for_output(prompt.params, j),
             priority=priority,
             cache_salt=request.cache_salt,
-            tenant=request.user or "",
+            tenant=tenant,
+            deadline=deadline,
         )
         for prompt in prompts
         for j in range(n)
@@ -72,9 +85,9 @@ async def submit(
     except Overloaded as error:
         raise unavailable(str(error), error.retry_after_s) from None
     except EngineDraining as error:
-        raise unavailable(str(error), RETRY_WHILE_DRAINING_S) from None
+        raise unavailable(str(error), serving.retry_after_s) from None
     except EngineDead as error:
-        raise unavailable(public(str(error)), RETRY_WHILE_DRAINING_S) from None
+        raise unavailable(public(str(error)), serving.retry_after_s) from None
 
 
 class ClientWatch:
@@ -113,15 +126,16 @@ async def collect(group: RequestGroup, receive: Receive) -> list[Delta]:
 
 def raise_if_failed(delta: Delta) -> None:
     """Raises APIError if the engine ended this sequence other than by finishing it."""
-    if delta.error is not None:
-        _fail(delta.finish_reason, public(delta.error))
-    if delta.finish_reason not in (None, "stop", "length"):
-        _fail(delta.finish_reason, f"The request ended early: {delta.finish_reason}")
-
-
-def _fail(finish_reason: str | None, message: str) -> NoReturn:
-    if finish_reason == "ignored":
+    reason = delta.finish_reason
+    if reason in (None, "stop", "length"):
+        return
+    message = public(delta.error or f"The request ended early: {reason}")
+    if reason == "ignored":
         raise bad_request(None, message)
-    if finish_reason in ("expired", "abort"):
-        raise unavailable(message, RETRY_WHILE_DRAINING_S)
+    if reason == "rejected":
+        raise unavailable(message, delta.retry_after_s)
+    if reason == "throttled":
+        raise too_many_requests(message, delta.retry_after_s)
+    if reason == "expired":
+        raise deadline_exceeded(message, delta.retry_after_s)
     raise internal_error(message)

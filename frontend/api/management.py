@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...protocol.errors import EngineError
-from .errors import APIError, json_response, public
-from .serving import RETRY_WHILE_LOADING_S, Serving
+from .errors import APIError, json_response, public, retry_after
+from .serving import Serving
 
 
 class Management:
@@ -71,7 +71,7 @@ class Management:
         }
         if good:
             return json_response(body)
-        return json_response(body, 503, {"retry-after": str(int(RETRY_WHILE_LOADING_S))})
+        return json_response(body, 503, retry_after(serving.retry_after_s))
 
     async def metrics(self, request: Request) -> Response:
         accept = request.headers.get("accept", "")

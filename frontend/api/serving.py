@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -34,9 +35,6 @@ T = TypeVar("T")
 OFF_LOOP_CHARACTERS: Final = 2048
 """Up to this size, texts are handled on the event loop: a thread switch would cost more."""
 
-RETRY_WHILE_LOADING_S: Final = 2.0
-RETRY_WHILE_DRAINING_S: Final = 5.0
-
 
 class Serving:
     """The model, its tokenizer, the engine, and how far the server has come.
@@ -55,6 +53,9 @@ class Serving:
         self.tokenizer = tokenizer
         self._templates = templates
         self.engine = engine
+        self._begin_time = time.monotonic()
+        self._start_s = 0.0
+        self._drain_deadline = 0.0
         self.stage = Stage.STARTING
         self.detail = "waiting for the model"
         tools_name = config.frontend.tool_call_parser
@@ -67,6 +68,23 @@ class Serving:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def enter(self, stage: Stage, detail: str) -> None:
+        now = time.monotonic()
+        if stage is Stage.READY:
+            self._start_s = now - self._begin_time
+        elif stage is Stage.DRAINING:
+            self._drain_deadline = now + self.config.frontend.shutdown_timeout_s
+        self.stage, self.detail = stage, detail
+
+    @property
+    def retry_after_s(self) -> float:
+        """When this server, or the one in its place, may be ready: after the rest of the drain and a start.
+
+        A start that is under way is expected to take as long again as it has.
+        """
+        now = time.monotonic()
+        return max(self._drain_deadline - now, 0.0) + (self._start_s or now - self._begin_time)
 
     @property
     def is_ready(self) -> bool:
@@ -122,9 +140,9 @@ class Serving:
     def verify_serving(self) -> None:
         """Raise APIError 503 while there is no engine to send a request to."""
         if self.stage is Stage.STARTING:
-            raise unavailable(f"The server is starting: {self.detail}", RETRY_WHILE_LOADING_S)
+            raise unavailable(f"The server is starting: {self.detail}", self.retry_after_s)
         if self.stage is Stage.DRAINING:
-            raise unavailable("The server is shutting down", RETRY_WHILE_DRAINING_S)
+            raise unavailable("The server is shutting down", self.retry_after_s)
 
     def verify_sampling(self, params: SamplingParams) -> None:
         """Raises ParameterError."""

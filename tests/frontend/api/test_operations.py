@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from engine.protocol.config import SchedulerConfig
-from engine.protocol.messages import Stage
+from engine.protocol.messages import AddRequests, Stage
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
@@ -237,3 +237,14 @@ def test_a_start_that_cannot_succeed_says_why() -> None:
         assert "nonesuch" in frontend.stages[-1][1] and "hermes" in frontend.stages[-1][1]
         assert frontend.process.wait(10) == 1
         assert "Traceback" not in frontend.log
+
+
+def test_each_of_several_api_keys_is_a_tenant_whatever_user_says() -> None:
+    with FrontendProcess(api_keys=("first", "second")) as frontend:
+        frontend.core.received.clear()
+        for key, user in (("second", "x"), ("second", "y"), ("first", "x")):
+            frontend.http.headers["authorization"] = f"Bearer {key}"
+            frontend.complete(PROMPT, max_tokens=1, user=user)
+        added = [m for m in frontend.core.received if isinstance(m, AddRequests)]
+        tenants = [request.tenant for message in added for request in message.requests]
+        assert tenants == ["key 2", "key 2", "key 1"]

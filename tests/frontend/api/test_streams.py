@@ -159,7 +159,13 @@ def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [(FinishReason.ERROR, 500), (FinishReason.IGNORED, 400), (FinishReason.EXPIRED, 503)],
+    [
+        (FinishReason.ERROR, 500),
+        (FinishReason.IGNORED, 400),
+        (FinishReason.EXPIRED, 504),
+        (FinishReason.REJECTED, 503),
+        (FinishReason.THROTTLED, 429),
+    ],
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_failure_before_the_first_token_has_its_status(

@@ -1,0 +1,125 @@
+"""An HTTP connection that does not wait for ever for its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .api.errors import APIError
+
+MIN_BYTES_PER_S: Final = 1000
+"""A request may take longer than the limit if it keeps coming at this pace, as large ones do on slow lines."""
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+
+_REASONS: Final = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with bounds on what a client may keep: a head of a certain size, and time.
+
+    A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
+    what runs for it is aborted as after any disconnect.
+    """
+
+    def __init__(self, slow_client_s: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._slow_client_s = slow_client_s
+        self._began = 0.0
+        self._num_received = 0
+        self._in_head = False
+        self._in_request = False
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # What comes with the first byte of a request is not counted: some of it may belong to the one before.
+        self._num_received += len(data)
+        super().data_received(data)
+        if self._in_head and self._num_received > MAX_HEAD_BYTES:
+            self._refuse(431, f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._in_request = True
+        self._expect_request()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_request = False
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    def _expect_request(self) -> None:
+        self._began = self.loop.time()
+        self._num_received = 0
+        if self._request_timer is None:
+            self._request_timer = self.loop.call_later(self._slow_client_s, self._check_pace)
+
+    def _check_pace(self) -> None:
+        now = self.loop.time()
+        if self.flow.read_paused:
+            # What is late is late because nobody here has read it.
+            self._began = now
+        allowed = self._slow_client_s + self._num_received / MIN_BYTES_PER_S
+        remaining = self._began + allowed - now
+        if remaining > 0:
+            self._request_timer = self.loop.call_later(remaining, self._check_pace)
+        else:
+            self._request_timer = None
+            self._refuse(408, f"the request was not complete after {allowed:.0f} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, if no other answer has begun and there is a request, and close."""
+        self._stop_waiting()
+        is_answered = self.cycle is not None and self.cycle.response_started
+        if self._in_request and not is_answered:
+            body = msgspec.json.encode(APIError(status, message).body)
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b"
+                % (status, _REASONS[status].encode(), len(body), body)
+            )
+        self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        for timer in (self._request_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._request_timer = self._stall_timer = None
+
+
+def connection_factory(slow_client_s: float) -> Callable[..., Connection]:
+    """What uvicorn makes its connections with."""
+
+    def make(*args: Any, **kwargs: Any) -> Connection:
+        return Connection(slow_client_s, *args, **kwargs)
+
+    return make

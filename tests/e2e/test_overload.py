@@ -1,0 +1,181 @@
+"""What a server does to those who want too much of it, and that the others do not notice."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from support.server import Server, default_model, wait_until
+
+SLOW_CLIENT_S = 1
+LONG = 1000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(
+        *("--model", default_model(), "--device", "null", "--null-step-ms", "2", "-np", "2"),
+        *("--max-num-queued-reqs", "3", "--max-num-queued-reqs-per-tenant", "2"),
+        *("--timeout-slow-client", str(SLOW_CLIENT_S)),
+    ) as server:
+        yield server
+
+
+class Answer:
+    """A completion that is asked for in a thread of its own."""
+
+    def __init__(self, server: Server, headers: dict[str, str] | None = None, **fields: object):
+        body = {"prompt": [10], "max_tokens": LONG, "ignore_eos": True, **fields}
+        self._request = urllib.request.Request(
+            server.url + "/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with urllib.request.urlopen(self._request, timeout=60) as response:
+                self._result = response.status, response.headers, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                self._result = error.code, error.headers, json.load(error)
+
+    def wait(self):
+        """Status, headers and body."""
+        self._thread.join()
+        return self._result
+
+
+def waiting(server: Server, count: int) -> None:
+    wait_until(lambda: server.metric("engine:num_requests_waiting") == count, what=f"{count} wait")
+
+
+@pytest.fixture
+def busy(server: Server) -> Iterator[list[Answer]]:
+    """Both slots are taken, and two requests of tenant a wait."""
+    answers = [Answer(server, user="a") for _ in range(2)]
+    wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="two run")
+    answers += [Answer(server, user="a") for _ in range(2)]
+    waiting(server, 2)
+    yield answers
+    assert [answer.wait()[0] for answer in answers] == [200] * 4
+    waiting(server, 0)
+
+
+def test_a_tenant_over_its_limit_is_429_and_a_full_queue_503(
+    server: Server, busy: list[Answer]
+) -> None:
+    status, headers, body = Answer(server, user="a").wait()
+    assert status == 429 and int(headers["retry-after"]) >= 1
+    assert body["error"]["type"] == "rate_limit_error"
+    assert "max_num_queued_reqs_per_tenant=2" in body["error"]["message"]
+    other = Answer(server, user="b", max_tokens=5)
+    waiting(server, 3)
+    status, headers, body = Answer(server, user="c").wait()
+    assert status == 503 and int(headers["retry-after"]) >= 1
+    assert "queue is full" in body["error"]["message"]
+    assert other.wait()[0] == 200
+
+
+def test_a_deadline_that_passes_in_the_queue_is_504(server: Server, busy: list[Answer]) -> None:
+    began = time.monotonic()
+    status, headers, body = Answer(server, {"X-Request-Timeout": "0.5"}, user="b").wait()
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    assert time.monotonic() - began < 4 and int(headers["retry-after"]) >= 1
+
+
+def test_a_deadline_that_passes_while_running_ends_the_answer_with_what_there_is(
+    server: Server,
+) -> None:
+    status, _, body = Answer(server, {"X-Request-Timeout": "0.6"}).wait()
+    (choice,) = body["choices"]
+    assert status == 200
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+    assert 0 < body["usage"]["completion_tokens"] < LONG
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
+def test_a_bad_deadline_is_named_with_its_value(server: Server, value: str) -> None:
+    status, _, body = Answer(server, {"X-Request-Timeout": value}).wait()
+    assert (status, body["error"]["param"]) == (400, "X-Request-Timeout")
+    assert value in body["error"]["message"]
+
+
+def connect(server: Server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=20)
+    client.settimeout(20)
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nX-Slow: ",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    ],
+    ids=["head", "body"],
+)
+def test_a_client_that_sends_too_slowly_is_told_and_cut(server: Server, sent: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(sent)
+        for _ in range(3):
+            time.sleep(0.2)
+            client.sendall(b"x")
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_connection_without_a_request_is_closed(server: Server) -> None:
+    with connect(server) as client:
+        assert read_all(client) == b""
+
+
+def test_a_slow_upload_goes_on_as_long_as_it_comes(server: Server) -> None:
+    body = json.dumps({"prompt": [10], "max_tokens": 2}).encode().ljust(12_000)
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        client.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 1000):
+            client.sendall(body[start : start + 1000])
+            time.sleep(0.15)
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_endless_head_is_refused(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
+        time.sleep(0.2)
+        client.sendall(b"x" * 65 * 1024)
+        assert read_all(client).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Server) -> None:
+    fields = {"prompt": [10], "max_tokens": 8000, "n": 2, "stream": True, "ignore_eos": True}
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(head + body)
+        wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="it runs")
+        # All of it would take 16 s.
+        wait_until(lambda: server.metric("engine:num_requests_running") == 0, 10, "it is cut")
+        with pytest.raises(ConnectionError):
+            while client.recv(65536):
+                pass
