@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from ..protocol.arrays import int32_bytes, int32_view
+from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
@@ -94,7 +95,10 @@ class EngineCore:
             self._context, config.core_address(core_index), ClientMessage
         )
         self._workers: Hub[WorkerMessage] = Hub(
-            self._context, config.worker_address(core_index), WorkerMessage
+            self._context,
+            config.worker_address(core_index),
+            WorkerMessage,
+            cluster_key_of(config),
         )
         self._poller = zmq.Poller()
         self._poller.register(self._stop.fd, zmq.POLLIN)

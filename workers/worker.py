@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from ..protocol.arrays import int32_view
+from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import Pulse
@@ -58,7 +59,11 @@ class Worker:
         self._status = status
         self._pulse = pulse
         self._core: Peer[WorkerCommand] = Peer(
-            context, config.worker_address(core_index), b"worker%d" % rank, WorkerCommand
+            context,
+            config.worker_address(core_index),
+            b"worker%d" % rank,
+            WorkerCommand,
+            cluster_key_of(config),
         )
         self._pending: deque[WorkerCommand] = deque()
 
@@ -69,7 +74,7 @@ class Worker:
     def _run(self) -> None:
         config = self._config
         workers_per_core = config.parallel.workers_per_core
-        device = open_device(config.device, self._core_index * workers_per_core + self._rank)
+        device = open_device(config.device, self._local_rank())
         address = config.rendezvous_address(self._core_index)
         parallel = join_replica(address, self._rank, config.parallel, device)
         checkpoint = open_checkpoint(config.model.path)
@@ -150,6 +155,13 @@ class Worker:
             self._pending.append(received)
             if isinstance(received, Shutdown | CoreHello):
                 return None
+
+    def _local_rank(self) -> int:
+        """This worker's number among those of its machine."""
+        parallel = self._config.parallel
+        if parallel.is_external:
+            return int(os.environ["LOCAL_RANK"])
+        return (self._core_index * parallel.workers_per_core + self._rank) % parallel.workers_per_node
 
     def _report_loading(self, done: int, total: int) -> None:
         self._status.report(Stage.LOADING, "weights", done, total)
