@@ -26,6 +26,7 @@ from ..protocol.node_messages import (
     EndNode,
     NodeCommand,
     NodeHello,
+    NodeLeft,
     NodePing,
     NodeWelcome,
     ProcessExited,
@@ -42,6 +43,9 @@ from .supervisor import engine_processes
 
 LAST_WORDS_MS: Final = 100
 """How long the last report of a process that has ended is waited for."""
+
+FAREWELL_MS: Final = 500
+"""How long the last message to node 0 may take."""
 
 REMINDER_S: Final = 10.0
 """How often a node that nobody answers says so."""
@@ -233,7 +237,8 @@ class Node:
         traceback: TracebackType | None,
     ) -> None:
         self._end_processes()
-        self._peer.close()
+        self._peer.send(NodeLeft())
+        self._peer.socket.close(linger=FAREWELL_MS)
         if self._statuses is not None:
             self._statuses.close()
         self._context.term()

@@ -18,6 +18,7 @@ from ..protocol.messages import ProcessReport, ProcessStatus, Stage
 from ..protocol.node_messages import (
     EndNode,
     NodeHello,
+    NodeLeft,
     NodeMessage,
     NodePing,
     NodeWelcome,
@@ -31,6 +32,9 @@ from .local_process import ProcessSpec
 
 LOST: Final = -signal.SIGKILL
 """The exit code of what a lost node ran: the node ends it before it comes back."""
+
+FAREWELL_S: Final = 2.0
+"""How long nodes may take to end their processes, when they are told to."""
 
 
 class RemoteProcess:
@@ -137,6 +141,8 @@ class Nodes:
                 process = self._processes.get(message.name)
                 if process is not None and process.pid == message.pid:
                     process.exited(message.returncode)
+            elif isinstance(message, NodeLeft):
+                self._lose(rank, "has left")
             elif not isinstance(message, NodePing):
                 yield message
         self._look_after()
@@ -145,7 +151,15 @@ class Nodes:
         """End every node, with the reason if the engine has failed."""
         for rank in self._nodes:
             self.send(rank, EndNode(reason))
-        self._hub.socket.close(linger=1000)
+        # A socket that is closed with something unread takes back what it has sent last.
+        remaining = {node.identity for node in self._nodes.values()}
+        deadline = time.monotonic() + FAREWELL_S
+        while remaining and (wait_s := deadline - time.monotonic()) > 0:
+            self._hub.socket.poll(int(wait_s * 1000) + 1)
+            while (received := self._hub.receive()) is not None:
+                if isinstance(received[1], NodeLeft):
+                    remaining.discard(received[0])
+        self._hub.close()
 
     def _admit(self, identity: bytes, hello: NodeHello) -> None:
         problem = self._find_problem(hello)

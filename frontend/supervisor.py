@@ -163,8 +163,10 @@ class Supervisor:
         frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
         self._ending.update(Role)
-        self._end(Role.CORE)
-        self._wait_for_exit(list(self._children()), DRAIN_GRACE_S)
+        self._wait_for_exit(self._end(Role.CORE), DRAIN_GRACE_S)
+        # The last words of a core may not have reached another machine.
+        self._wait_for_exit(list(self._children()), LAST_WORDS_S)
+        self._wait_for_exit(self._end(Role.WORKER), DRAIN_GRACE_S)
 
     def close(self, reason: str = "") -> None:
         """Kill what still runs. Other machines are told the `reason` if it is a failure."""

@@ -12,14 +12,13 @@ import msgspec
 
 from .messages import Heartbeat, ProcessStatus
 
-
 # supervisor -> node
 
 
 class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, frozen=True):
     """The answer to a new connection. What the node has run for an earlier one must end.
 
-    `config` is an encoded `EngineConfig`, which only a node of the same `version` can read.
+    `config` is an encoded `EngineConfig`, which only a node of the same `version` reads.
     """
 
     version: int
@@ -82,6 +81,10 @@ class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, fro
     returncode: int
 
 
+class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):
+    """The node ends, and what it ran has ended."""
+
+
 NodeMessage: TypeAlias = (
-    NodeHello | ProcessStarted | ProcessExited | ProcessStatus | Heartbeat | NodePing
+    NodeHello | ProcessStarted | ProcessExited | ProcessStatus | Heartbeat | NodePing | NodeLeft
 )
