@@ -38,8 +38,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """Raises ConfigError, naming both flags, if two settings contradict each other."""
     device = make_device_config(settings)
     cache = CacheConfig(**settings["cache"])
-    parallel = make_parallel_config(settings)
-    _check_nodes(parallel)
+    parallel = _as_first_node(make_parallel_config(settings))
     scheduler = _make_scheduler_config(
         settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
     )
@@ -91,24 +90,23 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
             f"--master-port {parallel.master_port} must be at most {MAX_PORT - 2 * parallel.data_parallel_size}: "
             f"{2 * parallel.data_parallel_size} ports after it are used as well"
         )
-    return msgspec.structs.replace(
-        parallel,
-        master_addr=resolve_host(parallel.master_addr),
-        cluster_key=os.path.abspath(parallel.cluster_key),
-    )
+    return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
 
 
-def _check_nodes(parallel: ParallelConfig) -> None:
+def _as_first_node(parallel: ParallelConfig) -> ParallelConfig:
+    """With an address that can be listened on."""
+    if not parallel.is_distributed:
+        return parallel
     if parallel.num_workers % parallel.num_nodes:
         raise ConfigError(
             f"--nnodes {parallel.nnodes} cannot share {parallel.num_workers} workers equally "
             f"(--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
             f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size})"
         )
+    return msgspec.structs.replace(parallel, master_addr=_resolve(parallel.master_addr))
 
 
-def resolve_host(host: str) -> str:
-    """The IP address of `host`. Raises ConfigError if it has none."""
+def _resolve(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:

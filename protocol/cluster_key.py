@@ -36,6 +36,9 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if zmq.curve_public(secret.encode()).decode() != public:
                 raise ValueError("a public key does not belong to its secret one")
 
+    def __repr__(self) -> str:
+        return "ClusterKey(…)"
+
     @classmethod
     def generate(cls) -> ClusterKey:
         pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
@@ -96,7 +99,8 @@ def admit_clients(context: zmq.Context[Any], key: ClusterKey) -> None:
 
     Answers libzmq's questions (ZAP, https://rfc.zeromq.org/spec/27/) in a thread, until the context is terminated.
     """
-    socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+    # The thread alone may close this socket, so it must not be one of those that the context closes.
+    socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.bind("inproc://zeromq.zap.01")
     admitted = z85.decode(key.client_public)
 

@@ -48,7 +48,6 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.set(zmq.IPV6, 1)
     return socket
 
 
@@ -74,6 +73,7 @@ class Peer(Generic[In]):
         self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         if key is not None:
             self.socket.set(zmq.RECONNECT_IVL_MAX, REMOTE_RECONNECT_MS)
+            self.socket.set(zmq.IPV6, int("[" in address))
             key.present(self.socket)
         self.socket.connect(address)
         self.num_dropped_frames = 0
@@ -118,6 +118,7 @@ class Hub(Generic[In]):
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
         if key is not None:
             admit_clients(context, key)
+            self.socket.set(zmq.IPV6, int("[" in address))
             key.guard(self.socket)
         try:
             self.socket.bind(address)
