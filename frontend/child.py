@@ -8,10 +8,11 @@ import time
 from typing import Final
 
 from ..protocol.messages import Heartbeat, ProcessInfo, Stage
-from .local_process import Process, ProcessSpec, Role
+from .local_process import Process, ProcessSpec
 
 STARTING_PATIENCE: Final = 12
 """How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
+
 
 class Child:
     """A process from its start to its end. `kill_at` is when it must be gone."""

@@ -445,7 +445,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--node-rank -r",
             "node.node_rank",
-            "which of them this is; 0 has the API",
+            "which of them this is; 0 has the API, the others are --headless",
             integer(0, 1023),
         ),
         Flag("--headless", "node.headless", "only run workers, as the nodes but 0 do", const=True),

@@ -17,12 +17,13 @@ from .fork import run_in_fork
 from .model_options import ModelOptions, ResolvedModel
 from .node import Node, NodePlace
 from .node_options import NodeOptions
-from .stop_signals import StopSignals
+from .stop_signals import StopRequested, StopSignals
 
 
-def serve_headless(settings: Settings, console: Console, signals: StopSignals) -> None:
+def serve_headless(
+    options: NodeOptions, settings: Settings, console: Console, signals: StopSignals
+) -> None:
     """Run the workers of one node until the engine ends. Raises EngineError when it failed."""
-    options = NodeOptions(**settings["node"])
     parallel = make_parallel_config(settings)
     _join(_make_place(options, parallel), settings, console, signals)
 
@@ -35,7 +36,9 @@ def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         "To be started by torchrun --no-python, or whatever sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT.",
     )
-    parser.add_argument("--core", metavar="HOST:PORT", required=True, help="--master-addr and -port")
+    parser.add_argument(
+        "--core", metavar="HOST:PORT", required=True, help="--master-addr and -port"
+    )
     parser.add_argument(
         "--cluster-key", "--key", metavar="FILE", required=True, help="file of engine keygen"
     )
@@ -55,6 +58,8 @@ def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
             _variable("LOCAL_RANK", environ)
             settings: Settings = {"model": {"model": parsed.model} if parsed.model else {}}
             _join(place, settings, console, signals)
+        except StopRequested as stop:
+            return 128 + stop.signum
         except EngineError as error:
             console.error(str(error))
             return 1

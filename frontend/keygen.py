@@ -18,7 +18,10 @@ def keygen(argv: Sequence[str]) -> int:
         description="Make the key by which the machines of one engine know each other; copy it to all of them.",
     )
     parser.add_argument(
-        "--out", metavar="FILE", default="cluster.key", help="(default: cluster.key; - is standard output)"
+        "--out",
+        metavar="FILE",
+        default="cluster.key",
+        help="(default: cluster.key; - is standard output)",
     )
     out = parser.parse_args(argv).out
     key = ClusterKey.generate()

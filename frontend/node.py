@@ -178,9 +178,7 @@ class Node:
         return msgspec.structs.replace(
             config,
             run_dir=self._run_dir.path,
-            model=msgspec.structs.replace(
-                config.model, path=place.model_path or config.model.path
-            ),
+            model=msgspec.structs.replace(config.model, path=place.model_path or config.model.path),
             parallel=msgspec.structs.replace(
                 config.parallel, master_addr=place.master_addr, cluster_key=place.cluster_key
             ),

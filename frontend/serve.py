@@ -15,6 +15,7 @@ from .fork import run_in_fork
 from .join import serve_headless
 from .listener import Listener
 from .model_options import ModelOptions, ResolvedModel
+from .node_options import NodeOptions
 from .run_dir import RunDirectory
 from .stop_signals import StopRequested, StopSignals
 from .supervisor import Supervisor, engine_processes
@@ -29,9 +30,14 @@ def serve(argv: Sequence[str]) -> int:
     _raise_open_file_limit()
     with StopSignals() as signals:
         try:
-            if settings["node"].get("headless"):
-                serve_headless(settings, console, signals)
+            node = NodeOptions(**settings["node"])
+            if node.headless:
+                serve_headless(node, settings, console, signals)
                 return 0
+            if node.node_rank:
+                raise ConfigError(
+                    f"--node-rank {node.node_rank} needs --headless: node 0 has the API"
+                )
             _serve(settings, console, signals)
         except StopRequested as stop:
             console.line(f"stopped at once by {stop}")
@@ -45,8 +51,6 @@ def serve(argv: Sequence[str]) -> int:
 
 def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
     """Returns when a stop signal has been answered; raises StopRequested at the second."""
-    if rank := settings["node"].get("node_rank"):
-        raise ConfigError(f"--node-rank {rank} needs --headless: node 0 has the API")
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
     with Listener(frontend) as listener:

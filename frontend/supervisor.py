@@ -239,8 +239,8 @@ class Supervisor:
 
     def _read_reports(self) -> None:
         if self._nodes is not None:
-            for report in self._nodes.read_reports():
-                self._take_report(report)
+            for remote_report in self._nodes.read_reports():
+                self._take_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
             self._take_report(report)
 

@@ -161,7 +161,9 @@ class Worker:
         parallel = self._config.parallel
         if parallel.is_external:
             return int(os.environ["LOCAL_RANK"])
-        return (self._core_index * parallel.workers_per_core + self._rank) % parallel.workers_per_node
+        return (
+            self._core_index * parallel.workers_per_core + self._rank
+        ) % parallel.workers_per_node
 
     def _report_loading(self, done: int, total: int) -> None:
         self._status.report(Stage.LOADING, "weights", done, total)

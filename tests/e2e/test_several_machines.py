@@ -21,7 +21,7 @@ FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
 REQUEST = {
     "model": "tiny",
     "prompt": [5, 6, 7, 8, 9],
-    "max_tokens": 300,
+    "max_tokens": 150,
     "temperature": 0,
     "ignore_eos": True,
     "return_token_ids": True,
@@ -62,9 +62,7 @@ class Cluster:
         place += ["--local-addr", self.machines[node].address]
         worker = ["worker", "--core", self.core, "--key", str(self.key)]
         launcher = [sys.executable, "-P", "-m", "torch.distributed.run", *place]
-        return Program(
-            self.machines[node], "--no-python", str(engine), *worker, launcher=launcher
-        )
+        return Program(self.machines[node], "--no-python", str(engine), *worker, launcher=launcher)
 
     def tokens(self, **options: object) -> list[int]:
         with client(self.uds) as http:

@@ -133,7 +133,10 @@ def test_a_key_file_is_the_owners_alone_and_is_not_overwritten(
         (b"", "not a key"),
         (b"\xff\xfe", "not a key"),
         (b'{"server_public": "x"}', "not a key"),
-        (b'{"server_public":"x","server_secret":"x","client_public":"x","client_secret":"x"}', "not"),
+        (
+            b'{"server_public":"x","server_secret":"x","client_public":"x","client_secret":"x"}',
+            "not",
+        ),
     ],
 )
 def test_what_is_not_a_key_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

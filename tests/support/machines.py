@@ -141,7 +141,10 @@ def _namespaces(stack: ExitStack) -> tuple[Machine, Machine] | None:
         second = hold("nsenter", "-t", str(first), "-U", "--preserve-credentials", "unshare", "-n")
         run(first, f"ip link add cable0 type veth peer name cable1 netns {second}")
         for pid, device, address in ((first, "cable0", "10.9.0.1"), (second, "cable1", "10.9.0.2")):
-            run(pid, f"ip addr add {address}/24 dev {device}; ip link set {device} up; ip link set lo up")
+            run(
+                pid,
+                f"ip addr add {address}/24 dev {device}; ip link set {device} up; ip link set lo up",
+            )
     except (OSError, subprocess.CalledProcessError):
         return None
     return (
