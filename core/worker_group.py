@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import (
@@ -34,7 +35,7 @@ class WorkerGroup:
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, core_index: int) -> None:
         self._config = config
         self._hub: Hub[WorkerMessage] = Hub(
-            context, config.worker_address(core_index), WorkerMessage
+            context, config.worker_address(core_index), WorkerMessage, cluster_key_of(config)
         )
         self._identities: list[bytes] = []
         self._output_worker = b""

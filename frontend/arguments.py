@@ -21,6 +21,7 @@ from ..protocol.config import (
 )
 from .flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED, Flag
 from .model_options import ModelOptions
+from .node_options import NodeOptions
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelOptions,
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "device": DeviceConfig,
     "recovery": RecoveryConfig,
     "parallel": ParallelConfig,
+    "node": NodeOptions,
 }
 
 API_KEY_VARIABLES = ("ENGINE_API_KEY", "VLLM_API_KEY")

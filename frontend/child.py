@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import signal
-import subprocess
 import time
-from dataclasses import dataclass
 from typing import Final
 
-from ..protocol.errors import ConfigError
 from ..protocol.messages import Heartbeat, ProcessInfo, Stage
+from .local_process import Process, ProcessSpec
 
 STARTING_PATIENCE: Final = 12
 """How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
-
-HAS_EXIT_FD = hasattr(os, "pidfd_open")
-
-
-class Role(enum.Enum):
-    FRONTEND = enum.auto()
-    CORE = enum.auto()
-    WORKER = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """How to start one process. `name` is its title and its name in every report.
-
-    Cores and workers belong to a `replica`, and get their epoch as the last argument.
-    """
-
-    name: str
-    role: Role
-    argv: tuple[str, ...]
-    pass_fds: tuple[int, ...] = ()
-    replica: int = 0
 
 
 class Child:
     """A process from its start to its end. `kill_at` is when it must be gone, `hang` why it was killed before."""
 
-    def __init__(self, spec: ProcessSpec, epoch: int) -> None:
+    def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
         self.spec = spec
         self.epoch = epoch
         self.stage = Stage.STARTING
@@ -53,34 +28,22 @@ class Child:
         self.ready_since: float | None = None
         self.progress = Heartbeat(spec.name, 0)
         self._steps_per_s = 0.0
-        argv = spec.argv if spec.role is Role.FRONTEND else (*spec.argv, str(epoch))
-        try:
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                pass_fds=spec.pass_fds,
-                # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.
-                process_group=0,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot start {spec.name} ({spec.argv[0]}): {error.strerror}"
-            ) from error
-        self.exit_fd = os.pidfd_open(self._popen.pid) if HAS_EXIT_FD else None
+        self._process = process
+        self.exit_fd = process.exit_fd
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
-        return self._popen.poll() is None
+        return self._process.poll() is None
 
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended it, so that it had no chance to say why."""
-        return self._popen.returncode is not None and self._popen.returncode < 0
+        code = self._process.poll()
+        return code is not None and code < 0
 
     def enter(self, stage: Stage, detail: str) -> None:
         """It has reported a stage."""
@@ -98,6 +61,8 @@ class Child:
 
     def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
         """In what way it hangs; "" when it does not."""
+        if not self.pid:
+            return ""
         silent_s = now - self.last_beat
         if self.ready_since is None:
             heartbeat_timeout_s *= STARTING_PATIENCE
@@ -112,7 +77,7 @@ class Child:
             name=self.spec.name,
             pid=self.pid,
             stage=self.stage if self.alive else Stage.STOPPED,
-            detail=self.detail,
+            detail=self._process.reason or self.detail,
             epoch=self.epoch,
             num_restarts=num_restarts,
             silent_s=now - self.last_beat,
@@ -124,20 +89,15 @@ class Child:
         )
 
     def signal(self, signum: signal.Signals) -> None:
-        self._popen.send_signal(signum)
+        self._process.send_signal(signum)
 
     def kill(self) -> None:
         """SIGKILL to the process and what it may have started."""
         if self.alive:
-            try:
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._popen.kill()
+            self._process.kill()
 
     def close(self) -> None:
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
+        self._process.close()
         if self.exit_fd is not None:
             os.close(self.exit_fd)
             self.exit_fd = None
@@ -147,7 +107,9 @@ class Child:
             return f"{self.spec.name}: {self.detail}"
         if self.hang:
             return f"{self.hang}, and was killed"
-        code = self._popen.returncode
+        if self._process.reason:
+            return f"{self.spec.name}: {self._process.reason}"
+        code = self._process.poll()
         if code is None or code >= 0:
             return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"
         name = signal.Signals(-code).name

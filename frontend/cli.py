@@ -16,8 +16,9 @@ commands:
   status [--url URL]        a live table of the processes of a running server
   replay FILE [flags]       run a recorded scheduler again, or tell why a request waited
   simulate TRACE [flags]    predict latencies and throughput of a trace, in virtual time
-  worker CONFIG CORE RANK EPOCH
-                            run one worker of a running engine, as torchrun starts it
+  keygen [--out FILE]       make the key that the machines of one engine share
+  worker --core HOST:PORT --key FILE
+                            run one worker on this machine; torchrun starts it
 """
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
     parser.add_argument(
         "command",
-        choices=("serve", "status", "replay", "simulate", "worker"),
+        choices=("serve", "status", "replay", "simulate", "keygen", "worker"),
         help=argparse.SUPPRESS,
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -42,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     parsed = parser.parse_args(arguments)
-    if parsed.command == "worker":
-        _worker(parsed.arguments)
     if parsed.command in ("replay", "simulate"):
         # The scheduler is not part of the frontend.
         _run_module(f"engine.core.{parsed.command}", parsed.arguments)
@@ -51,23 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .status import status
 
         return status(parsed.arguments)
+    if parsed.command == "keygen":
+        from .keygen import keygen
+
+        return keygen(parsed.arguments)
+    if parsed.command == "worker":
+        from .join import work
+
+        return work(parsed.arguments)
     # Imported here so that `engine --help` costs nothing.
     from .serve import serve
 
     return serve(parsed.arguments)
-
-
-def _worker(arguments: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(
-        prog="engine worker", description="Run one worker; it dials its core."
-    )
-    parser.add_argument("config", metavar="CONFIG", help="the engine's configuration file")
-    parser.add_argument("core", metavar="CORE", type=int, help="index of the core")
-    parser.add_argument("rank", metavar="RANK", type=int, help="rank among the core's workers")
-    parser.add_argument("epoch", metavar="EPOCH", type=int, help="which life of the replica it is")
-    parsed = parser.parse_args(arguments)
-    place = map(str, (parsed.core, parsed.rank, parsed.epoch))
-    _run_module("engine.workers", (parsed.config, *place))
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> NoReturn:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from ..protocol.cluster_key import load_cluster_key
 from ..protocol.config import (
     CacheConfig,
     CPUBackend,
     Device,
     DeviceConfig,
     EngineConfig,
+    ExecutorBackend,
     FrontendConfig,
     ParallelConfig,
     PreemptionMode,
@@ -28,6 +33,7 @@ from .arguments import Settings
 from .model_options import ResolvedModel
 
 DEVICE_FILES = Path("/dev")
+MAX_PORT = 65535
 
 
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
@@ -35,7 +41,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     device = make_device_config(settings)
     cache = CacheConfig(**settings["cache"])
     _check_prefix_hash(cache)
-    parallel = ParallelConfig(**settings["parallel"])
+    parallel = _as_first_node(make_parallel_config(settings))
     scheduler = _make_scheduler_config(
         settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
     )
@@ -61,6 +67,53 @@ def make_device_config(settings: Settings) -> DeviceConfig:
     given["device"] = Device(given.get("device", Device.AUTO))
     given["cpu_backend"] = CPUBackend(given.get("cpu_backend", CPUBackend.AUTO))
     return DeviceConfig(**given)
+
+
+def make_parallel_config(settings: Settings) -> ParallelConfig:
+    """Raises ConfigError if several machines cannot know or reach each other."""
+    given = dict(settings["parallel"])
+    backend = given.get("distributed_executor_backend", ExecutorBackend.MP)
+    given["distributed_executor_backend"] = ExecutorBackend(backend)
+    parallel = ParallelConfig(**given)
+    if not parallel.is_distributed:
+        return parallel
+    if parallel.is_external and parallel.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes {parallel.nnodes} is for the launcher, not for engine serve, with "
+            "--distributed-executor-backend external_launcher; leave it out"
+        )
+    if parallel.cluster_key is None:
+        raise ConfigError(
+            "several machines need --cluster-key FILE; make the file by engine keygen, and copy it to each of them"
+        )
+    load_cluster_key(parallel.cluster_key)
+    last_port = parallel.master_port + 2 * parallel.data_parallel_size
+    if last_port > MAX_PORT:
+        raise ConfigError(
+            f"--master-port {parallel.master_port} must be at most {MAX_PORT - 2 * parallel.data_parallel_size}: "
+            f"{2 * parallel.data_parallel_size} ports after it are used as well"
+        )
+    return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
+
+
+def _as_first_node(parallel: ParallelConfig) -> ParallelConfig:
+    """With an address that can be listened on."""
+    if not parallel.is_distributed:
+        return parallel
+    if parallel.num_workers % parallel.num_nodes:
+        raise ConfigError(
+            f"--nnodes {parallel.nnodes} cannot share {parallel.num_workers} workers equally "
+            f"(--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size})"
+        )
+    return msgspec.structs.replace(parallel, master_addr=_resolve(parallel.master_addr))
+
+
+def _resolve(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--master-addr {host!r} is not the name of a machine: {error}") from None
 
 
 def make_frontend_config(
@@ -126,12 +179,13 @@ def _limits(on_gpu: bool) -> SchedulerConfig:
 
 def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
     """Each worker has a GPU of its own."""
-    if has_gpu(device) and 0 < (num_gpus := _count_gpus()) < parallel.num_workers:
+    if has_gpu(device) and 0 < (num_gpus := _count_gpus()) < parallel.num_local_workers:
+        machines = f" on {parallel.nnodes} machines" if parallel.nnodes > 1 else ""
         raise ConfigError(
             f"--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size} needs "
-            f"{parallel.num_workers} GPUs, one for each worker, and there are {num_gpus}; lower one of them, or use "
-            "--device cpu"
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size}{machines} needs "
+            f"{parallel.num_local_workers} GPUs, one for each worker, and there are {num_gpus}; lower one of them, or "
+            "use --device cpu"
         )
 
 

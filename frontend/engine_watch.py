@@ -44,7 +44,8 @@ class EngineWatch:
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
-        for process in self.status.processes:
+        # Who has no machine to run on is waited for by others.
+        for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
             if process.stage is not Stage.READY:
                 return f"{process.name}: {process.stage} {process.detail}".rstrip()
             if process.silent_s + age_s > SILENCE_S:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..protocol.config import ExecutorBackend
 from .flag_values import (
     api_keys_in_file,
     dtype,
@@ -473,6 +474,46 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             integer(1, 1024),
         ),
     ),
+    "several machines": (
+        Flag(
+            "--nnodes -n",
+            "parallel.nnodes",
+            "machines that share the workers equally; each runs engine serve",
+            integer(1, 1024),
+        ),
+        Flag(
+            "--node-rank -r",
+            "node.node_rank",
+            "which of them this is; 0 has the API, the others are --headless",
+            integer(0, 1023),
+        ),
+        Flag("--headless", "node.headless", "only run workers, as the nodes but 0 do", const=True),
+        Flag(
+            "--master-addr",
+            "parallel.master_addr",
+            "where the other machines reach node 0",
+            metavar="HOST",
+        ),
+        Flag(
+            "--master-port",
+            "parallel.master_port",
+            "the first of the ports there that must be free: 1 + 2 for each replica",
+            integer(1, 65535),
+        ),
+        Flag(
+            "--cluster-key --key",
+            "parallel.cluster_key",
+            "file of engine keygen, the same on every machine",
+            existing_file,
+            metavar="FILE",
+        ),
+        Flag(
+            "--distributed-executor-backend",
+            "parallel.distributed_executor_backend",
+            "who starts the workers: engine serve itself, or torchrun with engine worker",
+            choices=tuple(ExecutorBackend),
+        ),
+    ),
     "logging": (
         Flag(
             "--log-level --uvicorn-log-level",
@@ -512,9 +553,6 @@ capture, and no periodic statistics or access log."""
 
 ONLY_VALUE = {
     "--data-parallel-size --dp --dp-size -dp": "1",
-    "--nnodes -n": "1",
-    "--node-rank -r": "0",
-    "--distributed-executor-backend": "mp",
     "--load-format": "auto",
     "--tokenizer-mode": "auto",
     "--cpu-offload-gb": "0",
@@ -532,13 +570,13 @@ UNSUPPORTED = frozenset({
     "--enable-return-routed-experts", "--enable-server-load-tracking", "--enable-sleep-mode",
     "--enable-ssl-refresh", "--enable-tokenizer-info-endpoint",
     "--exclude-tools-when-tool-choice-none", "--fully-sharded-loras", "--gpu-layers",
-    "--guided-decoding-backend", "--headless", "--hf-config-path", "--io-processor-plugin",
+    "--guided-decoding-backend", "--hf-config-path", "--io-processor-plugin",
     "--kv-cache-dtype-skip-layers", "--kv-offloading-backend",
     "--kv-sharing-fast-prefill", "--kv-transfer-config",
     "--limit-mm-per-prompt", "--log-config-file", "--log-request-details",
     "--logits-processor-pattern", "--logits-processors", "--logprobs-mode", "--lora-dtype",
     "--lora-modules", "--mamba-block-size", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype",
-    "--master-addr", "--master-port", "--max-cpu-loras", "--max-log-len",
+    "--max-cpu-loras", "--max-log-len",
     "--max-lora-rank", "--max-loras",     "--max-parallel-loading-workers", "--max-seq-len-to-capture", "--middleware",
     "--mm-encoder-tp-mode", "--mm-processor-cache-gb", "--mm-processor-kwargs", "--model-impl",
     "--model-loader-extra-config", "--multi-step-stream-outputs", "--n-gpu-layers",

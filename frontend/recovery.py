@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Final
 
 from ..protocol.messages import Stage
-from .child import Child, ProcessSpec, Role
+from .child import Child
+from .local_process import Process, ProcessSpec, Role
 
 LAST_WORDS_S: Final = 1.0
 """How long a core that has lost a worker may take to tell its clients what it was computing."""
@@ -26,11 +28,18 @@ class RecoveryUnit:
     follower dies all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
     """
 
-    def __init__(self, leader: ProcessSpec, followers: list[ProcessSpec], epoch: int) -> None:
+    def __init__(
+        self,
+        leader: ProcessSpec,
+        followers: list[ProcessSpec],
+        epoch: int,
+        launch: Callable[[ProcessSpec, int], Process],
+    ) -> None:
         self.leader = leader
         self._specs = [*followers, leader]
         self.children: dict[str, Child] = {}
         self.epoch = epoch
+        self._launch = launch
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_fruitless_deaths = 0
         self.is_down = False
@@ -40,7 +49,7 @@ class RecoveryUnit:
         """Start what does not run. Returns the new processes."""
         started = [spec for spec in self._specs if spec.name not in self.children]
         for spec in started:
-            self.children[spec.name] = Child(spec, self.epoch)
+            self.children[spec.name] = Child(spec, self.epoch, self._launch(spec, self.epoch))
         return [self.children[spec.name] for spec in started]
 
     def died(self, child: Child, max_restarts: int) -> bool:

@@ -6,14 +6,16 @@ import resource
 from collections.abc import Sequence
 
 from .. import __version__
-from ..protocol.errors import EngineError
+from ..protocol.errors import ConfigError, EngineError
 from ..protocol.process import name_process
 from .arguments import Settings, parse_settings
 from .console import Console, StartupProgress, format_bytes
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
+from .join import serve_headless
 from .listener import Listener
 from .model_options import ModelOptions, ResolvedModel
+from .node_options import NodeOptions
 from .run_dir import RunDirectory
 from .stop_signals import StopRequested, StopSignals
 from .supervisor import Supervisor, engine_processes
@@ -28,6 +30,14 @@ def serve(argv: Sequence[str]) -> int:
     _raise_open_file_limit()
     with StopSignals() as signals:
         try:
+            node = NodeOptions(**settings["node"])
+            if node.headless:
+                serve_headless(node, settings, console, signals)
+                return 0
+            if node.node_rank:
+                raise ConfigError(
+                    f"--node-rank {node.node_rank} needs --headless: node 0 has the API"
+                )
             _serve(settings, console, signals)
         except StopRequested as stop:
             console.line(f"stopped at once by {stop}")
@@ -61,6 +71,9 @@ def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
                 signals=signals,
             ) as supervisor:
                 name = config.model.served_names[0]
+                if num_nodes := config.parallel.num_remote_nodes:
+                    address = config.parallel.node_address
+                    console.line(f"nodes: {num_nodes} more are to join {address}")
                 run_until_stopped(supervisor, console, f"ready at {listener.url}  serving {name}")
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -19,9 +20,11 @@ import zmq
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import EngineStatus, Heartbeat, ProcessStatus, Stage
+from ..protocol.messages import EngineStatus, Heartbeat, ProcessReport, ProcessStatus, Stage
 from ..protocol.transport import StatusPublisher, StatusReceiver
-from .child import HAS_EXIT_FD, Child, ProcessSpec, Role
+from .child import Child
+from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
+from .nodes import Nodes
 from .recovery import RecoveryUnit
 from .stop_signals import StopSignals
 
@@ -55,21 +58,29 @@ def engine_processes(
         argv = command + tuple(map(str, (index, *args)))
         return ProcessSpec(name, role, argv, replica=index)
 
+    def worker(core: int, rank: int) -> ProcessSpec:
+        number = core * parallel.workers_per_core + rank
+        here = spec(f"worker {number}", Role.WORKER, "workers", core, rank)
+        if parallel.is_external or parallel.node_of(number) > 0:
+            return replace(here, node=parallel.node_of(number))
+        if parallel.spans_nodes(core):
+            return replace(here, env=rendezvous_environment(config, core, parallel.master_addr))
+        return here
+
     parallel = config.parallel
     cores = range(parallel.data_parallel_size)
-    specs = [
-        spec(
-            f"worker {core * parallel.workers_per_core + rank}", Role.WORKER, "workers", core, rank
-        )
-        for core in cores
-        for rank in range(parallel.workers_per_core)
-    ]
+    specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
     specs += [spec(f"core {core}", Role.CORE, "core", core) for core in cores]
     if listen_fd is not None:
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
             specs.append(ProcessSpec(frontend.name, frontend.role, frontend.argv, (listen_fd,)))
     return specs
+
+
+def rendezvous_environment(config: EngineConfig, core_index: int, host: str) -> dict[str, str]:
+    """Where the workers of a replica on several machines meet, in the names of torch.distributed."""
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(config.rendezvous_port(core_index))}
 
 
 class Supervisor:
@@ -90,7 +101,7 @@ class Supervisor:
         on_recovery: Callable[[str], None] | None = None,
         signals: StopSignals | None = None,
     ) -> None:
-        self._units = _make_units(specs, config.epoch)
+        self._units = _make_units(specs, config.epoch, self._launch)
         self._limits = config.recovery
         self.drain_timeout_s = config.frontend.shutdown_timeout_s
         self._on_status = on_status
@@ -105,8 +116,17 @@ class Supervisor:
         self._publisher = StatusPublisher(self._context, config)
         self._poller = zmq.Poller()
         self._poller.register(self._statuses.socket, zmq.POLLIN)
+        self._nodes: Nodes | None = None
+        if config.parallel.is_distributed:
+            self._nodes = Nodes(self._context, config, self._tell)
+            self._poller.register(self._nodes.socket, zmq.POLLIN)
         if signals is not None:
             self._poller.register(signals.fd, zmq.POLLIN)
+
+    def _launch(self, spec: ProcessSpec, epoch: int) -> Process:
+        if spec.node is None or self._nodes is None:
+            return LocalProcess(spec, epoch)
+        return self._nodes.launch(spec, epoch)
 
     def start(self) -> None:
         """Start every process at once; they find each other."""
@@ -143,17 +163,21 @@ class Supervisor:
         frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
         self._ending.update(Role)
-        self._end(Role.CORE)
-        self._wait_for_exit(list(self._children()), DRAIN_GRACE_S)
+        self._wait_for_exit(self._end(Role.CORE), DRAIN_GRACE_S)
+        # The last words of a core may not have reached another machine.
+        self._wait_for_exit(list(self._children()), LAST_WORDS_S)
+        self._wait_for_exit(self._end(Role.WORKER), DRAIN_GRACE_S)
 
-    def close(self) -> None:
-        """Kill what still runs."""
+    def close(self, reason: str = "") -> None:
+        """Kill what still runs. Other machines are told the `reason` if it is a failure."""
         for child in self._children():
             child.kill()
         for child in self._children():
             child.close()
         for unit in self._units:
             unit.children.clear()
+        if self._nodes is not None:
+            self._nodes.close(reason)
         self._statuses.close()
         self._publisher.close()
         self._context.term()
@@ -167,7 +191,7 @@ class Supervisor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(str(error) if isinstance(error, EngineError) else "")
 
     def _children(self) -> Iterable[Child]:
         return [child for unit in self._units for child in unit.children.values()]
@@ -214,18 +238,24 @@ class Supervisor:
                 self._poller.register(child.exit_fd, zmq.POLLIN)
 
     def _read_reports(self) -> None:
+        if self._nodes is not None:
+            for remote_report in self._nodes.read_reports():
+                self._take_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
-            child = next((c for c in self._children() if c.spec.name == report.process), None)
-            if child is None or report.pid != child.pid:
-                continue
-            if isinstance(report, Heartbeat):
-                child.beat(report)
-                continue
-            child.enter(report.stage, report.detail)
-            if self._on_status is not None and not self.was_ready:
-                self._on_status(report)
-            if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
-                raise ProcessFailed(child.obituary())
+            self._take_report(report)
+
+    def _take_report(self, report: ProcessReport) -> None:
+        child = next((c for c in self._children() if c.spec.name == report.process), None)
+        if child is None or report.pid != child.pid:
+            return
+        if isinstance(report, Heartbeat):
+            child.beat(report)
+            return
+        child.enter(report.stage, report.detail)
+        if self._on_status is not None and not self.was_ready:
+            self._on_status(report)
+        if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
+            raise ProcessFailed(child.obituary())
 
     def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
         self._forget_exit(child)
@@ -282,7 +312,9 @@ class Supervisor:
             self._on_recovery(text)
 
 
-def _make_units(specs: Sequence[ProcessSpec], epoch: int) -> list[RecoveryUnit]:
+def _make_units(
+    specs: Sequence[ProcessSpec], epoch: int, launch: Callable[[ProcessSpec, int], Process]
+) -> list[RecoveryUnit]:
     """Replicas and frontends, in the order of `specs`."""
     units = []
     for spec in specs:
@@ -291,5 +323,5 @@ def _make_units(specs: Sequence[ProcessSpec], epoch: int) -> list[RecoveryUnit]:
             continue
         if spec.role is Role.CORE:
             workers = [s for s in specs if s.role is Role.WORKER and s.replica == spec.replica]
-        units.append(RecoveryUnit(spec, workers, epoch))
+        units.append(RecoveryUnit(spec, workers, epoch, launch))
     return units

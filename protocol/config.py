@@ -191,16 +191,80 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
     transfer_timeout_s: float = 480.0
 
 
-class ParallelConfig(msgspec.Struct, frozen=True):
-    """How many processes of each kind.
+class ExecutorBackend(enum.StrEnum):
+    """Who starts the workers: the supervisors of the nodes, or torchrun and the like."""
 
-    A replica is one core with P x T workers; those of a stage are ranks that follow one another.
+    MP = "mp"
+    EXTERNAL_LAUNCHER = "external_launcher"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """How many processes of each kind, and on which machines.
+
+    A replica is one core with P x T workers; those of a stage are ranks that follow one another. The workers are counted
+    through all replicas, and each of `nnodes` nodes has equally many that follow one another; cores and frontends are on node 0,
+    which the others reach at `master_addr`. With an external launcher each worker comes by itself, as a node of its own.
+    `cluster_key` is the path of a key file, which several nodes need.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     api_server_count: int = 1
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    distributed_executor_backend: ExecutorBackend = ExecutorBackend.MP
+    cluster_key: str | None = None
+
+    @property
+    def is_external(self) -> bool:
+        return self.distributed_executor_backend is ExecutorBackend.EXTERNAL_LAUNCHER
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether cores must be reached from other machines."""
+        return self.nnodes > 1 or self.is_external
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes that workers are on."""
+        return self.num_workers if self.is_external else self.nnodes
+
+    @property
+    def num_remote_nodes(self) -> int:
+        """The nodes that must join."""
+        return self.num_nodes - (0 if self.is_external else 1)
+
+    @property
+    def workers_per_node(self) -> int:
+        return self.num_workers // self.num_nodes
+
+    @property
+    def num_local_workers(self) -> int:
+        """The workers on the machine of the cores and frontends."""
+        return 0 if self.is_external else self.workers_per_node
+
+    def node_of(self, worker: int) -> int:
+        """The node of a worker, counted through all replicas."""
+        return worker // self.workers_per_node
+
+    def spans_nodes(self, core_index: int) -> bool:
+        """Whether the workers of a replica are on several machines, or may be."""
+        first = core_index * self.workers_per_core
+        return self.is_external or self.node_of(first) != self.node_of(
+            first + self.workers_per_core - 1
+        )
+
+    @property
+    def node_address(self) -> str:
+        """Where nodes join (ROUTER). The ports after it are those of the cores, then those of torch.distributed."""
+        return self.master_address(0)
+
+    def master_address(self, offset: int) -> str:
+        """A TCP address of node 0."""
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port + offset}"
 
     @property
     def workers_per_core(self) -> int:
@@ -305,6 +369,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     def worker_address(self, core_index: int) -> str:
         """Where the workers of a core reach it (ROUTER)."""
+        if self.parallel.is_distributed:
+            return self.parallel.master_address(1 + core_index)
         return f"ipc://{self.run_dir}/core{core_index}.workers"
 
     def supervisor_address(self) -> str:
@@ -316,11 +382,18 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/status"
 
     def rendezvous_address(self, core_index: int) -> str:
-        """`init_method` of torch.distributed for the workers of one core on one machine.
+        """`init_method` of torch.distributed for the workers of one core.
 
-        Every epoch has a place of its own: what a dead worker left is not to be met.
+        On one machine every epoch has a place of its own: what a dead worker left is not to be met. On several the
+        environment says where, as torchrun has it.
         """
+        if self.parallel.spans_nodes(core_index):
+            return "env://"
         return f"file://{self.run_dir}/core{core_index}.{self.epoch}.rendezvous"
+
+    def rendezvous_port(self, core_index: int) -> int:
+        """Where the first worker of a replica on several machines listens for the others."""
+        return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
 
     def save(self) -> Path:
         """Write this configuration into its run directory, readable by the owner only."""

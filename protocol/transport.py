@@ -18,8 +18,9 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import zmq
 
+from .cluster_key import ClusterKey, admit_clients
 from .config import EngineConfig
-from .errors import EngineError
+from .errors import ConfigError, EngineError
 from .messages import EngineStatus, Heartbeat, ProcessReport, ProcessStatus, Stage
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 
 RECONNECT_MS: Final = 10
 """How often a peer dials."""
+
+REMOTE_RECONNECT_MS: Final = 1000
+"""How often at least it dials another machine, where it begins as often."""
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
@@ -54,7 +58,12 @@ class Peer(Generic[In]):
     """
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, identity: bytes, types: Any
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        identity: bytes,
+        types: Any,
+        key: ClusterKey | None = None,
     ) -> None:
         self.socket = _open_socket(context, zmq.DEALER)
         self.socket.set(zmq.IDENTITY, identity)
@@ -62,6 +71,10 @@ class Peer(Generic[In]):
         # A queue belongs to a connection. Without this, frames for a dead hub would reach the next one.
         self.socket.set(zmq.IMMEDIATE, 1)
         self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        if key is not None:
+            self.socket.set(zmq.RECONNECT_IVL_MAX, REMOTE_RECONNECT_MS)
+            self.socket.set(zmq.IPV6, int("[" in address))
+            key.present(self.socket)
         self.socket.connect(address)
         self.num_dropped_frames = 0
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
@@ -88,12 +101,29 @@ class Peer(Generic[In]):
 
 
 class Hub(Generic[In]):
-    """The bound end of many conversations; peers are known by their identity."""
+    """The bound end of many conversations; peers are known by their identity.
 
-    def __init__(self, context: zmq.Context[Any], address: str, types: Any) -> None:
+    With a `key` only peers that have it are heard. A context can have one hub with a key.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        types: Any,
+        key: ClusterKey | None = None,
+    ) -> None:
+        """Raises ConfigError if the address cannot be bound."""
         self.socket = _open_socket(context, zmq.ROUTER)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(address)
+        if key is not None:
+            admit_clients(context, key)
+            self.socket.set(zmq.IPV6, int("[" in address))
+            key.guard(self.socket)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
         self.num_dropped_frames = 0
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..protocol.config import Device, EngineConfig
+from ..protocol.config import Device, EngineConfig, ParallelConfig
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerMemory
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def open_runner(
 
     with explaining_lost_workers():
         workers_per_core = config.parallel.workers_per_core
-        device = open_device(config.device, core_index * workers_per_core + rank)
+        device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
         address = config.rendezvous_address(core_index)
         parallel = join_replica(address, rank, config.parallel, device)
         checkpoint = open_checkpoint(config.model.path)
@@ -67,3 +68,10 @@ def open_runner(
         num_host_blocks = count_host_blocks(config.cache, block_bytes)
         yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
         leave_replica()
+
+
+def _local_rank(parallel: ParallelConfig, core_index: int, rank: int) -> int:
+    """A worker's number among those of its machine."""
+    if parallel.is_external:
+        return int(os.environ["LOCAL_RANK"])
+    return (core_index * parallel.workers_per_core + rank) % parallel.workers_per_node

@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from ..protocol.arrays import int32_view
+from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import Pulse
@@ -54,7 +55,11 @@ class Worker:
         self._status = status
         self._pulse = pulse
         self._core: Peer[WorkerCommand] = Peer(
-            context, config.worker_address(core_index), b"worker%d" % rank, WorkerCommand
+            context,
+            config.worker_address(core_index),
+            b"worker%d" % rank,
+            WorkerCommand,
+            cluster_key_of(config),
         )
         self._pending: deque[WorkerCommand] = deque()
 

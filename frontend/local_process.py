@@ -1,0 +1,101 @@
+"""A process of this machine, and what its parent needs of any process."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..protocol.errors import ConfigError
+
+HAS_EXIT_FD = hasattr(os, "pidfd_open")
+
+
+class Role(enum.Enum):
+    FRONTEND = enum.auto()
+    CORE = enum.auto()
+    WORKER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start one process. `name` is its title and its name in every report.
+
+    Cores and workers belong to a `replica`, and get their epoch as the last argument. A `node` other than None is
+    another machine; `env` is added to the environment.
+    """
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    replica: int = 0
+    node: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Process(Protocol):
+    """A process that was started, here or elsewhere.
+
+    `pid` is 0 until it runs. `exit_fd` becomes readable at its end, where there can be such a thing; the caller closes
+    it. `reason` says why it does not run, if more is known than its exit code.
+    """
+
+    pid: int
+    exit_fd: int | None
+    reason: str
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, signum: signal.Signals) -> None: ...
+
+    def kill(self) -> None:
+        """SIGKILL to the process and what it may have started."""
+
+    def close(self) -> None:
+        """Forget it; it has ended or was killed."""
+
+
+class LocalProcess:
+    def __init__(self, spec: ProcessSpec, epoch: int) -> None:
+        """Raises ConfigError if the program cannot be run."""
+        argv = spec.argv if spec.role is Role.FRONTEND else (*spec.argv, str(epoch))
+        self.reason = ""
+        try:
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                pass_fds=spec.pass_fds,
+                # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.
+                process_group=0,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start {spec.name} ({spec.argv[0]}): {error.strerror}"
+            ) from error
+        self.pid = self._popen.pid
+        self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        self._popen.send_signal(signum)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()

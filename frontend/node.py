@@ -1,0 +1,251 @@
+"""A machine that runs workers for an engine whose cores and frontends are elsewhere.
+
+It does what the supervisor on node 0 says. Alone it decides one thing: without a sign of life from there, for as long as
+makes a process count as hung, its workers end, since their replica is being started anew without them. It stays, and
+joins again whoever answers at the address.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from ..protocol.cluster_key import load_cluster_key
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
+from ..protocol.heartbeat import BEAT_INTERVAL_S
+from ..protocol.node_messages import (
+    EndNode,
+    NodeCommand,
+    NodeHello,
+    NodeLeft,
+    NodePing,
+    NodeWelcome,
+    ProcessExited,
+    ProcessStarted,
+    SignalProcess,
+    StartProcess,
+)
+from ..protocol.transport import Peer, StatusReceiver
+from .console import Console
+from .local_process import LocalProcess, ProcessSpec
+from .run_dir import RunDirectory
+from .stop_signals import StopRequested, StopSignals
+from .supervisor import engine_processes
+
+LAST_WORDS_MS: Final = 100
+"""How long the last report of a process that has ended is waited for."""
+
+FAREWELL_MS: Final = 500
+"""How long the last message to node 0 may take."""
+
+REMINDER_S: Final = 10.0
+"""How often a node that nobody answers says so."""
+
+
+class NodePlace(msgspec.Struct, frozen=True):
+    """Which node this is, of how many, and where node 0 is.
+
+    `cluster_key` is the path of the key file. The model is where node 0 has it, unless there is a `model_path`.
+    """
+
+    master_addr: str
+    master_port: int
+    rank: int
+    num_nodes: int
+    cluster_key: str
+    model_path: str | None = None
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port}"
+
+
+class Node:
+    """`run` until the engine ends, in a `with` block, whose end kills the workers."""
+
+    def __init__(self, place: NodePlace, console: Console, signals: StopSignals) -> None:
+        self._place = place
+        self._console = console
+        self._signals = signals
+        self._key = load_cluster_key(place.cluster_key)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._run_dir = RunDirectory()
+        self._statuses: StatusReceiver | None = None
+        self._specs: dict[str, ProcessSpec] = {}
+        self._processes: dict[str, LocalProcess] = {}
+        self._config: EngineConfig | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(signals.fd, zmq.POLLIN)
+        self._last_ping = 0.0
+        self._dial()
+
+    def run(self) -> None:
+        """Returns at a stop signal, or when the engine has stopped. Raises EngineError, with node 0's reason, when it failed."""
+        self._console.line(f"node {self._place.rank} dials {self._place.address}")
+        reminded = time.monotonic()
+        while True:
+            self._poller.poll(int(BEAT_INTERVAL_S * 1000))
+            try:
+                self._signals.raise_if_received()
+            except StopRequested:
+                return
+            while (command := self._peer.receive()) is not None:
+                self._last_heard = time.monotonic()
+                if isinstance(command, EndNode):
+                    if command.reason:
+                        raise EngineError(command.reason)
+                    return
+                self._obey(command)
+            self._pass_on_reports()
+            self._notice_ends()
+            now = time.monotonic()
+            if self._config is not None and now - self._last_ping > BEAT_INTERVAL_S / 2:
+                self._last_ping = now
+                self._peer.send(NodePing())
+            if now - self._last_heard > self._patience_s:
+                self._lose_master()
+            if self._config is None and now - reminded > REMINDER_S:
+                reminded = now
+                self._console.line(
+                    f"no answer from {self._place.address} yet; is engine serve running there, and is "
+                    f"{self._place.cluster_key} the same file?"
+                )
+
+    @property
+    def _patience_s(self) -> float:
+        return float("inf") if self._config is None else self._config.recovery.heartbeat_timeout_s
+
+    def _dial(self) -> None:
+        identity = b"node" + os.urandom(8)
+        self._peer: Peer[NodeCommand] = Peer(
+            self._context, self._place.address, identity, NodeCommand, self._key
+        )
+        self._poller.register(self._peer.socket, zmq.POLLIN)
+        self._last_heard = time.monotonic()
+
+    def _lose_master(self) -> None:
+        self._console.line(f"node 0 has given no sign of life for {self._patience_s:g} s")
+        self._end_processes()
+        self._config = None
+        self._poller.unregister(self._peer.socket)
+        self._peer.close()
+        self._dial()
+
+    def _obey(self, command: NodeCommand) -> None:
+        if isinstance(command, NodeWelcome):
+            self._join(command)
+        elif isinstance(command, StartProcess):
+            self._start(command)
+        elif isinstance(command, SignalProcess):
+            process = self._processes.get(command.name)
+            if process is not None and command.signum == signal.SIGKILL:
+                process.kill()
+            elif process is not None:
+                process.send_signal(signal.Signals(command.signum))
+
+    def _join(self, welcome: NodeWelcome) -> None:
+        self._end_processes()
+        place = self._place
+        if welcome.version != PROTOCOL_VERSION:
+            raise EngineError(
+                f"node 0 speaks protocol {welcome.version}, this one {PROTOCOL_VERSION}: install the same version"
+            )
+        self._config = config = self._adapt(
+            msgspec.msgpack.decode(welcome.config, type=EngineConfig)
+        )
+        if self._statuses is None:
+            self._statuses = StatusReceiver(self._context, config)
+            self._poller.register(self._statuses.socket, zmq.POLLIN)
+        specs = engine_processes(config, config.save(), None)
+        self._specs = {spec.name: spec for spec in specs if spec.node == place.rank}
+        host = _address_towards(place.master_addr, place.master_port)
+        self._peer.send(NodeHello(PROTOCOL_VERSION, place.rank, place.num_nodes, host))
+        self._console.line(f"joined {place.address}: {', '.join(self._specs)}")
+
+    def _adapt(self, config: EngineConfig) -> EngineConfig:
+        """The configuration with what is different on this machine."""
+        place = self._place
+        return msgspec.structs.replace(
+            config,
+            run_dir=self._run_dir.path,
+            model=msgspec.structs.replace(config.model, path=place.model_path or config.model.path),
+            parallel=msgspec.structs.replace(
+                config.parallel, master_addr=place.master_addr, cluster_key=place.cluster_key
+            ),
+        )
+
+    def _start(self, command: StartProcess) -> None:
+        spec = self._specs.get(command.name)
+        if spec is None:
+            return
+        # torchrun's own store is shared by all lives of a replica, which this keeps apart in there.
+        env = {"TORCHELASTIC_RESTART_COUNT": str(command.epoch)}
+        if command.master_addr:
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            env["MASTER_ADDR"] = command.master_addr
+            env["MASTER_PORT"] = str(command.master_port)
+        process = LocalProcess(replace(spec, env=env), command.epoch)
+        self._processes[command.name] = process
+        if process.exit_fd is not None:
+            self._poller.register(process.exit_fd, zmq.POLLIN)
+        self._peer.send(ProcessStarted(command.name, command.epoch, process.pid))
+
+    def _pass_on_reports(self, timeout_ms: int = 0) -> None:
+        if self._statuses is not None:
+            while (report := self._statuses.receive(timeout_ms)) is not None:
+                self._peer.send(report)
+
+    def _notice_ends(self) -> None:
+        for name, process in list(self._processes.items()):
+            if (returncode := process.poll()) is not None:
+                self._pass_on_reports(LAST_WORDS_MS)
+                self._peer.send(ProcessExited(name, process.pid, returncode))
+                self._forget(name)
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for name in list(self._processes):
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        process = self._processes.pop(name)
+        if process.exit_fd is not None:
+            self._poller.unregister(process.exit_fd)
+            os.close(process.exit_fd)
+        process.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_processes()
+        self._peer.send(NodeLeft())
+        self._peer.socket.close(linger=FAREWELL_MS)
+        if self._statuses is not None:
+            self._statuses.close()
+        self._context.term()
+        self._run_dir.remove()
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine that it reaches `host` from."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

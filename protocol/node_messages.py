@@ -1,0 +1,90 @@
+"""What the supervisor says to the nodes whose workers it looks after, and they to it.
+
+A node dials, is welcomed, and says who it is. Then it starts and kills what it is told to, and passes on what its
+workers report. Both sides say something at least every half second.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from .messages import Heartbeat, ProcessStatus
+
+# supervisor -> node
+
+
+class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, frozen=True):
+    """The answer to a new connection. What the node has run for an earlier one must end.
+
+    `config` is an encoded `EngineConfig`, which only a node of the same `version` reads.
+    """
+
+    version: int
+    config: bytes
+
+
+class StartProcess(msgspec.Struct, tag="start", array_like=True, gc=False, frozen=True):
+    """`name` is one of the workers that the configuration gives to this node.
+
+    The workers of its replica meet at `master_addr`, or where the launcher of the node says if that is "".
+    """
+
+    name: str
+    epoch: int
+    master_addr: str = ""
+    master_port: int = 0
+
+
+class SignalProcess(msgspec.Struct, tag="signal", array_like=True, gc=False, frozen=True):
+    name: str
+    signum: int
+
+
+class NodePing(msgspec.Struct, tag="ping", array_like=True, gc=False, frozen=True):
+    """There is somebody at the other end."""
+
+
+class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):
+    """The engine has stopped, or failed for the reason given."""
+
+    reason: str = ""
+
+
+NodeCommand: TypeAlias = NodeWelcome | StartProcess | SignalProcess | NodePing | EndNode
+
+
+# node -> supervisor
+
+
+class NodeHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """Answer to `NodeWelcome`. `num_nodes` is what the node was told."""
+
+    version: int
+    node_rank: int
+    num_nodes: int
+    host: str
+
+
+class ProcessStarted(msgspec.Struct, tag="started", array_like=True, gc=False, frozen=True):
+    name: str
+    epoch: int
+    pid: int
+
+
+class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, frozen=True):
+    """`returncode` is negative for a signal, as subprocess has it."""
+
+    name: str
+    pid: int
+    returncode: int
+
+
+class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):
+    """The node ends, and what it ran has ended."""
+
+
+NodeMessage: TypeAlias = (
+    NodeHello | ProcessStarted | ProcessExited | ProcessStatus | Heartbeat | NodePing | NodeLeft
+)

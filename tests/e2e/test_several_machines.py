@@ -1,0 +1,177 @@
+"""A replica on two machines: tokens, keys, and what happens when a machine is lost."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine.protocol.cluster_key import ClusterKey
+from support.machines import Machine, Program, client, free_ports, two_machines
+from support.server import wait_until
+from support.tiny_checkpoints import qwen3_directory
+
+FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
+REQUEST = {
+    "model": "tiny",
+    "prompt": [5, 6, 7, 8, 9],
+    "max_tokens": 150,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+class Cluster:
+    """Command lines of an engine on two machines that share a key and a model."""
+
+    def __init__(self, directory: Path, machines: tuple[Machine, Machine]) -> None:
+        self.machines = machines
+        self.model, _ = qwen3_directory(directory)
+        self.key = directory / "key"
+        ClusterKey.generate().save(str(self.key))
+        self.uds = directory / "api"
+        address = machines[0].address
+        port = free_ports("127.0.0.1" if address.startswith("127.") else "0.0.0.0", 8)
+        self.torch_port = port + 6
+        self.core = f"{address}:{port}"
+        self._master = ["--master-addr", address, "--master-port", str(port)]
+
+    def serve(self, *flags: str) -> Program:
+        uds = ["--uds", str(self.uds)]
+        key = ["--cluster-key", str(self.key)]
+        args = [str(self.model), *FLAGS, *uds, *self._master, *key]
+        return Program(self.machines[0], "serve", *args, *flags)
+
+    def headless(self, *flags: str, key: Path | None = None) -> Program:
+        place = ["--headless", "-n", "2", "-r", "1", *self._master]
+        return Program(
+            self.machines[1], "serve", *place, "--cluster-key", str(key or self.key), *flags
+        )
+
+    def torchrun(self, node: int, engine: Path) -> Program:
+        place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+        address = self.machines[0].address
+        place += ["--master-addr", address, "--master-port", str(self.torch_port)]
+        place += ["--local-addr", self.machines[node].address]
+        worker = ["worker", "--core", self.core, "--key", str(self.key)]
+        launcher = [sys.executable, "-P", "-m", "torch.distributed.run", *place]
+        return Program(self.machines[node], "--no-python", str(engine), *worker, launcher=launcher)
+
+    def tokens(self, **options: object) -> list[int]:
+        with client(self.uds) as http:
+            answer = http.post("/v1/completions", json=REQUEST | options)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    def processes(self) -> dict[str, int]:
+        with client(self.uds) as http:
+            rows = http.get("/engine/status").json()["processes"]
+        return {row["name"]: row["pid"] for row in rows}
+
+    def readiness(self) -> httpx.Response:
+        with client(self.uds) as http:
+            return http.get("/readyz")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with two_machines() as machines:
+        # Paths of sockets are short.
+        directory = tmp_path_factory.mktemp("c")
+        yield Cluster(directory, machines)
+
+
+@pytest.fixture(scope="module")
+def tokens_of_one_machine(cluster: Cluster) -> list[int]:
+    with Program(
+        cluster.machines[0], "serve", str(cluster.model), *FLAGS, "--uds", str(cluster.uds)
+    ) as server:
+        server.wait_for("ready at")
+        tokens = cluster.tokens()
+        assert server.stop() == 0
+    return tokens
+
+
+def test_a_stream_outlives_a_worker_elsewhere_and_then_its_machine(
+    cluster: Cluster, tokens_of_one_machine: list[int]
+) -> None:
+    with (
+        cluster.serve("-tp", "2", "-n", "2") as server,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+        node = cluster.headless()
+        with node:
+            server.wait_for("ready at")
+            assert cluster.tokens() == tokens_of_one_machine
+            first = cluster.processes()["worker 1"]
+            stream = pool.submit(cluster.tokens)
+            os.kill(first, signal.SIGKILL)
+            assert stream.result() == tokens_of_one_machine
+            assert cluster.processes()["worker 1"] not in (0, first)
+            stream = pool.submit(cluster.tokens)
+            node.stop(signal.SIGKILL)
+        wait_until(lambda: "waiting for node 1" in cluster.readiness().text, 30, "the loss")
+        assert cluster.readiness().status_code == 503
+        assert not stream.done()
+        with cluster.headless("--model", str(cluster.model)) as node:
+            assert stream.result() == tokens_of_one_machine
+            wait_until(lambda: cluster.readiness().status_code == 200)
+            assert server.stop() == 0, server.log
+            assert node.wait() == 0, node.log
+
+
+def test_torchrun_starts_the_workers(
+    cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m engine.frontend.cli "$@"\n')
+    engine.chmod(0o700)
+    with (
+        cluster.serve("-tp", "2", "--distributed-executor-backend", "external_launcher") as server,
+        cluster.torchrun(0, engine) as first,
+        cluster.torchrun(1, engine) as second,
+    ):
+        server.wait_for("ready at")
+        assert cluster.tokens() == tokens_of_one_machine
+        os.kill(cluster.processes()["worker 0"], signal.SIGKILL)
+        assert cluster.tokens() == tokens_of_one_machine
+        assert server.stop() == 0, server.log
+        assert (first.wait(), second.wait()) == (0, 0), first.log + second.log
+
+
+def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_path: Path) -> None:
+    other_key = tmp_path / "other"
+    ClusterKey.generate().save(str(other_key))
+    with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless(key=other_key) as thief:
+        thief.wait_for("dials")
+        with cluster.headless("-n", "4") as stray:
+            assert stray.wait() == 1
+            assert "--nnodes is 4 there, and 2 at node 0" in stray.log.splitlines()[-1]
+        with cluster.headless() as node:
+            server.wait_for("ready at")
+            assert "joined" not in thief.log
+            assert thief.stop() == 0
+            assert server.stop() == 0
+            assert node.wait() == 0
+
+
+def test_what_cannot_start_says_so_everywhere(cluster: Cluster, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(cluster.model, broken)
+    for weights in broken.glob("*.safetensors"):
+        weights.write_bytes(b"")
+    with (
+        cluster.serve("-tp", "2", "-n", "2") as server,
+        cluster.headless("--model", str(broken)) as node,
+    ):
+        assert server.wait() == 1
+        assert "worker 1" in server.log.splitlines()[-1]
+        assert node.wait() == 1
+        assert "Traceback" not in node.log.splitlines()[-1]

@@ -1,0 +1,89 @@
+"""The files of docs/deploy are what Kubernetes takes and what the command line understands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from engine.frontend.arguments import parse_settings
+from engine.protocol.cluster_key import ClusterKey
+
+DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
+KUBERNETES_VERSION = "1.31"
+VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def templates(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    spec = document["spec"]
+    if document["kind"] == "LeaderWorkerSet":
+        group = spec["leaderWorkerTemplate"]
+        yield group["leaderTemplate"]
+        yield group["workerTemplate"]
+    elif document["kind"] == "Deployment":
+        yield spec["template"]
+
+
+def validate(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", ["deployment.yaml", "leader-worker-set.yaml"])
+def test_manifests_are_valid(name: str) -> None:
+    for document in documents(name):
+        if document["kind"] == "LeaderWorkerSet":
+            # Kubernetes has no schema of it, but of all that is long in it.
+            for template in templates(document):
+                metadata = template["metadata"] | {"name": "template"}
+                validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata})
+        else:
+            validate(document)
+
+
+@pytest.mark.parametrize("name", ["deployment.yaml", "leader-worker-set.yaml"])
+def test_a_pod_may_take_as_long_to_end_as_its_streams(name: str, tmp_path: Path) -> None:
+    for document in documents(name):
+        for template in templates(document):
+            (container,) = template["spec"]["containers"]
+            settings = settings_of(container["args"], tmp_path)
+            drain_s = settings["frontend"].get("shutdown_timeout_s", 0)
+            drain_s += container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            assert drain_s < template["spec"]["terminationGracePeriodSeconds"]
+            if not settings["node"].get("headless"):
+                ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+                assert ports["http"] == settings["frontend"]["port"]
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    assert container[probe]["httpGet"]["path"] in ("/readyz", "/livez")
+
+
+def settings_of(args: list[str], directory: Path) -> dict[str, dict[str, Any]]:
+    """What a command line of a file means, with a key where it says that one is."""
+    key = directory / "cluster.key"
+    if not key.exists():
+        ClusterKey.generate().save(str(key))
+    line = [re.sub(r"\$\((\w+)\)", lambda name: VARIABLES[name[1]], arg) for arg in args]
+    line = [arg.replace("/keys/cluster.key", str(key)) for arg in line]
+    assert line[0] == "serve"
+    return parse_settings(line[1:], {})
+
+
+def test_slurm_starts_what_the_command_line_understands(tmp_path: Path) -> None:
+    script = (DEPLOY / "engine.sbatch").read_text()
+    values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_HOST": "n1", "MODEL": "m"}
+    values["KEY"] = "/keys/cluster.key"
+    script = re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), script)
+    (common,) = re.findall(r"common=\((.*)\)", script)
+    lines = re.findall(r"exec engine (serve .*)", script)
+    assert len(lines) == 2
+    for line in lines:
+        args = shlex.split(line.replace('"${common[@]}"', common))
+        assert settings_of(args, tmp_path)["parallel"]["nnodes"] == 2
