@@ -15,7 +15,7 @@ from engine.frontend.engine_client import (
 )
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
-from engine.protocol.config import ParallelConfig, PrefixHash, SchedulerConfig
+from engine.protocol.config import PROTOCOL_VERSION, ParallelConfig, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import (
     AbortRequests,
@@ -245,7 +245,8 @@ async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
     client = EngineClient(config, 0, smollm2_tokenizer())
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, core.receive)
-    with pytest.raises(EngineDead, match="version 8; this frontend expects version 1"):
+    expected = f"version 8; this frontend expects version {PROTOCOL_VERSION}"
+    with pytest.raises(EngineDead, match=expected):
         starting.result()
     assert not client.ready
     client.close()
