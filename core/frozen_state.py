@@ -98,7 +98,7 @@ class FrozenState:
         self.root = root
         self._met: dict[int, Any] = {}
         self._copies: dict[int, Any] = {}
-        self._columns: dict[int, list[list[Any]]] = {}
+        self._columns: dict[type, list[list[Any]]] = {}
         self._rows: dict[int, int] = {}
         columns: list[Sequence[Any]] = [[root]]
         while columns:
@@ -117,7 +117,7 @@ class FrozenState:
     def fields_of(self, instance: Any) -> dict[str, Any]:
         """What an instance's fields held, `Blank` for `CONTENT`."""
         kind: type = type(instance)
-        row, columns = self._rows[id(instance)], self._columns[id(instance)]
+        row, columns = self._rows[id(instance)], self._columns[kind]
         held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
         content = CONTENT.get(kind, frozenset())
         found = {}
@@ -160,14 +160,15 @@ class FrozenState:
         new = self._add_new(items)
         kind: type = type(items[0])
         content = CONTENT.get(kind, frozenset())
-        columns = []
-        for name in _changing_names(kind):
-            column = list(map(attrgetter(name), new.values()))
-            columns.append(column)
-            if name not in content and _may_refer(column):
-                yield column
-        self._rows.update(zip(new, range(len(new)), strict=True))
-        self._columns.update(dict.fromkeys(new, columns))
+        names = _changing_names(kind)
+        columns = self._columns.setdefault(kind, [[] for _ in names])
+        first_row = len(columns[0]) if columns else 0
+        self._rows.update(zip(new, range(first_row, first_row + len(new)), strict=True))
+        for name, column in zip(names, columns, strict=True):
+            added = list(map(attrgetter(name), new.values()))
+            column += added
+            if name not in content and _may_refer(added):
+                yield added
 
 
 def is_given(kind: type) -> bool:
@@ -205,12 +206,9 @@ def blank(value: object) -> Blank | None:
 
 def _may_refer(items: Iterable[Any]) -> bool:
     """Whether items, which are of one type if they are not None, may change or refer to what does."""
-    try:
-        first = next(filter(None, items), None)
-    except ValueError:
-        return True  # An array is neither true nor false.
-    kinds = set(map(type, items)) if first is None else {type(first)}
-    return any(map(_find_freezer, kinds))
+    first = next((item for item in items if item is not None), None)
+    kind: type = type(first)
+    return _find_freezer(kind) is not None
 
 
 @cache

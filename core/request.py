@@ -139,7 +139,7 @@ class Request:
         self.computes_locally = False
         self.num_reserved_tokens = 0
         self.num_charged_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def transfer_id(self) -> int:

@@ -261,7 +261,7 @@ class RequestLifecycle:
         if self.tenants is not None:
             self.tenants.stopped(request.tenant)
         request.status = RequestStatus.PREEMPTED
-        request.prompt_logprobs = []
+        request.prompt_logprobs = None
         self._num_queued_tokens += request.num_tokens
         self.queue.restore(request)
         self.stats.num_preemptions += 1

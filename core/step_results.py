@@ -172,6 +172,7 @@ class StepResults:
                 outbox.logprobs.append(_token_logprobs(request, _first_positions(row, num_kept)))
         for row in output.prompt_logprobs:
             if (request := owners.get(row.slot)) is not None and not request.has_sampled:
+                request.prompt_logprobs = request.prompt_logprobs or []
                 request.prompt_logprobs.append(_token_logprobs(request, row))
 
     def _take_tokens(
@@ -221,7 +222,7 @@ class StepResults:
             request.has_sampled = True
             if request.prompt_logprobs:
                 self._clients[request.client_index].prompt_logprobs += request.prompt_logprobs
-                request.prompt_logprobs = []
+                request.prompt_logprobs = None
 
     def _find_stops(self, rows: Iterable[tuple[int, int, int, bool]]) -> list[End]:
         """Who of those that may have ended has: (slot, token, tokens of output, whether these are all)."""
