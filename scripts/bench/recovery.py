@@ -23,12 +23,14 @@ from support.server import Server, default_model, wait_until
 IN_TRANSIT_S = 0.05
 """Tokens that come so soon after the kill had left before it."""
 
+START_S = 60.0
+
 
 def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]:
     """Seconds from the kill to the next token of the first stream and of the last."""
     body = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     streams = Streams(server, [{"prompt": f"Tale {i}:", **body} for i in range(num_streams)])
-    wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams))
+    wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams), START_S)
     victim = server.child(title)
     killed = time.perf_counter()
     victim.kill()
@@ -42,8 +44,11 @@ def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]
                 first = first or time.perf_counter() - killed
         time.sleep(0.001)
     last = time.perf_counter() - killed
+    for stream in streams.streams:
+        stream.max_events = 0
     for answer in streams.answers():
-        assert answer.get("done") and "error" not in answer, answer
+        assert "error" not in answer and "connection" not in answer, answer
+    wait_until(lambda: server.metric("engine:num_requests_running") == 0)
     return first, last
 
 
@@ -54,7 +59,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="of each victim")
     parser.add_argument("--victims", nargs="+", default=["core 0", "worker 0"])
     args = parser.parse_args()
-    with Server(args.model, "--max-model-len", "1024") as server:
+    num_seqs = str(max(args.streams, 16))
+    with Server(args.model, "--max-model-len", "1024", "--max-num-seqs", num_seqs) as server:
         for title in args.victims:
             pauses = [measure(server, title, args.streams) for _ in range(args.kills)]
             first, last = zip(*pauses, strict=True)

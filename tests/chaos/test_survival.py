@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.faults import ENVIRONMENT, exhaust_memory, fail
 from support.mixed_streams import Streams, bodies
 from support.server import Server, assert_nothing_is_held, default_model, wait_until
 
@@ -19,7 +20,7 @@ REQUESTS = bodies(10)
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     args = ("--max-model-len", "512", "--heartbeat-timeout", "1.5", "--api-server-count", "2")
-    with Server(default_model(), *args) as server:
+    with Server(default_model(), *args, env=ENVIRONMENT) as server:
         yield server
         assert server.stop() == 0, server.log
 
@@ -36,10 +37,12 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
     [
         ("core 0", psutil.Process.kill),
         ("core 0", psutil.Process.suspend),
-        ("worker 0", psutil.Process.kill),
+        ("core 0", fail),
         ("worker 0", psutil.Process.suspend),
+        ("worker 0", psutil.Process.kill),
+        ("worker 0", fail),
     ],
-    ids=["core killed", "core stopped", "worker killed", "worker stopped"],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_streams_end_as_if_nothing_had_happened(
     server: Server,
@@ -54,6 +57,27 @@ def test_streams_end_as_if_nothing_had_happened(
     assert streams.answers() == undisturbed
     wait_until(lambda: not victim.is_running(), what=f"{title} is gone")
     assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("title", ["core 0", "worker 0", "frontend 0"])
+def test_a_process_without_memory_is_replaced_or_needs_none(
+    server: Server, undisturbed: list[dict[str, Any]], title: str
+) -> None:
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(20)
+    victim = server.child(title)
+    exhaust_memory(victim)
+    long_prompts = [{**body, "prompt": "Once upon a time. " * 80} for body in REQUESTS]
+    provoked = Streams(server, long_prompts)
+    answers = streams.answers()
+    provoked.answers()
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        assert answer == expected or (title == "frontend 0" and "connection" in answer), answer
+    if victim.is_running():
+        victim.kill()
+    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
+    assert_nothing_is_held(server)
+    assert Streams(server, REQUESTS).answers() == undisturbed
 
 
 def test_a_second_core_may_die_before_the_first_one_is_replaced(
