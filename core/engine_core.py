@@ -43,6 +43,7 @@ from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
+from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
 from .quarantine import CONVICTION
 from .recorded_scheduler import RecordedScheduler, Setup
 from .structured_output import StructuredOutputManager
@@ -99,6 +100,8 @@ class EngineCore:
         self._num_steps = 0
         self._num_tokens = 0
         self._next_beat = 0.0
+        self._vocab_size = config.model.vocab_size
+        self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
@@ -192,7 +195,7 @@ class EngineCore:
                     self._scheduler.finish_client(client_index)
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
-                if (message.version, message.epoch) != (PROTOCOL_VERSION, self._config.epoch):
+                if not self._is_welcome(identity, message):
                     self._clients.num_dropped_frames += 1
                     continue
                 # A frontend that says hello again has forgotten its requests.
@@ -200,7 +203,7 @@ class EngineCore:
                 self._client_indices[identity] = message.client_index
                 self._client_ids[message.client_index] = identity
                 self._scheduler.add_client(message.client_index)
-            elif client_index is None or not _is_well_formed(message):
+            elif client_index is None or not is_sound_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 now = time.monotonic()
@@ -220,15 +223,33 @@ class EngineCore:
                 ok, detail = self._dump_event_log("request")
                 self._clients.send(identity, CallResult(message.call_id, ok, detail))
 
+    def _is_welcome(self, identity: bytes, hello: ClientHello) -> bool:
+        """Whether the greeting is answered in its own words, by a frontend under its own name."""
+        return (
+            (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
+            and 0 <= hello.client_index < self._config.parallel.api_server_count
+            and identity == b"client%d" % hello.client_index
+        )
+
     def _take_worker_messages(self) -> None:
         for message in self._workers.receive():
             if isinstance(message, ModelRunnerOutput):
                 self._take_step_result(message)
-            else:
+            elif are_sound_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)
+            else:
+                self._workers.drop_frame()
 
     def _take_step_result(self, result: ModelRunnerOutput) -> None:
         if not self._in_flight or self._in_flight[0].step != result.step:
+            self._workers.drop_frame()
+            return
+        if not (
+            is_sound_output(result, self._vocab_size, self._max_num_seqs)
+            and self._scheduler.is_answer(result)
+        ):
+            # Should it really come from the worker, the step will last for ever: that needs an explanation.
+            logger.error("an output of step %d that cannot be its output is dropped", result.step)
             self._workers.drop_frame()
             return
         step = self._in_flight.popleft()
@@ -297,6 +318,8 @@ class EngineCore:
     def _count_dropped_frames(self) -> int:
         """Frames dropped since the last call."""
         total = self._clients.num_dropped_frames + self._workers.num_dropped_frames
+        if self._kv_events is not None:
+            total += self._kv_events.num_dropped_frames
         new = total - self._num_reported_dropped_frames
         self._num_reported_dropped_frames = total
         return new
@@ -344,8 +367,3 @@ class EngineCore:
                 kv_cache_usage=self._scheduler.get_kv_cache_usage(),
             )
         )
-
-
-def _is_well_formed(message: ClientMessage) -> bool:
-    """Arrays are raw bytes, whose length the decoder does not check."""
-    return not isinstance(message, AbortRequests) or len(message.request_indices) % 4 == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -12,6 +12,9 @@ import zmq
 from ..protocol.config import KVEventsConfig
 from ..protocol.errors import ConfigError
 from ..protocol.kv_events import END_OF_REPLAY, KVCacheEvent, KVEventBatch
+
+MAX_REQUEST_BYTES: Final = 1024
+"""A longer frame closes the connection that sent it; no subscriber asks for anything that long."""
 
 
 class KVEventPublisher:
@@ -27,6 +30,7 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._sequence = 0
+        self.num_dropped_frames = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._socket.set(zmq.LINGER, 0)
@@ -36,6 +40,7 @@ class KVEventPublisher:
         if config.replay_endpoint:
             self.replay_socket = context.socket(zmq.ROUTER)
             self.replay_socket.set(zmq.LINGER, 0)
+            self.replay_socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             endpoint = endpoint_of_core(config.replay_endpoint, core_index)
             _bind(self.replay_socket, "replay_endpoint", endpoint)
 
@@ -52,6 +57,7 @@ class KVEventPublisher:
         while self.replay_socket is not None and self.replay_socket.poll(0):
             frames = self.replay_socket.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
+                self.num_dropped_frames += 1
                 continue
             identity, _, first = frames
             for sequence, batch in self._kept:

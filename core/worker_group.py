@@ -66,7 +66,8 @@ class WorkerGroup:
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
         poller.register(self.socket, zmq.POLLIN)
-        while len(ready) < config.parallel.workers_per_core and not stop.requested:
+        expected = config.parallel.workers_per_core
+        while len(ready) < expected and not stop.requested:
             poller.poll()
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
@@ -74,15 +75,22 @@ class WorkerGroup:
                 match message:
                     case None:
                         self._hub.send(identity, greeting)
-                    case WorkerHello(version, epoch) if (version, epoch) == mine:
+                    case WorkerHello(version, epoch, rank) if (
+                        (version, epoch) == mine
+                        and 0 <= rank < expected
+                        and identity == b"worker%d" % rank
+                        and identity not in self._identities
+                    ):
                         self._identities.append(identity)
                         if message.rank == config.parallel.output_rank:
                             self._output_worker = identity
                     case _ if identity not in self._identities:
                         self.drop_frame()
+                    case WorkerMemory(rank) | WorkerReady(rank) if identity != b"worker%d" % rank:
+                        self.drop_frame()
                     case WorkerMemory():
                         memories[message.rank] = message
-                        if len(memories) == config.parallel.workers_per_core:
+                        if len(memories) == expected:
                             memory = _common_memory(list(memories.values()))
                             self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
                     case WorkerReady():

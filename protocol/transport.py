@@ -205,15 +205,17 @@ class StatusReceiver:
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.PULL)
         self.socket.bind(config.supervisor_address())
+        self.num_dropped_frames = 0
         self._decode: Callable[[bytes], ProcessReport]
         self._decode = msgspec.msgpack.Decoder(ProcessReport).decode
 
     def receive(self, timeout_ms: int) -> ProcessReport | None:
-        """The next report within `timeout_ms`; None when there is none. Garbage is dropped."""
+        """The next report within `timeout_ms`; None when there is none. Garbage is counted and dropped."""
         while self.socket.poll(timeout_ms):
             try:
                 return self._decode(self.socket.recv())
             except UNREADABLE:
+                self.num_dropped_frames += 1
                 timeout_ms = 0
         return None
 

@@ -38,9 +38,9 @@ class Counts:
     """What one client process has seen, for another process to read."""
 
     def __init__(self) -> None:
-        self.begun: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)  # type: ignore[assignment]
-        self.events: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)  # type: ignore[assignment]
-        self.ended: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)  # type: ignore[assignment]
+        self.begun: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
+        self.events: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
+        self.ended: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
 
 
 class Stream(asyncio.Protocol):
@@ -67,6 +67,8 @@ class Stream(asyncio.Protocol):
 def run_client(url: str, streams: int, counts: Counts) -> None:
     """Stream until killed."""
     address = urllib.parse.urlsplit(url)
+    host, port = address.hostname, address.port
+    assert host is not None and port is not None
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -88,8 +90,8 @@ def run_client(url: str, streams: int, counts: Counts) -> None:
             stream = Stream(counts, request)
             await loop.create_connection(
                 lambda stream=stream: stream,  # type: ignore[misc]
-                address.hostname,
-                address.port,
+                host,
+                port,
             )
         await asyncio.Event().wait()
 

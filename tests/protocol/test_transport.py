@@ -133,5 +133,6 @@ def test_status_reports_reach_the_supervisor(context: zmq.Context[Any], tmp_path
             report = receiver.receive(TIMEOUT_MS)
             reports += [report] if report else []
     assert (reports[0].process, reports[0].stage, reports[0].done) == ("worker 0", Stage.LOADING, 3)
+    assert receiver.num_dropped_frames == 1
     reporter.close()
     receiver.close()

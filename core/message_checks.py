@@ -1,0 +1,111 @@
+"""What must hold of a message beyond its types before it may change anything.
+
+Arrays are raw bytes and numbers have any size, which the decoder does not judge. A message that fails is dropped: no
+process of this engine has sent it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from ..protocol.errors import ParameterError
+from ..protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    ClientMessage,
+    DraftTokenIds,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    RowLogprobs,
+)
+
+_MAX_INT32: Final = 2**31 - 1
+_UINT32: Final = np.dtype("<u4")
+
+
+def is_sound_message(message: ClientMessage, vocab_size: int) -> bool:
+    """Whether a client's message may be acted upon."""
+    if isinstance(message, AddRequests):
+        return all(is_sound_request(request, vocab_size) for request in message.requests)
+    if isinstance(message, AbortRequests):
+        return len(message.request_indices) % 4 == 0
+    return True
+
+
+def is_sound_request(request: EngineCoreRequest, vocab_size: int) -> bool:
+    """Whether every number of the request is one that a frontend may send."""
+    if not (
+        0 <= request.request_index <= _MAX_INT32
+        and -_MAX_INT32 - 1 <= request.priority <= _MAX_INT32
+        and math.isfinite(request.arrival_time)
+        and math.isfinite(request.deadline)
+        and are_below(vocab_size, request.prompt_token_ids)
+        and are_below(vocab_size, request.output_token_ids)
+        and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
+        and all(
+            0 <= item.position <= _MAX_INT32
+            and 0 <= item.num_tokens <= _MAX_INT32
+            and 0 <= item.size <= _MAX_INT32
+            for item in request.encoder_inputs
+        )
+    ):
+        return False
+    try:
+        request.sampling_params.verify(vocab_size=vocab_size, max_logprobs=-1)
+    except ParameterError:
+        return False
+    return True
+
+
+def is_sound_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: int) -> bool:
+    """Whether every array of the output consists of whole numbers that name tokens and slots."""
+    if not (
+        are_below(vocab_size, output.sampled_token_ids)
+        and len(output.num_sampled) % 4 == 0
+        and are_below(max_num_seqs, output.nan_slots)
+        and (output.drafts is None or are_sound_drafts(output.drafts, vocab_size, max_num_seqs))
+    ):
+        return False
+    if output.logprobs or output.prompt_logprobs:
+        rows: Iterable[RowLogprobs] = (*output.logprobs, *output.prompt_logprobs)
+        if not all(_is_sound_row(row, vocab_size) for row in rows):
+            return False
+    connector = output.kv_connector_output
+    return connector is None or len(connector.invalid_block_ids) % 4 == 0
+
+
+def are_sound_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) -> bool:
+    """Whether the arrays fit together and name tokens and slots."""
+    if not (
+        are_below(max_num_seqs, drafts.slots)
+        and are_below(vocab_size, drafts.token_ids)
+        and len(drafts.num_tokens) == len(drafts.slots)
+    ):
+        return False
+    num_tokens = int(np.frombuffer(drafts.num_tokens, _UINT32).sum(dtype=np.uint64))
+    return num_tokens == len(drafts.token_ids) // 4
+
+
+def are_below(limit: int, array: bytes) -> bool:
+    """Whether these are int32 in [0, limit)."""
+    if not array:
+        return True
+    # As unsigned numbers, negative ones are the largest.
+    return len(array) % 4 == 0 and int(np.frombuffer(array, _UINT32).max()) < limit
+
+
+def _is_sound_row(row: RowLogprobs, vocab_size: int) -> bool:
+    num_positions = row.num_positions
+    num_entries = len(row.token_ids)
+    return (
+        num_positions > 0
+        and len(row.ranks) == 4 * num_positions
+        and num_entries > 0
+        and num_entries % (4 * num_positions) == 0
+        and len(row.logprobs) == num_entries
+        and are_below(vocab_size, row.token_ids)
+    )

@@ -1,0 +1,296 @@
+"""A real engine core among liars: it counts what they send, drops it, and serves the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import (
+    PROTOCOL_VERSION,
+    CacheConfig,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    KVEventsConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    AllocateKVCache,
+    ClientHello,
+    CoreHello,
+    CoreMessage,
+    CoreReady,
+    DraftTokenIds,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    RowLogprobs,
+    SchedulerOutput,
+    WorkerCommand,
+    WorkerHello,
+    WorkerMemory,
+    WorkerReady,
+)
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.transport import Peer
+from engine.workers.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.server import default_model
+
+VOCAB_SIZE = 1000
+EPOCH = 3
+TIMEOUT_S = 20.0
+GOOD_LENGTH = 4
+encode = msgspec.msgpack.encode
+
+
+class Core:
+    """The core's process; this one is its worker, a frontend (client 0) and whoever lies to it."""
+
+    def __init__(self, run_dir: str) -> None:
+        path = default_model()
+        self.config = EngineConfig(
+            run_dir=run_dir,
+            epoch=EPOCH,
+            model=ModelConfig("m", path, path, ("m",), "llama", VOCAB_SIZE, 256, (0,)),
+            cache=CacheConfig(
+                kv_events=KVEventsConfig(f"ipc://{run_dir}/events", f"ipc://{run_dir}/replay")
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+            parallel=ParallelConfig(api_server_count=2),
+            device=DeviceConfig(device=Device.NULL, null_step_ms=0.0),
+        )
+        command = [sys.executable, "-m", "engine.core", str(self.config.save()), "0", str(EPOCH)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.worker: Peer[WorkerCommand] = Peer(
+            self.context, self.config.worker_address(0), b"worker0", WorkerCommand
+        )
+        self._runner = NullRunner(self.config)
+        self._start_worker()
+        self.good = self._greet(0)
+        self.liar = self._greet(1)
+        self.strangers = [
+            self._stranger(address, identity)
+            for address, identity in (
+                (self.config.core_address(0), b"client9"),
+                (self.config.worker_address(0), b"worker9"),
+            )
+        ]
+        self.replay = self._stranger(f"ipc://{run_dir}/replay", b"subscriber")
+        self.num_dropped = 0
+        self.num_lies = 0
+        self._num_requests = 0
+        self._last_output = b""
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def _stranger(self, address: str, identity: bytes) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, identity)
+        socket.connect(address)
+        return socket
+
+    def _await(self, peer: Peer[Any], kind: type) -> Any:
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            peer.socket.poll(100)
+            while (message := peer.receive()) is not None:
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__}")
+
+    def _start_worker(self) -> None:
+        self._await(self.worker, CoreHello)
+        self.worker.send(WorkerHello(PROTOCOL_VERSION, EPOCH, 0))
+        self.worker.send(WorkerMemory(0, 500))
+        self._await(self.worker, AllocateKVCache)
+        self.worker.send(WorkerReady(0))
+
+    def _greet(self, client_index: int) -> Peer[CoreMessage]:
+        name = b"client%d" % client_index
+        peer: Peer[CoreMessage] = Peer(self.context, self.config.core_address(0), name, CoreMessage)
+        self._await(peer, CoreReady)
+        peer.send(ClientHello(PROTOCOL_VERSION, EPOCH, client_index))
+        return peer
+
+    def lie(self, socket: zmq.Socket[bytes], *frames: bytes) -> None:
+        socket.send_multipart(frames)
+        self.num_lies += 1
+
+    def generate(self, lies_of_worker: list[Any]) -> list[int]:
+        """A request of the good client, whose worker tells these lies before each answer."""
+        self._num_requests += 1
+        index = self._num_requests
+        params = SamplingParams(max_tokens=GOOD_LENGTH, seed=index, ignore_eos=True)
+        request = EngineCoreRequest(index, int32_bytes([index % 9, 1]), params, time.monotonic())
+        self.good.send(AddRequests([request]))
+        tokens: list[int] = []
+        is_over = False
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_over:
+            assert time.monotonic() < deadline and self.process.poll() is None
+            if (step := self.worker.receive()) is not None:
+                assert isinstance(step, SchedulerOutput)
+                answer = self._runner.execute(step, lambda _: None)
+                for make_lie in lies_of_worker:
+                    self.lie(self.worker.socket, make_lie(answer, self._last_output))
+                self._last_output = encode(answer)
+                self.worker.send(answer)
+            elif (outputs := self.good.receive()) is not None:
+                assert isinstance(outputs, EngineCoreOutputs)
+                self._note(outputs)
+                tokens += int32_view(outputs.token_ids).tolist()
+                assert not any(done.message for done in outputs.finished)
+                is_over = index in int32_view(outputs.finished_set).tolist()
+            else:
+                time.sleep(0.0005)
+        return tokens
+
+    def expected(self) -> list[int]:
+        seeds = np.full(GOOD_LENGTH, self._num_requests, np.int64)
+        positions = np.arange(2, 2 + GOOD_LENGTH, dtype=np.int32)
+        return made_up_tokens(seeds, positions, ordinary_token_ids(VOCAB_SIZE, (0,))).tolist()
+
+    def _note(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.stats is not None:
+            self.num_dropped += outputs.stats.num_dropped_frames
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[Core]:
+    with tempfile.TemporaryDirectory(prefix="hostile-") as run_dir:
+        core = Core(run_dir)
+        try:
+            yield core
+        finally:
+            core.close()
+
+
+def request(**fields: Any) -> EngineCoreRequest:
+    params = fields.pop("params", SamplingParams(max_tokens=2))
+    fields = {"request_index": 5, "prompt_token_ids": int32_bytes([1]), **fields}
+    return EngineCoreRequest(sampling_params=params, arrival_time=0.0, **fields)
+
+
+UNSOUND_REQUESTS = [
+    request(request_index=2**40),
+    request(request_index=-1),
+    request(priority=2**40),
+    request(deadline=float("nan")),
+    request(prompt_token_ids=b"123"),
+    request(prompt_token_ids=int32_bytes([VOCAB_SIZE])),
+    request(prompt_token_ids=int32_bytes([-1])),
+    request(output_token_ids=b"12345"),
+    request(eos_token_ids=(2**50,)),
+    request(params=SamplingParams(max_tokens=2, seed=2**63)),
+    request(params=SamplingParams(max_tokens=-4)),
+    request(params=SamplingParams(max_tokens=2, temperature=float("nan"))),
+    request(params=SamplingParams(max_tokens=2, logit_bias={-7: 1.0})),
+]
+LIES_OF_CLIENTS = [
+    *(encode(AddRequests([each])) for each in UNSOUND_REQUESTS),
+    encode(AbortRequests(b"123")),
+    encode(ClientHello(PROTOCOL_VERSION + 1, EPOCH, 1)),
+    encode(ClientHello(PROTOCOL_VERSION, EPOCH - 1, 1)),
+    encode(ClientHello(PROTOCOL_VERSION, EPOCH, 0)),
+    encode(ClientHello(PROTOCOL_VERSION, EPOCH, 2**31)),
+    b"\xdd\xff\xff\xff\xff",
+    b"\x92\xa3add\xdd\xff\xff\xff\xff",
+    b"\x92\xa5abort\xc6\xff\xff\xff\xff",
+]
+
+
+def garbage(*honest: Any) -> st.SearchStrategy[bytes]:
+    """Bytes at random, and what was honest but for its end."""
+    frames = [encode(message) for message in honest]
+    truncated = st.sampled_from(frames).flatmap(
+        lambda frame: st.integers(1, len(frame) - 1).map(lambda end: frame[:end])
+    )
+    return st.binary(min_size=1, max_size=60) | truncated
+
+
+def altered(**fields: Any) -> Any:
+    return lambda answer, last: encode(msgspec.structs.replace(answer, **fields))
+
+
+def row(**fields: Any) -> RowLogprobs:
+    one = int32_bytes([1])
+    sound = {"slot": 0, "num_positions": 1, "token_ids": one, "logprobs": one, "ranks": one}
+    return RowLogprobs(**{**sound, **fields})
+
+
+LIES_OF_WORKERS = [
+    altered(step=10**9),
+    altered(sampled_token_ids=b"123"),
+    altered(sampled_token_ids=int32_bytes([1] * 300)),
+    altered(nan_slots=b"1"),
+    altered(nan_slots=int32_bytes([8])),
+    altered(nan_slots=int32_bytes([-1])),
+    altered(num_sampled=b"12345"),
+    altered(logprobs=[row(num_positions=0)]),
+    altered(logprobs=[row(num_positions=2**40)]),
+    altered(logprobs=[row(ranks=b"")]),
+    altered(prompt_logprobs=[row(logprobs=b"12")]),
+    altered(prompt_logprobs=[row(token_ids=int32_bytes([VOCAB_SIZE]))]),
+    altered(drafts=DraftTokenIds(1, slots=b"1")),
+    lambda answer, last: last or b"\xc1",
+    lambda answer, last: encode(WorkerHello(PROTOCOL_VERSION, EPOCH, 0)),
+    lambda answer, last: encode(DraftTokenIds(1, slots=int32_bytes([99]))),
+    lambda answer, last: encode(WorkerMemory(-1, 2**60)),
+    lambda answer, last: b"\x93\xa6output\x01\xc6\xff\xff\xff\xff",
+]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    of_strangers=st.lists(garbage(WorkerReady(0), AbortRequests(b"1234")), max_size=6),
+    of_client=st.lists(
+        st.sampled_from(LIES_OF_CLIENTS) | garbage(AddRequests([request()])), max_size=6
+    ),
+    of_worker=st.lists(
+        st.sampled_from(LIES_OF_WORKERS)
+        | garbage(ModelRunnerOutput(1, int32_bytes([1]))).map(lambda lie: lambda *_: lie),
+        max_size=3,
+    ),
+    of_subscriber=st.lists(st.binary(max_size=7), max_size=3),
+)
+def test_lies_are_counted_and_dropped_and_others_are_served(
+    core: Core,
+    of_strangers: list[bytes],
+    of_client: list[bytes],
+    of_worker: list[Any],
+    of_subscriber: list[bytes],
+) -> None:
+    for frame in of_strangers:
+        for stranger in core.strangers:
+            core.lie(stranger, frame)
+    for frame in of_client:
+        core.lie(core.liar.socket, frame)
+    for frame in of_subscriber:
+        core.lie(core.replay, b"", frame)
+    assert core.generate(of_worker) == core.expected()
+    deadline = time.monotonic() + TIMEOUT_S
+    while core.num_dropped < core.num_lies:
+        assert time.monotonic() < deadline, (core.num_dropped, core.num_lies)
+        assert core.generate([]) == core.expected()
+    assert core.num_dropped == core.num_lies
