@@ -60,9 +60,9 @@ class WorkerGroup:
         config = self._config
         mine = PROTOCOL_VERSION, config.epoch
         greeting = CoreHello(*mine)
-        memories: dict[int, WorkerMemory] = {}
+        memories: dict[bytes, WorkerMemory] = {}
         memory: WorkerMemory | None = None
-        ready: set[int] = set()
+        ready: set[bytes] = set()
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
         poller.register(self.socket, zmq.POLLIN)
@@ -73,6 +73,11 @@ class WorkerGroup:
                 identity, message = received
                 match message:
                     case None:
+                        # A lost machine may let its worker answer, before another one comes in its place.
+                        if identity in self._identities:
+                            self._identities.remove(identity)
+                            memories.pop(identity, None)
+                            ready.discard(identity)
                         self._hub.send(identity, greeting)
                     case WorkerHello(version, epoch) if (version, epoch) == mine:
                         self._identities.append(identity)
@@ -81,12 +86,12 @@ class WorkerGroup:
                     case _ if identity not in self._identities:
                         self.drop_frame()
                     case WorkerMemory():
-                        memories[message.rank] = message
+                        memories[identity] = message
                         if len(memories) == config.parallel.workers_per_core:
                             memory = _common_memory(list(memories.values()))
                             self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
                     case WorkerReady():
-                        ready.add(message.rank)
+                        ready.add(identity)
                     case _:
                         self.drop_frame()
         return None if stop.requested else memory
