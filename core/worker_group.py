@@ -60,9 +60,9 @@ class WorkerGroup:
         config = self._config
         mine = PROTOCOL_VERSION, config.epoch
         greeting = CoreHello(*mine)
-        memories: dict[int, WorkerMemory] = {}
+        memories: dict[bytes, WorkerMemory] = {}
         memory: WorkerMemory | None = None
-        ready: set[int] = set()
+        ready: set[bytes] = set()
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
         poller.register(self.socket, zmq.POLLIN)
@@ -74,6 +74,11 @@ class WorkerGroup:
                 identity, message = received
                 match message:
                     case None:
+                        # A lost machine may let its worker answer, before another one comes in its place.
+                        if identity in self._identities:
+                            self._identities.remove(identity)
+                            memories.pop(identity, None)
+                            ready.discard(identity)
                         self._hub.send(identity, greeting)
                     case WorkerHello(version, epoch, rank) if (
                         (version, epoch) == mine
@@ -89,12 +94,12 @@ class WorkerGroup:
                     case WorkerMemory(rank) | WorkerReady(rank) if identity != b"worker%d" % rank:
                         self.drop_frame()
                     case WorkerMemory():
-                        memories[message.rank] = message
+                        memories[identity] = message
                         if len(memories) == expected:
                             memory = _common_memory(list(memories.values()))
                             self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
                     case WorkerReady():
-                        ready.add(message.rank)
+                        ready.add(identity)
                     case _:
                         self.drop_frame()
         return None if stop.requested else memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -32,6 +33,9 @@ from .local_process import ProcessSpec
 
 LOST: Final = -signal.SIGKILL
 """The exit code of what a lost node ran: the node ends it before it comes back."""
+
+GREETING_S: Final = 1.0
+"""How long a node may take to answer a welcome."""
 
 FAREWELL_S: Final = 2.0
 """How long nodes may take to end their processes, when they are told to."""
@@ -99,6 +103,7 @@ class Nodes:
         )
         self._nodes: dict[int, _Node] = {}
         self._processes: dict[str, RemoteProcess] = {}
+        self._greeted: dict[bytes, float] = {}
         self._last_ping = 0.0
 
     @property
@@ -128,10 +133,13 @@ class Nodes:
                 self._nodes[rank].last_heard = time.monotonic()
             if isinstance(message, NodeHello):
                 self._admit(identity, message)
-            elif message is None or rank is None:
+            elif message is None:
                 if rank is not None:
                     self._lose(rank, "has lost its connection")
-                self._hub.send(identity, self._welcome)
+                self._greet(identity)
+            elif rank is None:
+                if isinstance(message, NodePing):
+                    self._greet(identity)
             elif isinstance(message, ProcessStarted):
                 process = self._processes.get(message.name)
                 if process is not None and process.epoch == message.epoch:
@@ -167,15 +175,21 @@ class Nodes:
             self._hub.send(identity, EndNode(problem))
             self._tell(f"{hello.host} was sent away: {problem}")
             return
-        if hello.node_rank in self._nodes:
-            self.send(
-                hello.node_rank,
-                EndNode(f"{hello.host} has taken its place as node {hello.node_rank}"),
-            )
+        if (before := self._nodes.get(hello.node_rank)) is not None:
             self._lose(hello.node_rank, f"is replaced by {hello.host}")
+            if before.identity != identity:
+                place = f"its place as node {hello.node_rank}"
+                self._hub.send(before.identity, EndNode(f"{hello.host} has taken {place}"))
         self._nodes[hello.node_rank] = _Node(identity, hello.host, time.monotonic())
         self._tell(f"node {hello.node_rank} has joined: {hello.host}")
         self._start_what_can()
+
+    def _greet(self, identity: bytes) -> None:
+        """Welcome a node once, though it may say much before it hears that."""
+        now = time.monotonic()
+        if now - self._greeted.get(identity, -math.inf) > GREETING_S:
+            self._greeted[identity] = now
+            self._hub.send(identity, self._welcome)
 
     def _find_problem(self, hello: NodeHello) -> str:
         parallel = self._config.parallel

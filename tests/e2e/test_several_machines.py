@@ -127,6 +127,24 @@ def test_a_stream_outlives_a_worker_elsewhere_and_then_its_machine(
             assert node.wait() == 0, node.log
 
 
+def test_a_stream_outlives_a_machine_that_stands_still(
+    cluster: Cluster, tokens_of_one_machine: list[int]
+) -> None:
+    with (
+        cluster.serve("-pp", "2", "-n", "2", "--heartbeat-timeout", "2") as server,
+        cluster.headless() as node,
+    ):
+        server.wait_for("ready at")
+        first = cluster.processes()["worker 1"]
+        node.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: cluster.processes()["worker 1"] != first, 30, "the loss")
+        node.process.send_signal(signal.SIGCONT)
+        assert cluster.tokens() == tokens_of_one_machine
+        assert cluster.processes()["worker 1"] not in (0, first)
+        assert server.stop() == 0, server.log
+        assert node.wait() == 0, node.log
+
+
 def test_torchrun_starts_the_workers(
     cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path
 ) -> None:
