@@ -18,7 +18,7 @@ from engine.frontend.engine_client import (
 )
 from engine.protocol.arrays import int32_bytes, int32_view, uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
-from engine.protocol.config import ParallelConfig, PrefixHash, SchedulerConfig
+from engine.protocol.config import PROTOCOL_VERSION, ParallelConfig, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import (
     AbortRequests,
@@ -249,7 +249,9 @@ async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
     client = EngineClient(config, 0, smollm2_tokenizer())
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, core.receive)
-    with pytest.raises(EngineDead, match="version 8; this frontend expects version 1"):
+    with pytest.raises(
+        EngineDead, match=f"version 8; this frontend expects version {PROTOCOL_VERSION}"
+    ):
         starting.result()
     assert not client.ready
     client.close()
