@@ -41,6 +41,7 @@ from ..protocol.messages import (
 )
 from ..protocol.process import StopSignal
 from ..protocol.transport import Hub, StatusReporter
+from .client_news import ClientNews
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
@@ -95,6 +96,11 @@ class EngineCore:
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
             self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
+        parallel = config.parallel
+        self._is_one_of_several = parallel.data_parallel_size > 1
+        self._news: ClientNews | None = None
+        if self._is_one_of_several or parallel.api_server_count > 1:
+            self._news = ClientNews()
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
         self._num_steps = 0
@@ -142,6 +148,7 @@ class EngineCore:
             self._dispatch_steps()
             self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
             self._publish_kv_events()
+            self._send_news()
             signals = self._stop.take()
             raise_if_worker_lost(signals)
             if signal.SIGUSR1 in signals:
@@ -171,7 +178,7 @@ class EngineCore:
         self._scheduler = RecordedScheduler(
             setup,
             structured_output=self._grammars,
-            log_kv_events=self._kv_events is not None,
+            log_kv_events=self._kv_events is not None or self._is_one_of_several,
         )
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
@@ -193,6 +200,8 @@ class EngineCore:
                 if client_index is not None:
                     del self._client_indices[identity], self._client_ids[client_index]
                     self._scheduler.finish_client(client_index)
+                    if self._news is not None:
+                        self._news.close(client_index)
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
                 if not self._is_welcome(identity, message):
@@ -203,12 +212,16 @@ class EngineCore:
                 self._client_indices[identity] = message.client_index
                 self._client_ids[message.client_index] = identity
                 self._scheduler.add_client(message.client_index)
+                if self._news is not None:
+                    self._news.open(message.client_index)
             elif client_index is None or not is_sound_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 now = time.monotonic()
                 for request in message.requests:
                     self._scheduler.add_request(client_index, request, now)
+                if self._news is not None:
+                    self._news.added(client_index, len(message.requests))
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
                 self._scheduler.finish_requests(
@@ -266,7 +279,8 @@ class EngineCore:
             if client_outputs.stats is not None:
                 client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
             self._clients.send(self._client_ids[client_index], client_outputs)
-
+            if self._news is not None and client_outputs.finished_set:
+                self._news.finished(client_index, len(client_outputs.finished_set) // 4)
         for violation in self._scheduler.violations:
             logger.error("the scheduler's books do not balance: %s", violation)
         if self._scheduler.violations and not self._has_dumped_violations:
@@ -325,11 +339,18 @@ class EngineCore:
         return new
 
     def _publish_kv_events(self) -> None:
-        if self._kv_events is None:
-            return
         if events := self._scheduler.take_kv_events():
-            self._kv_events.publish(events)
-        self._kv_events.serve_replays()
+            if self._kv_events is not None:
+                self._kv_events.publish(events)
+            if self._news is not None:
+                self._news.take_in(events)
+        if self._kv_events is not None:
+            self._kv_events.serve_replays()
+
+    def _send_news(self) -> None:
+        if self._news is not None:
+            for client_index, news in self._news.take():
+                self._clients.send(self._client_ids[client_index], news)
 
     def _take_compiled_grammars(self) -> None:
         for key, error in self._grammars.poll():

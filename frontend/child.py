@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 from ..protocol.messages import Heartbeat, ProcessInfo, Stage
-from .local_process import Process, ProcessSpec
+from .local_process import Process, ProcessSpec, Role
 
 STARTING_PATIENCE: Final = 12
 """How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
@@ -73,6 +73,7 @@ class Child:
         return ""
 
     def info(self, now: float, num_restarts: int) -> ProcessInfo:
+        is_frontend = self.spec.role is Role.FRONTEND
         return ProcessInfo(
             name=self.spec.name,
             pid=self.pid,
@@ -86,6 +87,7 @@ class Child:
             num_running=self.progress.num_running,
             num_waiting=self.progress.num_waiting,
             kv_cache_usage=self.progress.kv_cache_usage,
+            replica=None if is_frontend else self.spec.replica,
         )
 
     def signal(self, signum: signal.Signals) -> None:

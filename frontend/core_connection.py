@@ -26,6 +26,7 @@ from ..protocol.messages import (
     EngineCoreRequest,
     LossNoted,
     ReplicaLost,
+    ReplicaNews,
     ResetPrefixCache,
 )
 from ..protocol.transport import Peer
@@ -55,7 +56,8 @@ class CoreEvents(msgspec.Struct):
 class CoreConnection:
     """Carries requests to a core and outputs back, once it has greeted.
 
-    A greeting starts afresh: nothing of what was sent before it has reached the core that says it.
+    A greeting starts afresh: nothing of what was sent before it has reached the core that says it. A core that is not
+    `is_serving` gets no new requests.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class CoreConnection:
         self.core_index = core_index
         self.load = CoreLoad(config.scheduler)
         self.ready = False
+        self.is_serving = True
         self.epoch = 0
         self._num_dropped_messages = 0
         self._client_index = client_index
@@ -146,6 +149,8 @@ class CoreConnection:
             self._receive_outputs(message)
         elif isinstance(message, CoreReady):
             self._receive_ready(message)
+        elif isinstance(message, ReplicaNews):
+            self._receive_news(message)
         elif isinstance(message, CallResult):
             result = self._calls.pop(message.call_id, None)
             if result is not None and not result.done():
@@ -172,6 +177,13 @@ class CoreConnection:
             self._num_dropped_messages += 1
             self._events.on_lost_outputs(self.core_index)
 
+    def _receive_news(self, news: ReplicaNews) -> None:
+        try:
+            self.load.prefixes.take_in(news)
+            self.load.num_others = news.num_others
+        except ValueError:
+            self._num_dropped_messages += 1
+
     def _receive_ready(self, ready: CoreReady) -> None:
         if (ready.version, ready.core_index) != (PROTOCOL_VERSION, self.core_index):
             self._events.on_refused(
@@ -183,6 +195,8 @@ class CoreConnection:
         self._requests.clear()
         self._aborted.clear()
         self._last_sequence = None
+        self.load.num_others = 0
+        self.load.prefixes.forget()
         self.fail_calls(EngineError(f"core {self.core_index} was restarted; try again"))
         self._peer.send(ClientHello(PROTOCOL_VERSION, ready.epoch, self._client_index))
         self.ready, self.epoch = True, ready.epoch

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +65,8 @@ _decode = msgspec.msgpack.Decoder(list[CoreMetrics], dec_hook=_decode_array).dec
 class SharedMetrics:
     """The metrics of all frontends of an engine: each keeps a copy of its own in the run directory.
 
-    They share a port, so a scrape reaches any one of them and must find the counts of all.
+    They share a port, so a scrape reaches any one of them and must find the counts of all. A frontend that takes the
+    place of a dead one counts on from the last copy, so that no count ever falls.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -78,25 +77,32 @@ class SharedMetrics:
         self._own = path(client_index)
         self._others = [path(index) for index in range(count) if index != client_index]
 
+    def inherit(self) -> list[CoreMetrics] | None:
+        """What this frontend's predecessor had counted, if there was one."""
+        return _read(self._own)
+
     def publish(self, cores: list[CoreMetrics]) -> None:
-        """Show the others what this frontend has counted."""
-        if self._others:
-            scratch = self._own.with_suffix(".new")
-            scratch.write_bytes(_encode(cores))
-            os.replace(scratch, self._own)
+        """Show the others, and a successor, what this frontend has counted."""
+        scratch = self._own.with_suffix(".new")
+        scratch.write_bytes(_encode(cores))
+        os.replace(scratch, self._own)
 
     def total(self, cores: list[CoreMetrics]) -> list[CoreMetrics]:
         """`cores` with what the other frontends have published."""
+        self.publish(cores)
         if not self._others:
             return cores
-        self.publish(cores)
         totals = _decode(_encode(cores))
-        for theirs in self._published():
-            for total, core in zip(totals, theirs, strict=True):
-                total.add(core)
+        for path in self._others:
+            theirs = _read(path)
+            if theirs is not None:
+                for total, core in zip(totals, theirs, strict=True):
+                    total.add(core)
         return totals
 
-    def _published(self) -> Iterable[list[CoreMetrics]]:
-        for path in self._others:
-            with contextlib.suppress(FileNotFoundError):
-                yield _decode(path.read_bytes())
+
+def _read(path: Path) -> list[CoreMetrics] | None:
+    try:
+        return _decode(path.read_bytes())
+    except FileNotFoundError:
+        return None

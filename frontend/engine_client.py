@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, Final
 
-import numpy as np
 import zmq
 
 from ..protocol.arrays import Int32Array, int32_view
-from ..protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
+from ..protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import (
@@ -22,6 +21,7 @@ from ..protocol.messages import (
     EngineStatus,
     FinishReason,
     ReplicaLost,
+    ReplicaState,
 )
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
@@ -32,6 +32,7 @@ from .logprobs import PositionLogprobs
 from .metrics import Metrics
 from .output_processor import OutputProcessor
 from .request_group import Delta, RequestGroup, Sequence, SequenceRequest
+from .routing import choose
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "EngineDraining",
     "Overloaded",
     "PositionLogprobs",
+    "ReplicaUnavailable",
     "RequestGroup",
     "Sequence",
     "SequenceRequest",
@@ -51,6 +53,8 @@ HASHED_AT_ONCE: Final = 4096
 
 MAX_REQUEST_INDEX: Final = 2**31 - 1
 
+NO_MORE: Final[Mapping[int, int]] = {}
+
 
 class EngineDraining(EngineError):
     """The server is about to stop and takes no new requests."""
@@ -58,6 +62,10 @@ class EngineDraining(EngineError):
 
 class EngineDead(EngineError):
     """The engine has failed; the message says why."""
+
+
+class ReplicaUnavailable(EngineError):
+    """The replica that was asked for takes no requests now."""
 
 
 class EngineClient:
@@ -85,7 +93,7 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Some core takes requests."""
-        return self.dead_reason is None and any(core.ready for core in self._cores)
+        return self.dead_reason is None and any(self._open_cores())
 
     @property
     def num_inflight(self) -> int:
@@ -138,7 +146,7 @@ class EngineClient:
         """Start generating. The sequences of one prompt (the same object) share a core.
 
         Raises ParameterError for what the model cannot serve, Overloaded when the queue is full,
-        EngineDraining and EngineDead. Nothing has started when it raises.
+        ReplicaUnavailable, EngineDraining and EngineDead. Nothing has started when it raises.
         """
         arrival_time = time.monotonic()
         self._check_open()
@@ -214,27 +222,26 @@ class EngineClient:
             hashes += hash_blocks(piece, block_size, parent, (), algorithm)
         return hashes
 
+    def _open_cores(self) -> list[CoreConnection]:
+        """The cores that take new requests."""
+        return [core for core in self._cores if core.ready and core.is_serving]
+
     def _route(
         self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
     ) -> list[CoreConnection]:
-        """A core for each sequence: of those that are ready the one with the least in flight. Raises Overloaded."""
-        inflight = [core.load.num_inflight for core in self._cores]
-        if self.ready:
-            inflight = [
-                count if core.ready else sys.maxsize
-                for core, count in zip(self._cores, inflight, strict=True)
-            ]
+        """A core for each sequence. Raises Overloaded and ReplicaUnavailable."""
         new_tokens: Counter[int] = Counter()
         new_sequences: Counter[int] = Counter()
         routed: list[CoreConnection] = []
-        for position, sequence in enumerate(sequences):
+        for position, (sequence, request) in enumerate(zip(sequences, requests, strict=True)):
             prompt = sequence.prompt_token_ids
             if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
-                chosen = int(np.argmin(inflight))
-            inflight[chosen] += 1
-            new_sequences[chosen] += 1
-            new_tokens[chosen] += len(requests[position].prompt_token_ids) // 4
-            routed.append(self._cores[chosen])
+                core = self._choose(
+                    self._block_keys(request), sequence.data_parallel_rank, new_sequences
+                )
+            new_sequences[core.core_index] += 1
+            new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
+            routed.append(core)
         for core_index, count in new_sequences.items():
             try:
                 self._cores[core_index].load.check(count, new_tokens[core_index])
@@ -242,6 +249,33 @@ class EngineClient:
                 self.metrics.record_rejection(core_index, "queue_full")
                 raise
         return routed
+
+    def _choose(
+        self, keys: list[int], rank: int | None = None, more: Mapping[int, int] = NO_MORE
+    ) -> CoreConnection:
+        """The core for a prompt with these blocks, `more` sequences being about to go to each."""
+        candidates = self._open_cores()
+        if rank is not None:
+            if self._cores[rank] not in candidates:
+                raise ReplicaUnavailable(f"replica {rank} takes no requests now")
+            return self._cores[rank]
+        # Without an open core the requests wait for the first that opens.
+        candidates = candidates or self._cores
+        if len(candidates) == 1:
+            return candidates[0]
+        return candidates[
+            choose(
+                [core.load.total + more.get(core.core_index, 0) for core in candidates],
+                [core.load.prefixes.count(keys) for core in candidates],
+                len(keys),
+                keys[0] if keys else 0,
+                self._config.scheduler.max_num_seqs,
+            )
+        ]
+
+    def _block_keys(self, request: EngineCoreRequest) -> list[int]:
+        """What the caches of several replicas know the prompt's blocks by."""
+        return block_keys(request.block_hashes) if len(self._cores) > 1 else []
 
     def _start_sequence(
         self, wanted: SequenceRequest, request: EngineCoreRequest, core: CoreConnection
@@ -259,9 +293,12 @@ class EngineClient:
                 min_tokens=params.min_tokens,
             )
         request.request_index = self._next_request_index()
-        sequence = Sequence(request, params, len(prompt), detokenizer, core.core_index, core.load)
+        keys = self._block_keys(request)
+        sequence = Sequence(
+            request, params, len(prompt), detokenizer, core.core_index, core.load, keys
+        )
         self._output.sequences[request.request_index] = sequence
-        core.load.submitted(len(prompt))
+        core.load.submitted(len(prompt), keys)
         core.add(request)
         return sequence
 
@@ -308,11 +345,9 @@ class EngineClient:
 
     def _status_is_known(self, status: EngineStatus) -> None:
         """Sequences of a core that is gone go on at another one, if there is one."""
-        for core in self._cores:
-            process = next(
-                (p for p in status.processes if p.name == f"core {core.core_index}"), None
-            )
-            if process is not None and core.ready and process.epoch > core.epoch:
+        for core, replica in zip(self._cores, status.replicas, strict=False):
+            core.is_serving = replica.state is ReplicaState.SERVING
+            if replica.epoch > core.epoch:
                 core.ready = False
         if not self.ready:
             return
@@ -321,8 +356,7 @@ class EngineClient:
                 self._move(sequence)
 
     def _move(self, sequence: Sequence) -> None:
-        ready = [core for core in self._cores if core.ready]
-        core = min(ready, key=lambda core: core.load.num_inflight)
+        core = self._choose(sequence.block_keys)
         self._output.move(sequence, core.core_index, core.load)
         self._resubmit(sequence, core)
 

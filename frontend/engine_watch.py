@@ -1,4 +1,4 @@
-"""What a frontend knows of the engine's processes, from the supervisor."""
+"""What a frontend knows of the engine's processes, from the supervisor, and what it asks of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ import zmq
 
 from ..protocol.config import EngineConfig
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import EngineStatus, ProcessInfo, Stage
-from ..protocol.transport import StatusSubscriber
+from ..protocol.messages import (
+    EngineStatus,
+    ProcessInfo,
+    ReplicaAction,
+    ReplicaCommand,
+    ReplicaInfo,
+    ReplicaState,
+    Stage,
+)
+from ..protocol.transport import StatusReporter, StatusSubscriber
+
+ANSWER_S = 5.0
+ANSWER_POLL_S = 0.02
+"""How long the supervisor may take to do what it is asked, and how often its account is looked at."""
 
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """After so many missed heartbeats a process is called stuck, before it is killed for it."""
@@ -28,6 +40,7 @@ class EngineWatch:
         on_status: Callable[[EngineStatus], None],
     ) -> None:
         self._subscriber = StatusSubscriber(context, config)
+        self._reporter = StatusReporter(context, config, "a frontend")
         self._on_status = on_status
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._subscriber.socket.FD, self._read)
@@ -38,27 +51,39 @@ class EngineWatch:
     def close(self) -> None:
         self._loop.remove_reader(self._subscriber.socket.FD)
         self._subscriber.close()
+        self._reporter.close()
+
+    async def command(self, replica: int, action: ReplicaAction) -> ReplicaInfo:
+        """Have something done to a replica. Raises TimeoutError when the supervisor does not do it."""
+        self._reporter.command(ReplicaCommand(replica, action))
+        is_to_serve = action is ReplicaAction.UNDRAIN
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                await asyncio.sleep(ANSWER_POLL_S)
+                info = self.status.replicas[replica]
+                if (info.state is ReplicaState.SERVING) == is_to_serve:
+                    return info
 
     def find_trouble(self) -> str:
-        """Which process does not make progress, and since when; "" when all do."""
+        """Which process does not make progress, and since when; "" when all do, and enough: of several replicas one."""
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
+        serving = {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
+        hindered: dict[int, str] = {}
         # Who has no machine to run on is waited for by others.
         for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
-            if process.stage is not Stage.READY:
-                return f"{process.name}: {process.stage} {process.detail}".rstrip()
-            if process.silent_s + age_s > SILENCE_S:
-                return f"{process.name}: silent for {process.silent_s + age_s:.1f} s"
-        return ""
+            trouble = _trouble_of(process, age_s)
+            if trouble and process.replica is None:
+                return trouble
+            if trouble and process.replica in serving:
+                hindered.setdefault(process.replica, trouble)
+        return hindered[min(serving)] if serving and serving == hindered.keys() else ""
 
     @property
     def is_beyond_help(self) -> bool:
         """Whether the supervisor, which restarts all others, is silent itself."""
         return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
-
-    def process(self, name: str) -> ProcessInfo | None:
-        return next((p for p in self.status.processes if p.name == name), None)
 
     def _read(self) -> float:
         """Take in what has come. Returns the age of the newest status in seconds."""
@@ -66,3 +91,11 @@ class EngineWatch:
             self.status, self._heard_at = status, time.monotonic()
             self._on_status(status)
         return time.monotonic() - self._heard_at
+
+
+def _trouble_of(process: ProcessInfo, age_s: float) -> str:
+    if process.stage is not Stage.READY:
+        return f"{process.name}: {process.stage} {process.detail}".rstrip()
+    if process.silent_s + age_s > SILENCE_S:
+        return f"{process.name}: silent for {process.silent_s + age_s:.1f} s"
+    return ""

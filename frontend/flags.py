@@ -473,6 +473,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "stages of layers, one after the other, each with its workers",
             integer(1, 1024),
         ),
+        Flag(
+            "--data-parallel-size --dp --dp-size -dp",
+            "parallel.data_parallel_size",
+            "replicas of the model, each with its own KV cache",
+            integer(1, 256),
+        ),
     ),
     "several machines": (
         Flag(
@@ -552,7 +558,6 @@ HARMLESS = (
 capture, and no periodic statistics or access log."""
 
 ONLY_VALUE = {
-    "--data-parallel-size --dp --dp-size -dp": "1",
     "--load-format": "auto",
     "--tokenizer-mode": "auto",
     "--cpu-offload-gb": "0",

@@ -35,6 +35,10 @@ GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     ),
 }
 
+OLD_GAUGES: Final = {"gpu_cache_usage_perc": GAUGES["kv_cache_usage_perc"]}
+OLD_HISTOGRAMS: Final = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
+"""What vLLM called some metrics before; dashboards still do."""
+
 OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "host_cache_usage_perc": (
         "Share of the host tier's blocks with content, 0 to 1.",
@@ -122,14 +126,19 @@ class Metrics(Collector):
 
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
         num_cores = config.parallel.data_parallel_size
-        self._cores = [_new_core_metrics(config.model.max_model_len) for _ in range(num_cores)]
-        self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._shared = SharedMetrics(config, client_index)
+        self._cores = self._shared.inherit() or [
+            _new_core_metrics(config.model.max_model_len) for _ in range(num_cores)
+        ]
+        self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
+        self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._config = config
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        if config.parallel.api_server_count == 1:
+            # A scrape does not choose the frontend that answers, and these counts do not add up.
+            ProcessCollector(registry=self._registry)
 
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
         """`count` tells how many messages of a core this frontend has dropped."""
@@ -230,14 +239,17 @@ class Metrics(Collector):
         )
         yield self._dropped_frames(cores)
         if "vllm" in self._config.frontend.metrics_compat:
-            yield from self._families("vllm", cores, GAUGES, COUNTERS)
+            yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, COUNTERS)
+            yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
 
     def describe(self) -> Iterator[Family]:
         return iter(())
 
     def _recorded(self) -> list[CoreMetrics]:
-        for core, count in zip(self._cores, self._count_dropped_frames, strict=True):
-            core.num_frames_dropped_here = count()
+        for core, before, count in zip(
+            self._cores, self._num_frames_dropped_before, self._count_dropped_frames, strict=True
+        ):
+            core.num_frames_dropped_here = before + count()
         return self._cores
 
     def _families(
@@ -278,13 +290,23 @@ class Metrics(Collector):
             for rejection, count in core.num_rejected.items():
                 family.add_metric([*values, rejection], count)
         yield family
-        for name, (documentation, _) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
-            for values, core in cores:
-                histogram = core.histograms[name]
-                family.add_metric(values, histogram.cumulative_buckets(), histogram.sum)
-            yield family
+        yield from self._histograms(prefix, all_cores, {name: name for name in HISTOGRAMS})
         yield self._cache_config(prefix, all_cores)
+
+    def _histograms(
+        self, prefix: str, cores: list[CoreMetrics], names: dict[str, str]
+    ) -> Iterator[Family]:
+        """Histograms under other names: `names` maps each to its own."""
+        for name, source in names.items():
+            family = HistogramMetricFamily(
+                f"{prefix}:{name}", HISTOGRAMS[source][0], labels=["model_name", "engine"]
+            )
+            for index, core in enumerate(cores):
+                histogram = core.histograms[source]
+                family.add_metric(
+                    [self._model_name, str(index)], histogram.cumulative_buckets(), histogram.sum
+                )
+            yield family
 
     def _dropped_frames(self, cores: list[CoreMetrics]) -> Family:
         family = CounterMetricFamily(

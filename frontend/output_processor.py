@@ -89,7 +89,7 @@ class OutputProcessor:
         sequence.error = error
         sequence.finish_time = time.monotonic()
         self._leave_queue(sequence)
-        sequence.load.finished()
+        sequence.load.finished(sequence.block_keys)
         self._metrics.record_finished(sequence)
         sequence.group.num_unfinished -= 1
         self._has_news(sequence)
@@ -97,8 +97,8 @@ class OutputProcessor:
     def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
         """A sequence goes on at another core."""
         self._leave_queue(sequence)
-        sequence.load.moved_away()
-        load.submitted(sequence.num_prompt_tokens)
+        sequence.load.moved_away(sequence.block_keys)
+        load.submitted(sequence.num_prompt_tokens, sequence.block_keys)
         if sequence.scheduled_time:
             load.left_queue(sequence.num_prompt_tokens, was_queued=False)
         else:

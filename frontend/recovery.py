@@ -43,6 +43,7 @@ class RecoveryUnit:
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_fruitless_deaths = 0
         self.is_down = False
+        self._is_renewed = False
         self._start_at = 0.0
 
     def start(self) -> list[Child]:
@@ -51,6 +52,13 @@ class RecoveryUnit:
         for spec in started:
             self.children[spec.name] = Child(spec, self.epoch, self._launch(spec, self.epoch))
         return [self.children[spec.name] for spec in started]
+
+    def restart(self, now: float) -> None:
+        """End every process, to start them anew: not a death that counts."""
+        self.is_down = self._is_renewed = True
+        self._start_at = now
+        for child in self.children.values():
+            child.kill()
 
     def died(self, child: Child, max_restarts: int) -> bool:
         """A process is gone; False when it is one time too many."""
@@ -82,7 +90,11 @@ class RecoveryUnit:
             return []
         dead = [child for child in self.children.values() if not child.alive]
         # Several followers may have been left in different steps: some had the last one, some had not.
-        if len(self._specs) > 2 or any(child.spec is not self.leader for child in dead):
+        if (
+            self._is_renewed
+            or len(self._specs) > 2
+            or any(child.spec is not self.leader for child in dead)
+        ):
             for child in self.children.values():
                 if child.spec is not self.leader:
                     child.kill()
@@ -90,7 +102,7 @@ class RecoveryUnit:
                 return []
         if now < self._start_at:
             return []
-        self.is_down = False
+        self.is_down = self._is_renewed = False
         self.epoch += 1
         for child in dead:
             child.close()
@@ -102,6 +114,10 @@ class RecoveryUnit:
     def is_ready(self) -> bool:
         leader = self.children.get(self.leader.name)
         return leader is not None and leader.alive and leader.stage is Stage.READY
+
+    @property
+    def has_restarted(self) -> bool:
+        return not self.is_down and self.is_ready
 
     @property
     def next_action(self) -> float | None:

@@ -36,7 +36,7 @@ FAILURES: Final = frozenset(FinishReason) - {
 class SequenceRequest:
     """One prompt with one sampling. `prompt_token_ids` are integers [T], `params.n` is not expanded.
 
-    `deadline` is in CLOCK_MONOTONIC seconds, 0 for none.
+    `deadline` is in CLOCK_MONOTONIC seconds, 0 for none. `data_parallel_rank` is the replica to use, None for any.
     """
 
     prompt_token_ids: npt.ArrayLike
@@ -45,6 +45,7 @@ class SequenceRequest:
     cache_salt: str | None = None
     tenant: str = ""
     deadline: float = 0.0
+    data_parallel_rank: int | None = None
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -68,7 +69,7 @@ class Sequence:
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
     frontend's, the others the core's. `num_losses` counts the replicas that were lost while they computed it,
-    since it was last above suspicion.
+    since it was last above suspicion. `block_keys` are those of its prompt where there are several replicas.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Sequence:
         detokenizer: IncrementalDetokenizer | None,
         core_index: int,
         load: CoreLoad,
+        block_keys: list[int],
     ) -> None:
         self.request = request
+        self.block_keys = block_keys
         self.num_losses = 0
         self.core_index = core_index
         self.load = load

@@ -20,12 +20,20 @@ import zmq
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import EngineStatus, Heartbeat, ProcessReport, ProcessStatus, Stage
+from ..protocol.messages import (
+    EngineStatus,
+    Heartbeat,
+    ProcessReport,
+    ProcessStatus,
+    ReplicaCommand,
+    Stage,
+)
 from ..protocol.transport import StatusPublisher, StatusReceiver
 from .child import Child
 from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
 from .nodes import Nodes
 from .recovery import RecoveryUnit
+from .rotation import Rotation
 from .stop_signals import StopSignals
 
 __all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor", "engine_processes"]
@@ -40,7 +48,7 @@ LAST_WORDS_S = 0.3
 """A process that ends by itself may have said why; its message can arrive after its end is seen."""
 
 DRAIN_GRACE_S = 5.0
-"""What a frontend may take beyond the shutdown timeout, and cores and workers altogether."""
+"""What a frontend may take beyond the shutdown timeout, and cores and workers each."""
 
 
 class ProcessFailed(EngineError):
@@ -104,6 +112,8 @@ class Supervisor:
         self._units = _make_units(specs, config.epoch, self._launch)
         self._limits = config.recovery
         self.drain_timeout_s = config.frontend.shutdown_timeout_s
+        replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
+        self._rotation = Rotation(replicas, self.drain_timeout_s)
         self._on_status = on_status
         self._on_recovery = on_recovery
         self._signals = signals
@@ -222,6 +232,7 @@ class Supervisor:
             self._signals.raise_if_received()
         self._read_reports()
         self._kill_what_hangs()
+        self._rotation.advance(time.monotonic())
         for unit in self._units:
             for child in list(unit.children.values()):
                 if not child.alive and child.exit_fd is not None:
@@ -242,7 +253,12 @@ class Supervisor:
             for remote_report in self._nodes.read_reports():
                 self._take_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
-            self._take_report(report)
+            if isinstance(report, ReplicaCommand):
+                self._tell(f"replica {report.replica}: {report.action}")
+                self._rotation.obey(report, time.monotonic())
+                self._publish()
+            else:
+                self._take_report(report)
 
     def _take_report(self, report: ProcessReport) -> None:
         child = next((c for c in self._children() if c.spec.name == report.process), None)
@@ -252,6 +268,7 @@ class Supervisor:
             child.beat(report)
             return
         child.enter(report.stage, report.detail)
+        self._last_published = 0.0
         if self._on_status is not None and not self.was_ready:
             self._on_status(report)
         if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
@@ -305,7 +322,7 @@ class Supervisor:
             for unit in reversed(self._units)
             for name, child in unit.children.items()
         ]
-        self._publisher.publish(EngineStatus(processes))
+        self._publisher.publish(EngineStatus(processes, self._rotation.infos()))
 
     def _tell(self, text: str) -> None:
         if self._on_recovery is not None:

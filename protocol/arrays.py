@@ -1,6 +1,6 @@
 """Integer and float arrays as raw little-endian bytes inside messages.
 
-A message carries an array as `bytes`; these are the only two conversions. Decoding is a view,
+A message carries an array as `bytes`; these are the only conversions. Decoding is a view,
 not a copy, and therefore read-only.
 """
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -20,6 +21,7 @@ if sys.byteorder != "little":
     raise ImportError("engine messages are little-endian and this machine is not")
 
 _INT32 = np.dtype("<i4")
+_UINT64 = np.dtype("<u8")
 _FLOAT32 = np.dtype("<f4")
 
 
@@ -31,6 +33,16 @@ def int32_bytes(values: npt.ArrayLike) -> bytes:
 def int32_view(data: bytes | memoryview) -> Int32Array:
     """View int32 bytes as a flat array. Raises ValueError when the length is not a multiple of 4."""
     return np.frombuffer(data, dtype=_INT32)
+
+
+def uint64_bytes(values: npt.ArrayLike) -> bytes:
+    """Encode integers of any shape as row-major uint64 bytes."""
+    return np.ascontiguousarray(values, dtype=_UINT64).tobytes()
+
+
+def uint64_view(data: bytes | memoryview) -> UInt64Array:
+    """View uint64 bytes as a flat array. Raises ValueError when the length is not a multiple of 8."""
+    return np.frombuffer(data, dtype=_UINT64)
 
 
 def float32_bytes(values: npt.ArrayLike) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Int32Array
+from .arrays import Int32Array, uint64_view
 from .config import PrefixHash
 
 HASH_BYTES: Final = 32
@@ -63,6 +63,12 @@ def hash_blocks(
         parent = new_hash(content).digest() + padding
         digests.append(parent)
     return b"".join(digests)
+
+
+def block_keys(hashes: bytes) -> list[int]:
+    """The first 8 bytes of each of the concatenated `hashes`, little-endian: enough to tell where a block may be found."""
+    keys: list[int] = uint64_view(hashes)[:: HASH_BYTES // 8].tolist()
+    return keys
 
 
 def block_hasher(algorithm: PrefixHash) -> HashBlocks:

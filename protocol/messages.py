@@ -307,7 +307,20 @@ class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=
     bystanders: I32
 
 
-CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult | ReplicaLost
+class ReplicaNews(msgspec.Struct, tag="news", array_like=True, omit_defaults=True, gc=False):
+    """What a frontend must know of a core to choose between several.
+
+    `num_others` requests of other frontends are there. `stored` and `removed` are the keys of blocks that its prefix
+    cache has got and lost (see `block_hash.block_keys`); nothing else `is_whole` news finds in it.
+    """
+
+    num_others: int
+    stored: bytes = b""
+    removed: bytes = b""
+    is_whole: bool = False
+
+
+CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaNews
 
 
 # core -> worker
@@ -546,7 +559,27 @@ class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=Tr
     kv_cache_usage: float = 0.0
 
 
+class ReplicaAction(enum.StrEnum):
+    DRAIN = "drain"
+    UNDRAIN = "undrain"
+    RESTART = "restart"
+
+
+class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, frozen=True):
+    """What a frontend was asked to have done to a replica.
+
+    DRAIN lets it get no new requests; RESTART does too, and when the last one has ended all its processes are started
+    anew, after which it serves as after UNDRAIN.
+    """
+
+    replica: int
+    action: ReplicaAction
+
+
 ProcessReport: TypeAlias = ProcessStatus | Heartbeat
+"""What every process says of itself."""
+
+SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand
 
 
 # supervisor -> frontends
@@ -567,9 +600,30 @@ class ProcessInfo(msgspec.Struct, gc=False):
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    replica: int | None = None
+
+
+class ReplicaState(enum.StrEnum):
+    """New requests go to a replica that is SERVING only, whether it is up or about to be."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    RESTARTING = "restarting"
+
+
+class ReplicaInfo(msgspec.Struct, gc=False):
+    """One replica. `epoch` counts its lives."""
+
+    replica: int
+    state: ReplicaState
+    epoch: int
+    num_running: int
+    num_waiting: int
 
 
 class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, the frontends first."""
+    """Every process of the engine, the frontends first, and every replica in order."""
 
     processes: list[ProcessInfo]
+    replicas: list[ReplicaInfo] = []

@@ -21,7 +21,14 @@ import zmq
 from .cluster_key import ClusterKey, admit_clients
 from .config import EngineConfig
 from .errors import ConfigError, EngineError
-from .messages import EngineStatus, Heartbeat, ProcessReport, ProcessStatus, Stage
+from .messages import (
+    EngineStatus,
+    Heartbeat,
+    ProcessStatus,
+    ReplicaCommand,
+    Stage,
+    SupervisorMessage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +181,10 @@ class StatusReporter:
         heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
         self._socket.send(_encode(heartbeat))
 
+    def command(self, command: ReplicaCommand) -> None:
+        """Ask for something that only the supervisor can do."""
+        self._socket.send(_encode(command))
+
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
         self._socket.send(
             _encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
@@ -206,11 +217,11 @@ class StatusReceiver:
         self.socket = _open_socket(context, zmq.PULL)
         self.socket.bind(config.supervisor_address())
         self.num_dropped_frames = 0
-        self._decode: Callable[[bytes], ProcessReport]
-        self._decode = msgspec.msgpack.Decoder(ProcessReport).decode
+        self._decode: Callable[[bytes], SupervisorMessage]
+        self._decode = msgspec.msgpack.Decoder(SupervisorMessage).decode
 
-    def receive(self, timeout_ms: int) -> ProcessReport | None:
-        """The next report within `timeout_ms`; None when there is none. Garbage is counted and dropped."""
+    def receive(self, timeout_ms: int) -> SupervisorMessage | None:
+        """The next message within `timeout_ms`; None when there is none. Garbage is counted and dropped."""
         while self.socket.poll(timeout_ms):
             try:
                 return self._decode(self.socket.recv())

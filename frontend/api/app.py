@@ -11,12 +11,14 @@ from .completions import Completions
 from .edge import Edge
 from .endpoint import ServerSend
 from .management import Management
+from .replicas import Replicas
 from .serving import Serving
 from .tokenization import Tokenization
 
 
 def create_app(serving: Serving) -> ASGIApp:
     management = Management(serving)
+    replicas = Replicas(serving)
     tokenization = Tokenization(serving)
     routes = [
         Route("/v1/models", management.models),
@@ -33,6 +35,8 @@ def create_app(serving: Serving) -> ASGIApp:
         Route("/version", management.version),
         Route("/load", management.load),
         Route("/engine/status", management.engine_status),
+        Route("/replicas", replicas.list),
+        Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
     ]

@@ -14,7 +14,13 @@ from .body import BodyDecoder, read_body
 from .deadline import read_deadline
 from .errors import json_response
 from .event_stream import ChunkEncoder, EventStream
-from .generation import PreparedPrompt, collect, submit, verify_streaming
+from .generation import (
+    PreparedPrompt,
+    collect,
+    find_data_parallel_rank,
+    submit,
+    verify_streaming,
+)
 from .logprobs import Json
 from .schema import GenerationRequest
 from .serving import Serving
@@ -50,6 +56,7 @@ class Endpoint(ABC, Generic[Request]):
         model = serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
+        rank = find_data_parallel_rank(scope, serving.num_replicas)
         prompts, new_answer = await self._prepare(request, len(body))
         request_id = state["request_id"]
         group = await submit(
@@ -59,6 +66,7 @@ class Endpoint(ABC, Generic[Request]):
             request_id,
             tenant=state["tenant"] or request.user or "",
             deadline=deadline,
+            data_parallel_rank=rank,
         )
         try:
             answer = new_answer(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from ...protocol.sampling_params import SamplingParams
 from ..engine_client import (
@@ -15,6 +16,7 @@ from ..engine_client import (
     EngineDead,
     EngineDraining,
     Overloaded,
+    ReplicaUnavailable,
     RequestGroup,
     SequenceRequest,
 )
@@ -28,9 +30,13 @@ from .errors import (
     unavailable,
 )
 from .prompts import verify_num_sequences
+from .replicas import parse_rank
 from .sampling import params_for_output
 from .schema import GenerationRequest
 from .serving import Serving
+
+RANK_HEADER: Final = "X-data-parallel-rank"
+_RANK_HEADER = RANK_HEADER.lower().encode()
 
 
 @dataclass(slots=True)
@@ -50,6 +56,14 @@ def verify_streaming(request: GenerationRequest) -> None:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
 
 
+def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
+    """The replica that the client asks for in a header. Raises APIError 400 for what is none."""
+    for name, value in scope["headers"]:
+        if name == _RANK_HEADER:
+            return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)
+    return None
+
+
 async def submit(
     serving: Serving,
     request: GenerationRequest,
@@ -58,6 +72,7 @@ async def submit(
     *,
     tenant: str,
     deadline: float,
+    data_parallel_rank: int | None,
 ) -> RequestGroup:
     """Start every output of every prompt: sequence `i * n + j` is output j of prompt i.
 
@@ -76,6 +91,7 @@ async def submit(
             cache_salt=request.cache_salt,
             tenant=tenant,
             deadline=deadline,
+            data_parallel_rank=data_parallel_rank,
         )
         for prompt in prompts
         for j in range(n)
@@ -84,6 +100,8 @@ async def submit(
         return await serving.engine.submit(sequences, request_id=request_id)
     except Overloaded as error:
         raise unavailable(str(error), error.retry_after_s) from None
+    except ReplicaUnavailable as error:
+        raise unavailable(f"{error}; leave out {RANK_HEADER}", serving.retry_after_s) from None
     except EngineDraining as error:
         raise unavailable(str(error), serving.retry_after_s) from None
     except EngineDead as error:

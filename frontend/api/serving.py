@@ -91,6 +91,10 @@ class Serving:
         return self.stage is Stage.READY and self.engine.ready
 
     @property
+    def num_replicas(self) -> int:
+        return self.config.parallel.data_parallel_size
+
+    @property
     def trouble(self) -> str:
         """Which process of a server that was started does not make progress, if one does not."""
         if self.stage is not Stage.READY or self.engine.watch is None:

@@ -208,7 +208,7 @@ def test_values_and_the_spellings_of_the_peers(
         (["--enable-lora"], ["--enable-lora is not supported by this version"]),
         (["--speculative_config={}"], ["--speculative-config is not supported"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
-        (["--data-parallel-size=4"], ["--data-parallel-size 4 is not supported"]),
+        (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
         (["--load-format", "dummy"], ["--load-format dummy is not supported", "only auto"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
         (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
@@ -224,7 +224,7 @@ def test_bad_arguments_get_one_line_with_flag_value_and_limit(
 
 
 def test_flags_of_the_peers_that_change_nothing_are_accepted() -> None:
-    same = ["--trust-remote-code", "-dp", "1", "--load-format", "auto"]
+    same = ["--trust-remote-code", "--load-format", "auto"]
     assert parse(*same) == parse()
 
 

@@ -1,8 +1,10 @@
 import asyncio
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from engine.frontend.engine_client import (
@@ -10,11 +12,12 @@ from engine.frontend.engine_client import (
     EngineDead,
     EngineDraining,
     Overloaded,
+    ReplicaUnavailable,
     RequestGroup,
     SequenceRequest,
 )
-from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
+from engine.protocol.arrays import int32_bytes, int32_view, uint64_bytes
+from engine.protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
 from engine.protocol.config import PROTOCOL_VERSION, ParallelConfig, PrefixHash, SchedulerConfig
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import (
@@ -24,9 +27,10 @@ from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineStatus,
     LossNoted,
-    ProcessInfo,
+    ReplicaInfo,
     ReplicaLost,
-    Stage,
+    ReplicaNews,
+    ReplicaState,
 )
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.transport import StatusPublisher
@@ -317,8 +321,10 @@ async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_
     client = EngineClient(config, 0, smollm2_tokenizer())
     with zmq.Context() as context:
         publisher = StatusPublisher(context, config)
+        epochs = config.epoch + 1, config.epoch
         gone = EngineStatus(
-            [ProcessInfo("core 0", 1, Stage.STARTING, "", 8, 1, 0.0, 0.0, 0.0, 0, 0, 0.0)]
+            [],
+            [ReplicaInfo(i, ReplicaState.SERVING, epoch, 0, 0) for i, epoch in enumerate(epochs)],
         )
 
         def receive() -> None:
@@ -497,6 +503,61 @@ async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Pat
     await client.submit(batch, request_id="four prompts")
     await until(lambda: [len(core.requests) for core in cores] == [6, 6], receive)
     client.close()
+    for core in cores:
+        core.close()
+
+
+@on_event_loop
+async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replica(
+    tmp_path: Path,
+) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    cores = [EchoCore(config, 0), EchoCore(config, 1)]
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    prompt = list(range(100, 100 + 3 * config.cache.block_size))
+    hashes = hash_blocks(np.array(prompt, np.int32), config.cache.block_size, root_hash())
+
+    def receive() -> None:
+        for core in cores:
+            core.receive()
+
+    async def arrived(*counts: int) -> None:
+        await until(lambda: tuple(len(core.requests) for core in cores) == counts, receive)
+
+    with zmq.Context() as context:
+        publisher = StatusPublisher(context, config)
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, receive)
+        cores[1].hub.send(b"client0", ReplicaNews(0, uint64_bytes(block_keys(hashes))))
+        answer = asyncio.ensure_future(client.reset_prefix_cache())
+        await until(answer.done, receive)
+        for _ in range(3):
+            await client.submit([request(prompt=prompt)], request_id="its prefix is at 1")
+        await arrived(0, 3)
+        await client.submit([request()], request_id="another prompt")
+        await arrived(1, 3)
+        cores[1].hub.send(b"client0", ReplicaNews(20, removed=uint64_bytes(block_keys(hashes))))
+        cores[0].hub.send(b"client0", ReplicaNews(5))
+        answer = asyncio.ensure_future(client.reset_prefix_cache())
+        await until(answer.done, receive)
+        for _ in range(4):
+            await client.submit([request()], request_id="others have more at 1")
+        await arrived(5, 3)
+        await client.submit([replace(request(), data_parallel_rank=1)], request_id="by name")
+        await arrived(5, 4)
+        states = ReplicaState.DRAINING, ReplicaState.SERVING
+        infos = [ReplicaInfo(i, state, config.epoch, 0, 0) for i, state in enumerate(states)]
+        drained = EngineStatus([], infos)
+        await until(
+            lambda: client.watch is not None and client.watch.status.replicas == infos,
+            lambda: (publisher.publish(drained), receive()),
+        )
+        await client.submit([request()], request_id="0 is drained")
+        await arrived(5, 5)
+        with pytest.raises(ReplicaUnavailable, match="replica 0"):
+            await client.submit([replace(request(), data_parallel_rank=0)], request_id="by name")
+        client.close()
+        publisher.close()
     for core in cores:
         core.close()
 

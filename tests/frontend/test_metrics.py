@@ -195,6 +195,32 @@ def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
     assert value(scrape(second), "engine:num_requests_running") == 1
 
 
+def test_a_frontend_counts_on_where_its_predecessor_ended(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    first = Metrics(config)
+    first.record_tokens(0, 5, [0.1, 0.2])
+    first.watch_dropped_frames(0, lambda: 3)
+    first.publish()
+    second = Metrics(config)
+    second.record_tokens(0, 2, [0.1])
+    second.watch_dropped_frames(0, lambda: 1)
+    samples = scrape(second)
+    assert value(samples, "engine:generation_tokens_total") == 7
+    assert value(samples, "engine:inter_token_latency_seconds_count") == 3
+    assert value(samples, "engine:dropped_frames_total", process="frontend") == 4
+
+
+def test_the_old_names_of_vllm_metrics_are_there_too(tmp_path: Path) -> None:
+    metrics = Metrics(with_compat(engine_config(tmp_path)))
+    metrics.record_stats(0, SchedulerStats(kv_cache_usage=0.5))
+    metrics.record_tokens(0, 2, [0.1, 0.3])
+    samples = scrape(metrics)
+    assert value(samples, "vllm:gpu_cache_usage_perc") == 0.5
+    assert value(samples, "vllm:time_per_output_token_seconds_count") == 2
+    assert value(samples, "vllm:time_per_output_token_seconds_bucket", le="0.2") == 1
+    assert "engine:gpu_cache_usage_perc" not in samples
+
+
 def test_vllm_names_only_on_request(tmp_path: Path) -> None:
     assert not any(name.startswith("vllm") for name in scrape(Metrics(engine_config(tmp_path))))
 

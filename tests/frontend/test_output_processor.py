@@ -72,7 +72,7 @@ class Harness:
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
-        sequence = Sequence(request, params, 3, detokenizer, 0, self.load)
+        sequence = Sequence(request, params, 3, detokenizer, 0, self.load, [])
         self.processor.sequences[request.request_index] = sequence
         self.load.submitted(3)
         return sequence

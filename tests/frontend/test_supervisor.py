@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from engine.frontend import supervisor as supervisor_module
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
 from engine.protocol.config import ParallelConfig, RecoveryConfig
-from engine.protocol.messages import ProcessStatus, Stage
+from engine.protocol.messages import (
+    ProcessStatus,
+    ReplicaAction,
+    ReplicaCommand,
+    ReplicaState,
+    Stage,
+)
+from engine.protocol.transport import StatusReporter, StatusSubscriber
 from msgspec.structs import replace
 from support.processes import eventually, is_running
 from support.stand_ins import make_config, make_specs
@@ -127,7 +135,7 @@ def test_a_worker_that_dies_takes_its_core_along_and_nobody_else(run_dir: str) -
         before = supervisor.pids
         os.kill(before["worker 0"], signal.SIGSEGV)
         assert eventually(lambda: supervisor.poll() or lives(run_dir, "core 0") == 2)
-        assert lives(run_dir, "worker 0") == 2
+        assert eventually(lambda: lives(run_dir, "worker 0") == 2)
         assert supervisor.pids["frontend 0"] == before["frontend 0"]
 
 
@@ -161,6 +169,79 @@ def test_a_step_that_takes_too_long_is_a_hang_though_its_process_lives(run_dir: 
         supervisor.start()
         with pytest.raises(ProcessFailed, match=r"worker 0 has been in one step for 6 s, and was"):
             supervisor.watch()
+
+
+TWO_REPLICAS = ALL_READY | {"worker 1": "ready", "core 1": "ready"}
+
+
+class Operator:
+    """Gives commands and sees what is published, as a frontend does."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: str) -> None:
+        self._supervisor = supervisor
+        self._context = zmq.Context()
+        config = make_config(run_dir)
+        self._reporter = StatusReporter(self._context, config, "operator")
+        self._subscriber = StatusSubscriber(self._context, config)
+        self._states: list[ReplicaState] = []
+
+    def command(self, replica: int, action: ReplicaAction) -> None:
+        self._reporter.command(ReplicaCommand(replica, action))
+
+    def sees(self, *states: str) -> bool:
+        def look() -> bool:
+            self._supervisor.poll()
+            if (status := self._subscriber.receive()) is not None:
+                self._states = [replica.state for replica in status.replicas]
+            return self._states == list(states)
+
+        return eventually(look)
+
+    def close(self) -> None:
+        self._reporter.close()
+        self._subscriber.close()
+        self._context.term()
+
+
+@pytest.fixture
+def operated(run_dir: str) -> Iterator[tuple[Supervisor, Operator]]:
+    with supervisor_of(run_dir, TWO_REPLICAS) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        yield supervisor, operator
+        operator.close()
+
+
+def test_a_restarted_replica_is_drained_renewed_and_serves_again(
+    run_dir: str, operated: tuple[Supervisor, Operator]
+) -> None:
+    supervisor, operator = operated
+    before = supervisor.pids
+    assert operator.sees("serving", "serving")
+    operator.command(1, ReplicaAction.RESTART)
+    assert operator.sees("serving", "draining")
+    assert operator.sees("serving", "restarting")
+    assert operator.sees("serving", "serving")
+    after = supervisor.pids
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"core 1", "worker 1"}
+    assert (lives(run_dir, "core 1"), lives(run_dir, "worker 1")) == (2, 2)
+
+
+def test_a_drained_replica_stays_out_until_it_is_undrained(
+    operated: tuple[Supervisor, Operator],
+) -> None:
+    supervisor, operator = operated
+    before = supervisor.pids
+    operator.command(0, ReplicaAction.DRAIN)
+    assert operator.sees("drained", "serving")
+    operator.command(1, ReplicaAction.DRAIN)
+    operator.command(1, ReplicaAction.RESTART)
+    operator.command(7, ReplicaAction.DRAIN)
+    operator.command(0, ReplicaAction.UNDRAIN)
+    assert operator.sees("serving", "serving")
+    assert supervisor.pids == before
 
 
 def test_streams_that_outlast_the_shutdown_timeout_are_cut(

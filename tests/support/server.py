@@ -79,11 +79,12 @@ class Server:
         wait_until(find, what=f"a process called {title}")
         return found[0]
 
-    def post(self, path: str, body: Any, timeout: float = 120) -> tuple[int, Any]:
+    def post(
+        self, path: str, body: Any, timeout: float = 120, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, headers={"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
         return self._open(request, timeout)
 
     def get(self, path: str, timeout: float = 30) -> tuple[int, Any]:
@@ -101,10 +102,11 @@ class Server:
         except json.JSONDecodeError:
             return status, text
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, engine: str = '[^"]*') -> float:
+        """The sum of a metric's samples, of every replica or of one."""
         _, text = self.get("/metrics")
-        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        pattern = rf"^{re.escape(name)}(?:{{[^}}]*engine=\"{engine}\"[^}}]*}})? (\S+)$"
+        values = re.findall(pattern, text, re.MULTILINE)
         assert values, f"{name} is not in /metrics"
         return sum(map(float, values))
 

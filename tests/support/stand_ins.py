@@ -22,5 +22,5 @@ def make_specs(config: EngineConfig, behaviours: dict[str, str]) -> list[Process
     for name, behaviour in behaviours.items():
         role = Role[name.split()[0].upper()]
         argv = (sys.executable, str(PROGRAM), path, name, *behaviour.split(":", 1))
-        specs.append(ProcessSpec(name, role, argv))
+        specs.append(ProcessSpec(name, role, argv, replica=int(name.split()[1])))
     return specs

@@ -1,0 +1,88 @@
+"""Which replicas get new requests, and restarts that wait until a replica has none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..protocol.heartbeat import BEAT_INTERVAL_S
+from ..protocol.messages import ReplicaAction, ReplicaCommand, ReplicaInfo, ReplicaState
+from .recovery import RecoveryUnit
+
+NEWS_S: Final = 2 * BEAT_INTERVAL_S
+"""After so long every frontend has heard of a drain, and what it had sent before has been counted in a heartbeat."""
+
+
+class Rotation:
+    """The states of all replicas. What frontends ask for is done unless no replica would be left that serves."""
+
+    def __init__(self, units: list[RecoveryUnit], timeout_s: float) -> None:
+        self._places = [_Place(unit) for unit in units]
+        self._timeout_s = timeout_s
+
+    def obey(self, command: ReplicaCommand, now: float) -> None:
+        if not 0 <= command.replica < len(self._places):
+            return
+        place = self._places[command.replica]
+        serving = [other for other in self._places if other.state is ReplicaState.SERVING]
+        if command.action is ReplicaAction.UNDRAIN:
+            if place.state is not ReplicaState.RESTARTING:
+                place.enter(ReplicaState.SERVING, now)
+        elif serving != [place]:
+            place.will_restart |= command.action is ReplicaAction.RESTART
+            if place.state is ReplicaState.SERVING:
+                place.enter(ReplicaState.DRAINING, now)
+
+    def advance(self, now: float) -> None:
+        """Do what has become possible. A restart does not wait longer than the timeout: then the sequences go on
+        elsewhere."""
+        for place in self._places:
+            waited_s = now - place.since
+            if place.state is ReplicaState.DRAINING and place.is_idle:
+                place.enter(ReplicaState.DRAINED, now)
+            if place.will_restart and (
+                place.state is ReplicaState.DRAINED
+                or (place.state is ReplicaState.DRAINING and waited_s > self._timeout_s)
+            ):
+                place.will_restart = False
+                place.unit.restart(now)
+                place.enter(ReplicaState.RESTARTING, now)
+            elif place.state is ReplicaState.RESTARTING and place.unit.has_restarted:
+                place.enter(ReplicaState.SERVING, now)
+
+    def infos(self) -> list[ReplicaInfo]:
+        return [place.info(index) for index, place in enumerate(self._places)]
+
+
+class _Place:
+    """One replica. It has been in its state `since` then."""
+
+    def __init__(self, unit: RecoveryUnit) -> None:
+        self.unit = unit
+        self.state = ReplicaState.SERVING
+        self.since = 0.0
+        self.will_restart = False
+
+    def enter(self, state: ReplicaState, now: float) -> None:
+        self.state, self.since = state, now
+        self.will_restart &= state is not ReplicaState.SERVING
+
+    @property
+    def is_idle(self) -> bool:
+        leader = self.unit.children.get(self.unit.leader.name)
+        return (
+            leader is not None
+            and leader.last_beat > self.since + NEWS_S
+            and not leader.progress.num_running
+            and not leader.progress.num_waiting
+        )
+
+    def info(self, index: int) -> ReplicaInfo:
+        leader = self.unit.children.get(self.unit.leader.name)
+        progress = None if leader is None else leader.progress
+        return ReplicaInfo(
+            replica=index,
+            state=self.state,
+            epoch=self.unit.epoch,
+            num_running=progress.num_running if progress else 0,
+            num_waiting=progress.num_waiting if progress else 0,
+        )

@@ -1,0 +1,145 @@
+"""Several replicas behind several frontends, with real processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.mixed_streams import Streams, bodies
+from support.server import Server, default_model, wait_until
+
+REQUESTS = bodies(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    args = ("--data-parallel-size", "2", "--api-server-count", "2", "--metrics-compat", "vllm")
+    with Server(default_model(), "--max-model-len", "512", *args) as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+def states(server: Server) -> list[str]:
+    return [replica["state"] for replica in server.get("/replicas")[1]["replicas"]]
+
+
+def epochs(server: Server) -> list[int]:
+    return [replica["epoch"] for replica in server.get("/replicas")[1]["replicas"]]
+
+
+def generated(server: Server, replica: int) -> float:
+    return server.metric("engine:generation_tokens_total", engine=str(replica))
+
+
+def complete(server: Server, rank: str | None = None) -> tuple[int, Any]:
+    headers = {} if rank is None else {"X-data-parallel-rank": rank}
+    body = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+    return server.post("/v1/completions", body, headers=headers)
+
+
+def test_a_header_chooses_the_replica(server: Server) -> None:
+    for rank in (1, 0, 1):
+        before = generated(server, rank)
+        assert complete(server, str(rank))[0] == 200
+        wait_until(
+            lambda rank=rank, before=before: generated(server, rank) == before + 8,
+            what="the replica's tokens are counted",
+        )
+
+
+@pytest.mark.parametrize("rank", ["2", "-1", "one", "", "9" * 400])
+def test_a_replica_that_does_not_exist_is_refused_with_the_limit(server: Server, rank: str) -> None:
+    status, body = complete(server, rank)
+    assert status == 400
+    assert "from 0 to 1" in body["error"]["message"]
+    assert body["error"]["param"] == "X-data-parallel-rank"
+    assert len(body["error"]["message"]) < 400
+
+
+def test_a_drained_replica_gets_nothing_until_it_is_undrained(server: Server) -> None:
+    assert server.post("/replicas/0/drain", {})[1]["state"] == "draining"
+    wait_until(lambda: states(server) == ["drained", "serving"], what="drained")
+    assert server.get("/readyz")[0] == 200
+    before = generated(server, 0)
+    for _ in range(6):
+        assert complete(server)[0] == 200
+    assert generated(server, 0) == before
+    assert complete(server, "0")[0] == 503
+    status, body = server.post("/replicas/1/drain", {})
+    assert status == 409 and "only one that serves" in body["error"]["message"]
+    assert server.post("/replicas/0/undrain", {})[1]["state"] == "serving"
+    wait_until(lambda: complete(server, "0")[0] == 200, what="every frontend has heard of it")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("2/drain", 400), ("x/drain", 400), ("0/explode", 404)]
+)
+def test_commands_that_make_no_sense_are_refused(server: Server, path: str, status: int) -> None:
+    assert server.post(f"/replicas/{path}", {})[0] == status
+    assert states(server) == ["serving", "serving"]
+
+
+def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
+    undisturbed = Streams(server, REQUESTS).answers()
+    assert all(answer.get("done") and "error" not in answer for answer in undisturbed)
+    before = epochs(server)
+    answers: list[list[dict[str, Any]]] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            answers.append(Streams(server, REQUESTS).answers())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for replica in (0, 1):
+            assert server.post(f"/replicas/{replica}/restart", {})[0] == 200
+            wait_until(
+                lambda replica=replica: epochs(server)[replica] == before[replica] + 1,
+                40,
+                what="its next life",
+            )
+            wait_until(lambda: states(server) == ["serving"] * 2, 40, what="it serves again")
+    finally:
+        stop.set()
+        thread.join()
+    assert answers and all(round_of == undisturbed for round_of in answers)
+
+
+COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
+
+
+def settled_counts(server: Server) -> list[float]:
+    """What every frontend tells, once each has heard what the others have counted."""
+    told: list[list[float]] = []
+
+    def agree() -> bool:
+        told[:] = [[server.metric(f"engine:{name}") for name in COUNTS] for _ in range(4)]
+        return all(counts == told[0] for counts in told)
+
+    wait_until(agree, what="all frontends tell the same")
+    return told[0]
+
+
+def test_the_counts_of_a_dead_frontend_stay(server: Server) -> None:
+    Streams(server, REQUESTS).answers()
+    for index in (0, 1):
+        before = settled_counts(server)
+        victim = server.child(f"frontend {index}")
+        victim.kill()
+        victim.wait(10)
+        # The new one generates a token to prove itself.
+        after = before
+        deadline = time.monotonic() + 40
+        while after == before and time.monotonic() < deadline:
+            after = settled_counts(server)
+        assert after == [count + 1 for count in before]
+
+
+def test_old_names_of_metrics_are_there(server: Server) -> None:
+    assert server.metric("vllm:gpu_cache_usage_perc") == server.metric("vllm:kv_cache_usage_perc")
+    assert server.metric("vllm:time_per_output_token_seconds_count") > 0

@@ -1,0 +1,86 @@
+"""The end of an engine of many processes: streams finish, and nothing stays behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from support.mixed_streams import Streams
+from support.server import Server, wait_until
+from support.tiny_checkpoints import qwen3_directory
+
+MANY = ("--data-parallel-size", "2", "--api-server-count", "2", "--tensor-parallel-size", "2")
+NUM_PROCESSES = 2 + 2 + 4
+STREAM = {"max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    run.mkdir()
+    path, _ = qwen3_directory(model)
+    flags = ("--dtype", "float32", "--max-num-seqs", "32", *MANY)
+    return Server(str(path), *flags, env={"XDG_RUNTIME_DIR": str(run)})
+
+
+def open_streams(server: Server, count: int) -> Streams:
+    streams = Streams(server, [{"prompt": [5 + i, 6, 7], **STREAM} for i in range(count)])
+    wait_until(lambda: all(stream.num_events for stream in streams.streams), what="all stream")
+    return streams
+
+
+def assert_nothing_is_left(server: Server, tmp_path: Path) -> None:
+    assert len(server.children) == NUM_PROCESSES
+    _, alive = psutil.wait_procs(server.children, 10)
+    assert alive == []
+    wait_until(lambda: list((tmp_path / "run").rglob("*")) == [], what="the run directory goes")
+
+
+def test_a_drain_refuses_what_is_new_and_finishes_fifty_streams(
+    server: Server, tmp_path: Path
+) -> None:
+    with server:
+        streams = open_streams(server, 50)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+        refused = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            b'{"prompt": [5], "max_tokens": 1}',
+            {"content-type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(refused, timeout=30)
+        assert raised.value.code == 503
+        assert int(raised.value.headers["retry-after"]) > 0
+        for answer in streams.answers():
+            assert answer["done"] and answer[0]["finish_reason"] == "length"
+        assert server.wait() == 0, server.log
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_a_second_signal_ends_everything_at_once(server: Server, tmp_path: Path) -> None:
+    with server:
+        streams = open_streams(server, 20)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.wait() == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 5
+        assert any("done" not in answer for answer in streams.answers())
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_a_killed_supervisor_leaves_no_orphan(server: Server, tmp_path: Path) -> None:
+    with server:
+        streams = open_streams(server, 10)
+        server.process.kill()
+        server.process.wait()
+        streams.answers()
+    assert_nothing_is_left(server, tmp_path)
