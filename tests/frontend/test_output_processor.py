@@ -74,7 +74,7 @@ class Harness:
         )
         sequence = Sequence(request, params, 3, detokenizer, 0, self.load, [])
         self.processor.sequences[request.request_index] = sequence
-        self.load.submitted(3)
+        self.load.submitted(3, [])
         return sequence
 
     def feed(self, tokens: dict[int, list[int]], *done: FinishedRequest, **more: Any) -> None:

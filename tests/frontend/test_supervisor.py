@@ -226,7 +226,7 @@ def test_a_restarted_replica_is_drained_renewed_and_serves_again(
     after = supervisor.pids
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"core 1", "worker 1"}
-    assert (lives(run_dir, "core 1"), lives(run_dir, "worker 1")) == (2, 2)
+    assert eventually(lambda: lives(run_dir, "core 1") == lives(run_dir, "worker 1") == 2)
 
 
 def test_a_drained_replica_stays_out_until_it_is_undrained(
