@@ -157,7 +157,8 @@ class Core:
                 self._last_output = encode(answer)
                 self.worker.send(answer)
             elif (outputs := self.good.receive()) is not None:
-                assert isinstance(outputs, EngineCoreOutputs)
+                if not isinstance(outputs, EngineCoreOutputs):
+                    continue
                 self._note(outputs)
                 tokens += int32_view(outputs.token_ids).tolist()
                 assert not any(done.message for done in outputs.finished)

@@ -127,12 +127,13 @@ def test_status_reports_reach_the_supervisor(context: zmq.Context[Any], tmp_path
     with context.socket(zmq.PUSH) as stranger:
         stranger.connect(config.supervisor_address())
         stranger.send(b"\xc1garbage")
+        assert receiver.receive(TIMEOUT_MS) is None
+        assert receiver.num_dropped_frames == 1
         reporter.report(Stage.LOADING, "weights", 3, 10)
         reports = []
         while len(reports) < 1:
             report = receiver.receive(TIMEOUT_MS)
             reports += [report] if report else []
     assert (reports[0].process, reports[0].stage, reports[0].done) == ("worker 0", Stage.LOADING, 3)
-    assert receiver.num_dropped_frames == 1
     reporter.close()
     receiver.close()
