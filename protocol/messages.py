@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from .arrays import int32_view
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .sampling_params import SamplingParams
 
@@ -193,8 +192,8 @@ class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
     def split(self) -> Iterator[RequestEvent]:
         """The event of each request."""
-        indices = int32_view(self.request_indices).tolist()
-        num_cached = int32_view(self.num_cached_tokens).tolist() or [0] * len(indices)
+        indices = memoryview(self.request_indices).cast("i").tolist()
+        num_cached = memoryview(self.num_cached_tokens).cast("i").tolist() or [0] * len(indices)
         for index, count in zip(indices, num_cached, strict=True):
             yield RequestEvent(index, self.kind, self.timestamp, count)
 
