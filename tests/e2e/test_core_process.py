@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +26,7 @@ from engine.protocol.messages import (
     AddRequests,
     AllocateKVCache,
     ClientHello,
+    CoreHello,
     CoreMessage,
     CoreReady,
     EngineCoreOutputs,
@@ -50,11 +53,21 @@ from engine.core.block_pool import BlockPool
 scheduler.CONSERVATION_INTERVAL = 5
 count = BlockPool.num_free.fget
 BlockPool.num_free = property(lambda pool: count(pool) - 1)
-sys.exit(main(sys.argv[1], 0))
+sys.exit(main(sys.argv[1], 0, int(sys.argv[2])))
 """
 """A core that believes in one free block less than there is, and counts again every 5 steps."""
 
+TIMEOUT_S = 20.0
+
 HONEST = SABOTAGE.replace("count(pool) - 1", "count(pool)")
+
+
+def await_message(peer: Peer[Any], kind: type) -> None:
+    """Let everything pass until a message of that kind comes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not isinstance(peer.receive(), kind):
+        assert time.monotonic() < deadline, f"no {kind.__name__}"
+        peer.socket.poll(100)
 
 
 class CoreProcess:
@@ -64,16 +77,16 @@ class CoreProcess:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.statuses = StatusReceiver(self.context, config)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, str(config.save())],
+            [sys.executable, "-c", program, str(config.save()), str(config.epoch)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         self.worker: Peer[WorkerCommand] = Peer(
-            self.context, config.worker_address(0), b"worker", WorkerCommand
+            self.context, config.worker_address(0), b"worker0", WorkerCommand
         )
         self.client: Peer[CoreMessage] = Peer(
-            self.context, config.core_address(0), b"client", CoreMessage
+            self.context, config.core_address(0), b"client0", CoreMessage
         )
         self._epoch = config.epoch
 
@@ -85,13 +98,14 @@ class CoreProcess:
                 return status
 
     def start(self) -> None:
+        await_message(self.worker, CoreHello)
         self.worker.send(WorkerHello(PROTOCOL_VERSION, self._epoch, 0))
         self.worker.send(WorkerMemory(0, 64))
-        assert isinstance(self.worker.receive(block=True), AllocateKVCache)
+        await_message(self.worker, AllocateKVCache)
         self.worker.send(WorkerReady(0))
         self.await_stage(Stage.READY)
+        await_message(self.client, CoreReady)
         self.client.send(ClientHello(PROTOCOL_VERSION, self._epoch, 0))
-        assert isinstance(self.client.receive(block=True), CoreReady)
 
     def generate(self, num_tokens: int) -> list[EngineCoreOutputs]:
         """What the client hears of one request."""
@@ -100,7 +114,9 @@ class CoreProcess:
         self.client.send(AddRequests([request]))
         heard: list[EngineCoreOutputs] = []
         num_rows = 0
+        deadline = time.monotonic() + TIMEOUT_S
         while not heard or not heard[-1].finished_set:
+            assert time.monotonic() < deadline, "the request does not end"
             if self.worker.socket.poll(5) and isinstance(
                 step := self.worker.receive(), SchedulerOutput
             ):
