@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import msgspec
-
 from ..protocol.errors import ParameterError
 from ..protocol.sampling_params import SamplingParams
 from .api.sampling import params_for_output
@@ -203,7 +201,15 @@ def _request_output(
         prompt_token_ids=prompt_token_ids,
         prompt_logprobs=group.sequences[0].prompt_logprobs,
         outputs=[
-            CompletionOutput(index, **msgspec.structs.asdict(delta))
+            CompletionOutput(
+                index,
+                delta.text,
+                delta.token_ids,
+                delta.logprobs,
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.error,
+            )
             for index, delta in enumerate(deltas)
         ],
         num_cached_tokens=group.sequences[0].num_cached_tokens,
