@@ -22,7 +22,7 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path: Path = qwen3_directory(tmp_path_factory.mktemp("tiny"))[0]
-    args = ("--dtype", "float32", "-tp", "2", "--heartbeat-timeout", "2")
+    args = ("--dtype", "float32", "-tp", "2", "--heartbeat-timeout", "3")
     with Server(str(path), *args, env=ENVIRONMENT) as server:
         yield server
         assert server.stop() == 0, server.log

@@ -19,7 +19,7 @@ REQUESTS = bodies(10)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    args = ("--max-model-len", "512", "--heartbeat-timeout", "1.5", "--api-server-count", "2")
+    args = ("--max-model-len", "512", "--heartbeat-timeout", "3", "--api-server-count", "2")
     with Server(default_model(), *args, env=ENVIRONMENT) as server:
         yield server
         assert server.stop() == 0, server.log
