@@ -29,17 +29,16 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     FinishReason,
     GrammarOutput,
-    Heartbeat,
     LossNoted,
     ModelRunnerOutput,
     ReplicaLost,
     ResetPrefixCache,
     SchedulerOutput,
     Shutdown,
-    Stage,
     WorkerMemory,
 )
 from ..protocol.process import StopSignal
+from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import Hub, StatusReporter
 from .client_news import ClientNews
 from .event_dump import default_directory, write_dump

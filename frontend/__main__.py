@@ -8,8 +8,8 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import StatusReporter
 
 

@@ -19,9 +19,10 @@ from ..protocol.config import (
     RecoveryConfig,
     SchedulerConfig,
 )
-from .flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED, Flag
+from .flags import FLAGS, Flag
 from .model_options import ModelOptions
 from .node_options import NodeOptions
+from .peer_flags import HARMLESS, ONLY_VALUE, UNSUPPORTED
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelOptions,

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Final
 
-from ..protocol.messages import Heartbeat, ProcessInfo, Stage
+from ..protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
 
 STARTING_PATIENCE: Final = 12

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from ..protocol.messages import ProcessStatus, Stage
+from ..protocol.supervisor_messages import ProcessStatus, Stage
 
 BAR_WIDTH = 24
 REDRAW_S = 0.05

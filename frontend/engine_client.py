@@ -15,14 +15,8 @@ from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import (
-    CoreReady,
-    EngineCoreRequest,
-    EngineStatus,
-    FinishReason,
-    ReplicaLost,
-    ReplicaState,
-)
+from ..protocol.messages import CoreReady, EngineCoreRequest, FinishReason, ReplicaLost
+from ..protocol.supervisor_messages import EngineStatus, ReplicaState
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
 from .detokenizer import IncrementalDetokenizer

@@ -11,7 +11,7 @@ import zmq
 
 from ..protocol.config import EngineConfig
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import (
+from ..protocol.supervisor_messages import (
     EngineStatus,
     ProcessInfo,
     ReplicaAction,

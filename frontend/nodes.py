@@ -15,7 +15,6 @@ import zmq
 from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import ProcessReport, ProcessStatus, Stage
 from ..protocol.node_messages import (
     EndNode,
     NodeHello,
@@ -28,6 +27,7 @@ from ..protocol.node_messages import (
     SignalProcess,
     StartProcess,
 )
+from ..protocol.supervisor_messages import ProcessReport, ProcessStatus, Stage
 from ..protocol.transport import Hub
 from .local_process import ProcessSpec
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..protocol.messages import Stage
+from ..protocol.supervisor_messages import Stage
 from .child import Child
 from .local_process import Process, ProcessSpec, Role
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import ReplicaAction, ReplicaCommand, ReplicaInfo, ReplicaState
+from ..protocol.supervisor_messages import ReplicaAction, ReplicaCommand, ReplicaInfo, ReplicaState
 from .recovery import RecoveryUnit
 
 NEWS_S: Final = 2 * BEAT_INTERVAL_S

@@ -21,8 +21,8 @@ import uvloop
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ConfigError, EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import Heartbeat, Stage
 from ..protocol.sampling_params import SamplingParams
+from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import StatusReporter
 from .api.app import create_app
 from .api.serving import Serving

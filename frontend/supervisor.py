@@ -20,7 +20,7 @@ import zmq
 
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
-from ..protocol.messages import (
+from ..protocol.supervisor_messages import (
     EngineStatus,
     Heartbeat,
     ProcessReport,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import zmq
 
 from .config import EngineConfig
-from .messages import Heartbeat
+from .supervisor_messages import Heartbeat
 from .transport import StatusReporter
 
 BEAT_INTERVAL_S: Final = 0.5

@@ -1,9 +1,9 @@
-"""Every message between processes.
+"""What a core says and hears: every message between frontends, cores and workers.
 
 Arrays travel as raw little-endian bytes (see `arrays`): `I32` and `F32` name their element types.
 Structs are encoded as msgpack arrays, so a field may be appended but never moved; `PROTOCOL_VERSION`
-guards the rest. Only `SamplingParams`, of which a request sets a few, are maps of what is set. A *slot* is the row of a running request in the scheduler's arrays and in every
-worker's persistent batch.
+guards the rest. Only `SamplingParams`, of which a request sets a few, are maps of what is set. A *slot* is the row
+of a running request in the scheduler's arrays and in every worker's persistent batch.
 """
 
 from __future__ import annotations
@@ -512,117 +512,3 @@ class ModelRunnerOutput(
 WorkerMessage: TypeAlias = (
     WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds
 )
-
-
-# any process -> supervisor
-
-
-class Stage(enum.StrEnum):
-    STARTING = "starting"
-    LOADING = "loading"
-    WARMING = "warming"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, frozen=True):
-    """Progress of one process through its stages.
-
-    `process` is its title without the prefix ("worker 0"). `done` of `total` (bytes, or 0 of 0 when there is nothing to
-    count) draws the progress bar. `detail` is the one line a person reads. `pid` tells it from its predecessors.
-    """
-
-    process: str
-    stage: Stage
-    detail: str = ""
-    done: int = 0
-    total: int = 0
-    pid: int = 0
-
-
-class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
-    """A process is alive, whatever it is doing. `busy_s` says for how long it has been in its present step.
-
-    `num_tokens` counts what it has generated; the rest are a core's gauges.
-    """
-
-    process: str = ""
-    pid: int = 0
-    num_steps: int = 0
-    busy_s: float = 0.0
-    num_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-
-
-class ReplicaAction(enum.StrEnum):
-    DRAIN = "drain"
-    UNDRAIN = "undrain"
-    RESTART = "restart"
-
-
-class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, frozen=True):
-    """What a frontend was asked to have done to a replica.
-
-    DRAIN lets it get no new requests; RESTART does too, and when the last one has ended all its processes are started
-    anew, after which it serves as after UNDRAIN.
-    """
-
-    replica: int
-    action: ReplicaAction
-
-
-ProcessReport: TypeAlias = ProcessStatus | Heartbeat
-"""What every process says of itself."""
-
-SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand
-
-
-# supervisor -> frontends
-
-
-class ProcessInfo(msgspec.Struct, gc=False):
-    """What the supervisor knows of one process. `silent_s` have passed since its last heartbeat."""
-
-    name: str
-    pid: int
-    stage: Stage
-    detail: str
-    epoch: int
-    num_restarts: int
-    silent_s: float
-    busy_s: float
-    steps_per_s: float
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    replica: int | None = None
-
-
-class ReplicaState(enum.StrEnum):
-    """New requests go to a replica that is SERVING only, whether it is up or about to be."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
-    DRAINED = "drained"
-    RESTARTING = "restarting"
-
-
-class ReplicaInfo(msgspec.Struct, gc=False):
-    """One replica. `epoch` counts its lives."""
-
-    replica: int
-    state: ReplicaState
-    epoch: int
-    num_running: int
-    num_waiting: int
-
-
-class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, the frontends first, and every replica in order."""
-
-    processes: list[ProcessInfo]
-    replicas: list[ReplicaInfo] = []

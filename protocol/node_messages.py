@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from .messages import Heartbeat, ProcessStatus
+from .supervisor_messages import Heartbeat, ProcessStatus
 
 # supervisor -> node
 

@@ -21,7 +21,7 @@ import zmq
 from .cluster_key import ClusterKey, admit_clients
 from .config import EngineConfig
 from .errors import ConfigError, EngineError
-from .messages import (
+from .supervisor_messages import (
     EngineStatus,
     Heartbeat,
     ProcessStatus,

@@ -11,8 +11,8 @@ import zmq
 
 from ..protocol.config import load_config
 from ..protocol.heartbeat import Pulse
-from ..protocol.messages import Stage
 from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import StatusReporter
 from .worker import Worker
 

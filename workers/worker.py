@@ -25,12 +25,12 @@ from ..protocol.messages import (
     GrammarOutput,
     SchedulerOutput,
     Shutdown,
-    Stage,
     WorkerCommand,
     WorkerHello,
     WorkerMemory,
     WorkerReady,
 )
+from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
 from .runner import Runner, open_runner
 

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...protocol.messages import ReplicaAction, ReplicaInfo, ReplicaState
+from ...protocol.supervisor_messages import ReplicaAction, ReplicaInfo, ReplicaState
 from ..engine_watch import EngineWatch
 from .errors import APIError, bad_request, echo, json_response, unavailable
 from .serving import Serving

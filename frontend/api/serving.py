@@ -14,8 +14,8 @@ import msgspec
 from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError
-from ...protocol.messages import Stage
 from ...protocol.sampling_params import SamplingParams
+from ...protocol.supervisor_messages import Stage
 from ..chat import (
     ChatTemplate,
     ModelTemplates,

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import zmq
 from engine.protocol.config import PROTOCOL_VERSION, EngineConfig, ModelConfig
-from engine.protocol.messages import ClientHello, CoreReady, Stage
+from engine.protocol.messages import ClientHello, CoreReady
+from engine.protocol.supervisor_messages import Stage
 from engine.protocol.transport import Peer, StatusReceiver
 
 START_TIMEOUT_MS = 30_000

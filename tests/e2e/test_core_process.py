@@ -32,15 +32,14 @@ from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
-    ProcessStatus,
     SchedulerOutput,
-    Stage,
     WorkerCommand,
     WorkerHello,
     WorkerMemory,
     WorkerReady,
 )
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import Peer, StatusReceiver
 from support.engine_fixtures import engine_config
 

@@ -10,8 +10,9 @@ import pytest
 from engine.frontend import engine_config
 from engine.frontend.arguments import Settings, _default, _shown, parse_settings
 from engine.frontend.engine_config import make_engine_config
-from engine.frontend.flags import FLAGS, HARMLESS, ONLY_VALUE, UNSUPPORTED
+from engine.frontend.flags import FLAGS
 from engine.frontend.model_options import ResolvedModel
+from engine.frontend.peer_flags import HARMLESS, ONLY_VALUE, UNSUPPORTED
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
 from engine.protocol.errors import ConfigError
 from engine.protocol.model_dimensions import ModelDimensions

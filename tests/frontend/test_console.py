@@ -3,7 +3,7 @@ import re
 
 import pytest
 from engine.frontend.console import Console, StartupProgress, format_bytes
-from engine.protocol.messages import ProcessStatus, Stage
+from engine.protocol.supervisor_messages import ProcessStatus, Stage
 
 
 class Terminal(io.StringIO):

@@ -25,14 +25,12 @@ from engine.protocol.messages import (
     AddRequests,
     ClientHello,
     EngineCoreOutputs,
-    EngineStatus,
     LossNoted,
-    ReplicaInfo,
     ReplicaLost,
     ReplicaNews,
-    ReplicaState,
 )
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import EngineStatus, ReplicaInfo, ReplicaState
 from engine.protocol.transport import StatusPublisher
 from support.echo_core import EchoCore
 from support.engine_fixtures import (

@@ -13,7 +13,7 @@ import zmq
 from engine.frontend import supervisor as supervisor_module
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
 from engine.protocol.config import ParallelConfig, RecoveryConfig
-from engine.protocol.messages import (
+from engine.protocol.supervisor_messages import (
     ProcessStatus,
     ReplicaAction,
     ReplicaCommand,

@@ -16,8 +16,8 @@ from engine.protocol.messages import (
     ClientMessage,
     CoreMessage,
     CoreReady,
-    Stage,
 )
+from engine.protocol.supervisor_messages import Stage
 from engine.protocol.transport import Hub, Peer, StatusReceiver, StatusReporter
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st

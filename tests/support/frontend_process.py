@@ -18,7 +18,7 @@ import openai
 import zmq
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig, SchedulerConfig
-from engine.protocol.messages import ProcessStatus, Stage
+from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
 from support.server import default_model

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import zmq
 from engine.protocol.config import EngineConfig, load_config
-from engine.protocol.messages import Heartbeat, Stage
 from engine.protocol.process import StopSignal, die_with_parent
+from engine.protocol.supervisor_messages import Heartbeat, Stage
 from engine.protocol.transport import StatusReporter
 
 

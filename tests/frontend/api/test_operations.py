@@ -12,7 +12,8 @@ import httpx
 import openai
 import pytest
 from engine.protocol.config import SchedulerConfig
-from engine.protocol.messages import AddRequests, Stage
+from engine.protocol.messages import AddRequests
+from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
