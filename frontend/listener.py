@@ -11,7 +11,6 @@ import errno
 import os
 import socket
 import stat
-from types import TracebackType
 
 from ..protocol.config import FrontendConfig
 from ..protocol.errors import ConfigError
@@ -43,12 +42,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

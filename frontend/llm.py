@@ -6,7 +6,6 @@ import atexit
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ..protocol.errors import ParameterError
@@ -132,12 +131,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:

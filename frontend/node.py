@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -228,12 +227,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_processes()
         self._peer.send(NodeLeft())
         self._peer.socket.close(linger=FAREWELL_MS)

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.faults import ENVIRONMENT, FAULTS
 from support.mixed_streams import Streams, bodies
-from support.server import Server, default_model, title_of, wait_until
+from support.program import wait_until
+from support.server import Server, default_model, title_of
 
 RECOVERY_S = 60.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

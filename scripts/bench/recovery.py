@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.mixed_streams import Streams
-from support.server import Server, default_model, wait_until
+from support.program import wait_until
+from support.server import Server, default_model
 
 IN_TRANSIT_S = 0.05
 """Tokens that come so soon after the kill had left before it."""

@@ -9,8 +9,9 @@ from typing import Any
 import psutil
 import pytest
 from support.faults import ENVIRONMENT, fail
-from support.mixed_streams import Streams, bodies
-from support.server import Server, assert_nothing_is_held, wait_until
+from support.mixed_streams import Streams, bodies, undisturbed_answers
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import qwen3_directory
 
 # Without log-probabilities: their last digits depend on the batch where torch multiplies.
@@ -30,9 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> list[dict[str, Any]]:
-    answers = Streams(server, REQUESTS).answers()
-    assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
-    return answers
+    return undisturbed_answers(server, REQUESTS)
 
 
 @pytest.mark.parametrize(

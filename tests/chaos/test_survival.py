@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 from support.faults import ENVIRONMENT, exhaust_memory, fail
-from support.mixed_streams import Streams, bodies
-from support.server import Server, assert_nothing_is_held, default_model, wait_until
+from support.mixed_streams import Streams, bodies, undisturbed_answers
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held, default_model
 
 REQUESTS = bodies(10)
 
@@ -27,9 +28,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> list[dict[str, Any]]:
-    answers = Streams(server, REQUESTS).answers()
-    assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
-    return answers
+    return undisturbed_answers(server, REQUESTS)
 
 
 @pytest.mark.parametrize(

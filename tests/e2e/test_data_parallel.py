@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from support.mixed_streams import Streams, bodies
-from support.server import Server, default_model, wait_until
+from support.program import wait_until
+from support.server import Server, default_model
 
 REQUESTS = bodies(10)
 

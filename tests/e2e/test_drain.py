@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from support.mixed_streams import Streams
-from support.server import Server, wait_until
+from support.program import wait_until
+from support.server import Server
 from support.tiny_checkpoints import qwen3_directory
 
 MANY = ("--data-parallel-size", "2", "--api-server-count", "2", "--tensor-parallel-size", "2")

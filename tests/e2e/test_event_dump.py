@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from engine.core.event_dump import SUFFIX, read_dump
-from support.server import Server, default_model, wait_until
+from support.program import wait_until
+from support.server import Server, default_model
 
 BODY = {"prompt": "The quick brown fox jumps over the lazy dog, and", "max_tokens": 24, "seed": 1}
 

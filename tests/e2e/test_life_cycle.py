@@ -14,7 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from support.server import Server, default_model, wait_until
+from support.program import wait_until
+from support.server import Server, default_model
 
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 

@@ -9,7 +9,8 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from support.server import Server, default_model, wait_until
+from support.program import wait_until
+from support.server import Server, default_model
 
 SLOW_CLIENT_S = 1
 LONG = 1000

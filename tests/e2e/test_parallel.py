@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.server import Server, wait_until
+from support.program import wait_until
+from support.server import Server
 from support.tiny_checkpoints import gemma3_gguf, qwen3_directory
 
 FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")

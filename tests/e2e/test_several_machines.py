@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from engine.protocol.cluster_key import ClusterKey
-from support.machines import Machine, Program, client, free_ports, two_machines
-from support.server import wait_until
+from support.machines import Machine, client, free_ports, program, two_machines
+from support.program import Program, wait_until
 from support.tiny_checkpoints import qwen3_directory
 
 FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
@@ -47,11 +47,11 @@ class Cluster:
         uds = ["--uds", str(self.uds)]
         key = ["--cluster-key", str(self.key)]
         args = [str(self.model), *FLAGS, *uds, *self._master, *key]
-        return Program(self.machines[0], "serve", *args, *flags)
+        return program(self.machines[0], "serve", *args, *flags)
 
     def headless(self, *flags: str, key: Path | None = None) -> Program:
         place = ["--headless", "-n", "2", "-r", "1", *self._master]
-        return Program(
+        return program(
             self.machines[1], "serve", *place, "--cluster-key", str(key or self.key), *flags
         )
 
@@ -62,7 +62,7 @@ class Cluster:
         place += ["--local-addr", self.machines[node].address]
         worker = ["worker", "--core", self.core, "--key", str(self.key)]
         launcher = [sys.executable, "-P", "-m", "torch.distributed.run", *place]
-        return Program(self.machines[node], "--no-python", str(engine), *worker, launcher=launcher)
+        return program(self.machines[node], "--no-python", str(engine), *worker, launcher=launcher)
 
     def tokens(self, **options: object) -> list[int]:
         with client(self.uds) as http:
@@ -90,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def tokens_of_one_machine(cluster: Cluster) -> list[int]:
-    with Program(
+    with program(
         cluster.machines[0], "serve", str(cluster.model), *FLAGS, "--uds", str(cluster.uds)
     ) as server:
         server.wait_for("ready at")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from support.server import wait_until
-
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 40.0
+from support.program import Program
 
 
 @dataclass(frozen=True)
@@ -30,56 +24,11 @@ class Machine:
     env: dict[str, str] = field(default_factory=dict)
 
 
-class Program:
-    """An `engine` command on a machine. Use as a context manager, which ends it."""
-
-    def __init__(self, machine: Machine, *args: str, launcher: list[str] | None = None) -> None:
-        engine = [sys.executable, "-P", "-m", "engine.frontend.cli"]
-        self.process = subprocess.Popen(
-            [*machine.prefix, *(launcher or engine), *args],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **machine.env},
-        )
-        self.log = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.log += line
-
-    def wait_for(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        def has_come() -> bool:
-            assert text in self.log or self.process.poll() is None, self.log
-            return text in self.log
-
-        wait_until(has_come, timeout_s, f"{text!r} in {self.log!r}")
-
-    def stop(self, signum: int = signal.SIGTERM) -> int:
-        self.process.send_signal(signum)
-        return self.wait()
-
-    def wait(self) -> int:
-        code = self.process.wait(STOP_TIMEOUT_S)
-        self._reader.join(5)
-        return code
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-                raise
+def program(machine: Machine, *args: str, launcher: list[str] | None = None) -> Program:
+    """An `engine` command, or that of `launcher`, on a machine."""
+    engine = [sys.executable, "-P", "-m", "engine.frontend.cli"]
+    command = [*machine.prefix, *(launcher or engine), *args]
+    return Program(command, {"OMP_NUM_THREADS": "1", **machine.env})
 
 
 def client(uds: Path) -> httpx.Client:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from support.server import Server, wait_until
+from support.program import wait_until
+from support.server import Server
 
 SILENCE_S = 240.0
 """Several recoveries in a row, on a slow machine."""
@@ -136,3 +137,10 @@ class Streams:
         for thread in self._threads:
             thread.join()
         return [stream.answer for stream in self.streams]
+
+
+def undisturbed_answers(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What all others are compared with: the answers of streams that nothing happens to."""
+    answers = Streams(server, requests).answers()
+    assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
+    return answers

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
-
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 40.0
+from support.program import Program, wait_until
 
 
 def default_model() -> str:
@@ -30,43 +23,25 @@ def default_model() -> str:
     return str(path)
 
 
-class Server:
-    """Started by the constructor; use as a context manager, which terminates what is left."""
+class Server(Program):
+    """`engine serve`, which has become ready unless `wait` is false."""
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.frontend.cli", "serve", *args, "--port", "0"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **(env or {})},
+        super().__init__(
+            [sys.executable, "-m", "engine.frontend.cli", "serve", *args, "--port", "0"], env or {}
         )
-        self.output: list[str] = []
-        self._ready = threading.Event()
-        self.url = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         if wait:
-            assert self._ready.wait(START_TIMEOUT_S) and self.url, self.log
+            self.wait_for("ready at")
             self.children = self.find_children()
+
+    @property
+    def url(self) -> str:
+        """Raises TypeError until it is ready."""
+        return re.search(r"ready at (http\S+)", self.log)[1].rstrip("/")
 
     def find_children(self) -> list[psutil.Process]:
         """Its processes of now; `children` are those it became ready with."""
         return psutil.Process(self.process.pid).children(recursive=True)
-
-    @property
-    def log(self) -> str:
-        return "".join(self.output)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if not self.url and (match := re.search(r"(?i)ready at (http\S+)", line)):
-                self.url = match[1].rstrip("/")
-                self._ready.set()
-        self._ready.set()
 
     def child(self, title: str) -> psutil.Process:
         """The child process called `engine: <title>`, once there is one."""
@@ -110,29 +85,6 @@ class Server:
         assert values, f"{name} is not in /metrics"
         return sum(map(float, values))
 
-    def stop(self, signum: int = signal.SIGTERM) -> int:
-        """Send the signal, wait for the end, return the exit code."""
-        self.process.send_signal(signum)
-        return self.wait()
-
-    def wait(self) -> int:
-        code = self.process.wait(STOP_TIMEOUT_S)
-        self._reader.join(5)
-        return code
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-                raise
-
 
 def title_of(process: psutil.Process) -> str:
     """What `ps` shows; "" for one that is gone."""
@@ -140,14 +92,6 @@ def title_of(process: psutil.Process) -> str:
         return "".join(process.cmdline()[:1])
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
-
-
-def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the condition") -> None:
-    """Poll `condition` until it is true; fail with `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true in {timeout_s} s"
-        time.sleep(0.02)
 
 
 def assert_nothing_is_held(server: Server) -> None:

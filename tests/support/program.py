@@ -1,0 +1,82 @@
+"""A program under test: its output is read as it comes, and it does not outlive its test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 40.0
+
+
+def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the condition") -> None:
+    """Poll `condition` until it is true; fail with `what` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true in {timeout_s} s"
+        time.sleep(0.02)
+
+
+class Program:
+    """Started by the constructor; use as a context manager, which terminates what is left."""
+
+    def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **env},
+        )
+        self.output: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def log(self) -> str:
+        return "".join(self.output)
+
+    def wait_for(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until `text` is in the output; fail when the program ends without it."""
+
+        def has_come() -> bool:
+            if self.process.poll() is not None:
+                self._reader.join(5)
+                assert text in self.log, self.log
+            return text in self.log
+
+        wait_until(has_come, timeout_s, f"{text!r} in {self.log!r}")
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        """Send the signal, wait for the end, return the exit code."""
+        self.process.send_signal(signum)
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self.process.wait(STOP_TIMEOUT_S)
+        self._reader.join(5)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
