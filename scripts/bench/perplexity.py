@@ -150,8 +150,9 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         start: int | None = None,
         stop: int | None = None,
     ) -> Tensor:
-        assert dim == 0
-        values = dequantize(self.raw(name, start or 0, stop), self.ggml_type(name), torch.float32)
+        # Each is wanted whole; a row-parallel one is asked for by its columns.
+        assert start in (None, 0) and stop in (None, self.shape(name)[dim])
+        values = dequantize(self.raw(name), self.ggml_type(name), torch.float32)
         values = values if len(self.shape(name)) == 2 else values[:, 0].contiguous()
         return values if dtype is None else values.to(dtype)
 
