@@ -17,6 +17,7 @@ import zmq
 
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
+from ..protocol.errors import EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
@@ -110,6 +111,10 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
+        self._waiting_since = 0.0
+        limits = config.recovery
+        # A worker that is still in the step is the supervisor's to kill.
+        self._patience_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
 
     def run(self) -> None:
@@ -253,21 +258,18 @@ class EngineCore:
                 self._workers.drop_frame()
 
     def _take_step_result(self, result: ModelRunnerOutput) -> None:
-        if not self._in_flight or self._in_flight[0].step != result.step:
+        if not self._in_flight or result.step < self._in_flight[0].step:
             self._workers.drop_frame()
             return
-        if not (
-            is_sound_output(result, self._vocab_size, self._max_num_seqs)
-            and self._scheduler.is_answer(result)
-        ):
-            # Should it really come from the worker, the step will last for ever: that needs an explanation.
-            logger.error("an output of step %d that cannot be its output is dropped", result.step)
-            self._workers.drop_frame()
-            return
-        step = self._in_flight.popleft()
+        if not is_sound_output(result, self._vocab_size, self._max_num_seqs):
+            raise EngineError(
+                f"the worker answered step {result.step} with numbers that are no tokens and slots"
+            )
+        self._waiting_since = now = time.monotonic()
+        outputs = self._scheduler.update_from_output(self._in_flight[0], result, now)
+        self._in_flight.popleft()
         self._num_steps += 1
         self._num_tokens += len(result.sampled_token_ids) // 4
-        outputs = self._scheduler.update_from_output(step, result, time.monotonic())
         # The workers wait for a bitmask, the clients wait for nothing.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
@@ -361,8 +363,10 @@ class EngineCore:
             if step is None:
                 return
             self._workers.send(step)
-            if step.grammar_slots and not self._in_flight:
-                self._send_grammar_bitmask(step)
+            if not self._in_flight:
+                self._waiting_since = time.monotonic()
+                if step.grammar_slots:
+                    self._send_grammar_bitmask(step)
             self._in_flight.append(step)
 
     def _send_grammar_bitmask(self, step: SchedulerOutput) -> None:
@@ -377,6 +381,10 @@ class EngineCore:
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_INTERVAL_S
+        waited_s = now - self._waiting_since
+        if self._in_flight and waited_s > self._patience_s:
+            step = self._in_flight[0].step
+            raise EngineError(f"no worker has answered step {step} for {waited_s:.0f} s")
         num_running, num_waiting = self._scheduler.get_request_counts()
         self._status.beat(
             Heartbeat(

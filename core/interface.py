@@ -65,10 +65,6 @@ class SchedulerInterface(ABC):
         """Bitmasks of the step's `grammar_slots`, once the outputs of all earlier steps are in."""
 
     @abstractmethod
-    def is_answer(self, model_runner_output: ModelRunnerOutput) -> bool:
-        """Whether an output has as many tokens as the oldest step in flight samples."""
-
-    @abstractmethod
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,

@@ -1,7 +1,7 @@
 """What must hold of a message beyond its types before it may change anything.
 
 Arrays are raw bytes and numbers have any size, which the decoder does not judge. A message that fails is dropped: no
-process of this engine has sent it.
+process of this engine has sent it. But where it takes the place of what a step waits for, the replica is lost.
 """
 
 from __future__ import annotations

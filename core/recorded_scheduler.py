@@ -224,9 +224,6 @@ class RecordedScheduler(SchedulerInterface):
 
     # what changes nothing
 
-    def is_answer(self, model_runner_output: ModelRunnerOutput) -> bool:
-        return self.scheduler.is_answer(model_runner_output)
-
     def get_kv_cache_usage(self) -> float:
         return self.scheduler.get_kv_cache_usage()
 

@@ -344,9 +344,6 @@ class Scheduler(SchedulerInterface):
             ]
         return self._grammars.bitmask(rows)
 
-    def is_answer(self, model_runner_output: ModelRunnerOutput) -> bool:
-        return not self._results.find_misfit(model_runner_output)
-
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,

@@ -131,11 +131,14 @@ class StepResults:
         if self._drafts is not None and batch is not None and step == drafts.step:
             self._drafts.propose_late(batch, drafts)
 
-    def find_misfit(self, output: ModelRunnerOutput) -> str:
-        """Why this cannot be the output of the oldest step; "" when it can."""
+    def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
+        """The step whose output this is. Raises EngineError if it cannot be that of the oldest one."""
         step = self._in_flight[0] if self._in_flight else None
-        if step is None or step.step != output.step:
-            return f"output of step {output.step}, expected step {step.step if step else 'none'}"
+        if step is None or not step.step == output.step == scheduler_output.step:
+            raise EngineError(
+                f"output of step {output.step} for step {scheduler_output.step}, "
+                f"expected step {step.step if step else 'none'}"
+            )
         num_tokens = len(output.sampled_token_ids) // 4
         if step.num_drafts is not None:
             counts = _num_sampled(output, len(step.num_drafts))
@@ -145,20 +148,14 @@ class StepResults:
                 or (counts < 1).any()
                 or (counts > step.num_drafts + 1).any()
             ):
-                return (
+                raise EngineError(
                     f"step {step.step} returned {num_tokens} tokens, {counts.tolist()} for rows "
                     f"with {step.num_drafts.tolist()} drafts"
                 )
         elif num_tokens != len(step.sampling):
-            return f"step {step.step} returned {num_tokens} tokens for {len(step.sampling)} rows"
-        return ""
-
-    def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
-        misfit = self.find_misfit(output)
-        if not misfit and scheduler_output.step != output.step:
-            misfit = f"output of step {output.step} for step {scheduler_output.step}"
-        if misfit:
-            raise EngineError(misfit)
+            raise EngineError(
+                f"step {step.step} returned {num_tokens} tokens for {len(step.sampling)} rows"
+            )
         return self._in_flight.popleft()
 
     def _take_row_reports(

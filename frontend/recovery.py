@@ -24,8 +24,8 @@ STABLE_S: Final = 10.0
 class RecoveryUnit:
     """A leader and its followers, started anew under the next epoch when they die.
 
-    A leader that dies is replaced alone, and its followers go on with the next one: so a core's workers keep their model. When a
-    follower dies all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
+    A leader that dies is replaced alone, and its followers go on with the next one: so a core's workers keep their model. When
+    that was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class RecoveryUnit:
         if (
             self._is_renewed
             or len(self._specs) > 2
+            or self.num_fruitless_deaths > 1
             or any(child.spec is not self.leader for child in dead)
         ):
             for child in self.children.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from engine.protocol.config import (
     EngineConfig,
     FrontendConfig,
     KVEventsConfig,
+    RecoveryConfig,
 )
 from engine.protocol.messages import (
     AddRequests,
@@ -32,6 +34,7 @@ from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
+    ReplicaLost,
     SchedulerOutput,
     WorkerCommand,
     WorkerHello,
@@ -93,7 +96,7 @@ class CoreProcess:
         while True:
             status = self.statuses.receive(20_000)
             assert status is not None, "the core says nothing"
-            if status.stage is stage:
+            if isinstance(status, ProcessStatus) and status.stage is stage:
                 return status
 
     def start(self) -> None:
@@ -155,6 +158,19 @@ def test_books_that_do_not_balance_are_told_counted_and_dumped_once(config, tmp_
     # An honest scheduler shows where the other one went wrong: one block seemed to be in use.
     assert replay([str(path)]) == 1
     assert "output of step 1" in capsys.readouterr().out
+
+
+def test_a_step_that_nobody_answers_ends_the_core(config):
+    limits = RecoveryConfig(step_timeout_s=0.5, heartbeat_timeout_s=0.5)
+    core = CoreProcess(msgspec.structs.replace(config, recovery=limits), HONEST)
+    core.start()
+    request = EngineCoreRequest(0, int32_bytes([1, 2, 3]), SamplingParams(max_tokens=1), 0.0)
+    core.client.send(AddRequests([request]))
+    await_message(core.client, ReplicaLost)
+    status = core.await_stage(Stage.FAILED)
+    assert re.fullmatch(r"no worker has answered step 1 for [12] s", status.detail)
+    assert core.process.wait(20) == 1
+    core.stop()
 
 
 def test_balanced_books_leave_no_dump(config, tmp_path):

@@ -1,4 +1,7 @@
-"""A real engine core among liars: it counts what they send, drops it, and serves the others."""
+"""A real engine core among liars: it counts what they send, drops it, and serves the others.
+
+A lie in the place of a step's output cannot be dropped, for the truth will not come: it ends the core.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -37,7 +41,7 @@ from engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
-    RowLogprobs,
+    ReplicaLost,
     SchedulerOutput,
     WorkerCommand,
     WorkerHello,
@@ -139,11 +143,7 @@ class Core:
 
     def generate(self, lies_of_worker: list[Any]) -> list[int]:
         """A request of the good client, whose worker tells these lies before each answer."""
-        self._num_requests += 1
-        index = self._num_requests
-        params = SamplingParams(max_tokens=GOOD_LENGTH, seed=index, ignore_eos=True)
-        request = EngineCoreRequest(index, int32_bytes([index % 9, 1]), params, time.monotonic())
-        self.good.send(AddRequests([request]))
+        index = self._submit()
         tokens: list[int] = []
         is_over = False
         deadline = time.monotonic() + TIMEOUT_S
@@ -167,6 +167,24 @@ class Core:
                 time.sleep(0.0005)
         return tokens
 
+    def _submit(self) -> int:
+        self._num_requests += 1
+        index = self._num_requests
+        params = SamplingParams(max_tokens=GOOD_LENGTH, seed=index, ignore_eos=True)
+        request = EngineCoreRequest(index, int32_bytes([index % 9, 1]), params, time.monotonic())
+        self.good.send(AddRequests([request]))
+        return index
+
+    def suspects_after(self, nonsense: dict[str, Any]) -> list[int]:
+        """Whom the core suspects when its worker answers a request's first step so; it has exited then."""
+        self._submit()
+        step = self._await(self.worker, SchedulerOutput)
+        answer = self._runner.execute(step, lambda _: None)
+        self.worker.send(msgspec.structs.replace(answer, **nonsense))
+        lost = self._await(self.good, ReplicaLost)
+        assert self.process.wait(TIMEOUT_S) == 1
+        return int32_view(lost.suspects).tolist()
+
     def expected(self) -> list[int]:
         seeds = np.full(GOOD_LENGTH, self._num_requests, np.int64)
         positions = np.arange(2, 2 + GOOD_LENGTH, dtype=np.int32)
@@ -177,14 +195,20 @@ class Core:
             self.num_dropped += outputs.stats.num_dropped_frames
 
 
-@pytest.fixture(scope="module")
-def core() -> Iterator[Core]:
+@contextmanager
+def open_core() -> Iterator[Core]:
     with tempfile.TemporaryDirectory(prefix="hostile-") as run_dir:
         core = Core(run_dir)
         try:
             yield core
         finally:
             core.close()
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[Core]:
+    with open_core() as core:
+        yield core
 
 
 def request(**fields: Any) -> EngineCoreRequest:
@@ -230,34 +254,12 @@ def garbage(*honest: Any) -> st.SearchStrategy[bytes]:
     return st.binary(min_size=1, max_size=60) | truncated
 
 
-def altered(**fields: Any) -> Any:
-    return lambda answer, last: encode(msgspec.structs.replace(answer, **fields))
-
-
-def row(**fields: Any) -> RowLogprobs:
-    one = int32_bytes([1])
-    sound = {"slot": 0, "num_positions": 1, "token_ids": one, "logprobs": one, "ranks": one}
-    return RowLogprobs(**{**sound, **fields})
-
-
 LIES_OF_WORKERS = [
-    altered(step=10**9),
-    altered(sampled_token_ids=b"123"),
-    altered(sampled_token_ids=int32_bytes([1] * 300)),
-    altered(nan_slots=b"1"),
-    altered(nan_slots=int32_bytes([8])),
-    altered(nan_slots=int32_bytes([-1])),
-    altered(num_sampled=b"12345"),
-    altered(logprobs=[row(num_positions=0)]),
-    altered(logprobs=[row(num_positions=2**40)]),
-    altered(logprobs=[row(ranks=b"")]),
-    altered(prompt_logprobs=[row(logprobs=b"12")]),
-    altered(prompt_logprobs=[row(token_ids=int32_bytes([VOCAB_SIZE]))]),
-    altered(drafts=DraftTokenIds(1, slots=b"1")),
     lambda answer, last: last or b"\xc1",
     lambda answer, last: encode(WorkerHello(PROTOCOL_VERSION, EPOCH, 0)),
     lambda answer, last: encode(DraftTokenIds(1, slots=int32_bytes([99]))),
     lambda answer, last: encode(WorkerMemory(-1, 2**60)),
+    lambda answer, last: encode(msgspec.structs.replace(answer, step=answer.step - 1)),
     lambda answer, last: b"\x93\xa6output\x01\xc6\xff\xff\xff\xff",
 ]
 
@@ -295,3 +297,18 @@ def test_lies_are_counted_and_dropped_and_others_are_served(
         assert time.monotonic() < deadline, (core.num_dropped, core.num_lies)
         assert core.generate([]) == core.expected()
     assert core.num_dropped == core.num_lies
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"step": 10**9},
+        {"sampled_token_ids": int32_bytes([VOCAB_SIZE])},
+        {"sampled_token_ids": int32_bytes([1, 1])},
+    ],
+)
+def test_nonsense_in_place_of_an_output_ends_the_core_which_names_its_suspects(
+    nonsense: dict[str, Any],
+) -> None:
+    with open_core() as core:
+        assert core.suspects_after(nonsense) == [1]

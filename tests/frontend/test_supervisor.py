@@ -128,6 +128,19 @@ def test_a_core_that_dies_is_replaced_and_its_worker_stays(run_dir: str) -> None
     assert told == ["core 0 was killed by SIGSEGV; its messages are above; starting it again"]
 
 
+def test_a_core_that_dies_again_without_a_token_takes_its_worker_along(run_dir: str) -> None:
+    with supervisor_of(run_dir, ALL_READY) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        for life in (2, 3):
+            assert lives(run_dir, "worker 0") == 1
+            os.kill(supervisor.pids["core 0"], signal.SIGSEGV)
+            assert eventually(
+                lambda life=life: supervisor.poll() or lives(run_dir, "core 0") == life
+            )
+        assert lives(run_dir, "worker 0") == 2
+
+
 def test_a_worker_that_dies_takes_its_core_along_and_nobody_else(run_dir: str) -> None:
     with supervisor_of(run_dir, ALL_READY) as supervisor:
         supervisor.start()

@@ -12,12 +12,17 @@ import psutil
 
 _path = [str(Path(__file__).parent / "raise_on_signal"), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT: Final = {"PYTHONPATH": os.pathsep.join(filter(None, _path))}
-"""A server needs it for `fail`."""
+"""A server needs it for `fail` and `damage`."""
 
 
 def fail(process: psutil.Process) -> None:
     """Raise an exception in the main thread, between two bytecodes."""
     process.send_signal(signal.SIGRTMIN)
+
+
+def damage(worker: psutil.Process) -> None:
+    """From now on a worker on `--device null` answers every step with tokens that do not exist."""
+    worker.send_signal(signal.SIGRTMIN + 1)
 
 
 def exhaust_memory(process: psutil.Process) -> None:

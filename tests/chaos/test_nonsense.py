@@ -1,0 +1,26 @@
+"""A worker whose memory is damaged, so that its answers make no sense, costs nobody a token."""
+
+from __future__ import annotations
+
+from support.faults import ENVIRONMENT, damage
+from support.mixed_streams import Streams, bodies
+from support.server import Server, assert_nothing_is_held, default_model, wait_until
+
+NEED_LOGITS = ("logprobs", "prompt_logprobs", "structured_outputs")
+REQUESTS = [{**body, **dict.fromkeys(NEED_LOGITS), "max_tokens": 200} for body in bodies(10)]
+
+
+def test_streams_end_as_if_the_worker_had_been_sane() -> None:
+    args = (default_model(), "--device", "null", "--null-step-ms", "5")
+    with Server(*args, env=ENVIRONMENT) as server:
+        undisturbed = Streams(server, REQUESTS).answers()
+        assert [answer for answer in undisturbed if "done" not in answer or "error" in answer] == []
+        victim = server.child("worker 0")
+        streams = Streams(server, REQUESTS)
+        streams.wait_for_events(100)
+        damage(victim)
+        assert streams.answers() == undisturbed
+        assert "with numbers that are no tokens and slots" in server.log
+        wait_until(lambda: not victim.is_running(), what="the worker is replaced")
+        assert_nothing_is_held(server)
+        assert server.stop() == 0

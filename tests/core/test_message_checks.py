@@ -1,0 +1,54 @@
+from typing import Any
+
+import pytest
+from engine.core.message_checks import is_sound_output
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
+
+VOCAB_SIZE = 1000
+ONE = int32_bytes([1])
+
+
+def row(**fields: Any) -> RowLogprobs:
+    sound = {"slot": 0, "num_positions": 1, "token_ids": ONE, "logprobs": ONE, "ranks": ONE}
+    return RowLogprobs(**{**sound, **fields})
+
+
+def is_sound(**fields: Any) -> bool:
+    return is_sound_output(ModelRunnerOutput(1, **fields), VOCAB_SIZE, max_num_seqs=8)
+
+
+def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
+    drafts = DraftTokenIds(1, slots=int32_bytes([7]), token_ids=ONE, num_tokens=ONE)
+    assert is_sound()
+    assert is_sound(
+        sampled_token_ids=int32_bytes([0, VOCAB_SIZE - 1]),
+        num_sampled=int32_bytes([2]),
+        nan_slots=int32_bytes([7]),
+        logprobs=[row()],
+        prompt_logprobs=[row()],
+        drafts=drafts,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampled_token_ids": b"123"},
+        {"sampled_token_ids": int32_bytes([VOCAB_SIZE])},
+        {"sampled_token_ids": int32_bytes([-1])},
+        {"nan_slots": b"1"},
+        {"nan_slots": int32_bytes([8])},
+        {"nan_slots": int32_bytes([-1])},
+        {"num_sampled": b"12345"},
+        {"logprobs": [row(num_positions=0)]},
+        {"logprobs": [row(num_positions=2**40)]},
+        {"logprobs": [row(ranks=b"")]},
+        {"prompt_logprobs": [row(logprobs=b"12")]},
+        {"prompt_logprobs": [row(token_ids=int32_bytes([VOCAB_SIZE]))]},
+        {"drafts": DraftTokenIds(1, slots=b"1")},
+        {"drafts": DraftTokenIds(1, slots=ONE, token_ids=ONE, num_tokens=int32_bytes([2]))},
+    ],
+)
+def test_an_output_with_other_numbers_is_not(fields: dict[str, Any]) -> None:
+    assert not is_sound(**fields)
