@@ -43,7 +43,7 @@ class AsyncPeer(Generic[In]):
 
     def _read(self) -> None:
         self._read_scheduled = False
-        if self._peer.socket.closed:
-            return
-        while (message := self._peer.receive()) is not None:
+        socket = self._peer.socket
+        # What a message does may close the socket.
+        while not socket.closed and (message := self._peer.receive()) is not None:
             self._on_message(message)

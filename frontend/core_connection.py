@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ class CoreEvents(msgspec.Struct):
 
     `on_ready`: a core takes requests, and knows of none.
     `on_outputs` may raise for a message that makes no sense, which is then dropped.
-    `on_lost_outputs`: outputs were lost on the way, so every sequence at this core misses tokens.
+    `on_lost_outputs`: outputs were lost, and the connection begins anew; `on_ready` follows.
     `on_replica_lost`: this core is about to end, and says whose computation it did not survive.
     `on_refused`: this core can never serve this frontend, for the reason given.
     """
@@ -56,8 +57,8 @@ class CoreEvents(msgspec.Struct):
 class CoreConnection:
     """Carries requests to a core and outputs back, once it has greeted.
 
-    A greeting starts afresh: nothing of what was sent before it has reached the core that says it. A core that is not
-    `is_serving` gets no new requests.
+    A greeting starts afresh: nothing of what was sent before it has reached the core that says it. So where outputs are missing or
+    make no sense it is asked for another one, by a new connection. A core that is not `is_serving` gets no new requests.
     """
 
     def __init__(
@@ -77,16 +78,30 @@ class CoreConnection:
         self._client_index = client_index
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._last_sequence: int | None = None
+        self._last_sequence: float | None = None
         self._requests: list[EngineCoreRequest] = []
         self._aborted: list[int] = []
         self._flush_scheduled = False
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._num_calls = 0
-        self._wire = Peer[CoreMessage](
-            context, config.core_address(core_index), b"client%d" % client_index, CoreMessage
-        )
+        self._context = context
+        self._address = config.core_address(core_index)
+        self._connect()
+
+    def _connect(self) -> None:
+        name = b"client%d" % self._client_index
+        self._wire = Peer[CoreMessage](self._context, self._address, name, CoreMessage)
         self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
+
+    def _begin_anew(self) -> None:
+        """What the core has sent cannot be relied upon: it shall forget this frontend, and greet it again."""
+        self.ready = False
+        self._events.on_lost_outputs(self.core_index)
+        # What it sends until then belongs to the old connection, wherever it arrives.
+        self._last_sequence = math.inf
+        self._num_dropped_messages += self._wire.num_dropped_frames
+        self._peer.close()
+        self._connect()
 
     def num_dropped_frames(self) -> int:
         """Frames that did not decode, came twice or made no sense."""
@@ -166,16 +181,16 @@ class CoreConnection:
             self._num_dropped_messages += 1
             return
         self._last_sequence = outputs.sequence
-        if last is not None and outputs.sequence > last + 1:
-            self._events.on_lost_outputs(self.core_index)
         try:
+            if last is not None and outputs.sequence != last + 1:
+                raise ValueError(f"message {outputs.sequence} follows message {last}")
             if outputs.core_index != self.core_index:
                 raise ValueError(f"core {self.core_index} calls itself {outputs.core_index}")
             self._events.on_outputs(outputs)
         except Exception:
             logger.exception("core %d sent what cannot be applied", self.core_index)
             self._num_dropped_messages += 1
-            self._events.on_lost_outputs(self.core_index)
+            self._begin_anew()
 
     def _receive_news(self, news: ReplicaNews) -> None:
         try:

@@ -362,7 +362,7 @@ class EngineClient:
                     sequence.accuse(is_suspect=is_suspect)
 
     def _outputs_were_lost(self, core_index: int) -> None:
-        lost = [s for s in self._output.sequences.values() if s.core_index == core_index]
-        self._output.fail(lost, "tokens were lost between the engine's processes; try again")
-        for sequence in lost:
-            self._abort_at_core(sequence)
+        """The sequences of the core go on as after its death, but for those that have come no further since the last time."""
+        at_core = [s for s in self._output.sequences.values() if s.core_index == core_index]
+        stuck = [sequence for sequence in at_core if sequence.lose_outputs()]
+        self._output.fail(stuck, "its tokens were lost twice between the engine's processes")

@@ -85,6 +85,7 @@ class Sequence:
         self.request = request
         self.block_keys = block_keys
         self.num_losses = 0
+        self._num_tokens_when_lost = -1
         self.core_index = core_index
         self.load = load
         self.params = params
@@ -145,6 +146,13 @@ class Sequence:
         self.num_losses += 1
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
+    def lose_outputs(self) -> bool:
+        """Outputs were lost. Returns whether that has happened before, with no token since it was first scheduled."""
+        is_stuck = self.num_generated_tokens == self._num_tokens_when_lost
+        if self.scheduled_time:
+            self._num_tokens_when_lost = self.num_generated_tokens
+        return is_stuck
+
     def _note_progress(self) -> None:
         """Keep what has been generated. A suspect that got a token got it alone, and did no harm."""
         request = self.request
@@ -172,7 +180,12 @@ class Sequence:
         assert detokenizer is not None
         new = self._tokens_with_text(ended_by_token)
         start = self._num_detokenized - detokenizer.num_tokens
-        self._text += detokenizer.append(new)
+        try:
+            self._text += detokenizer.append(new)
+        except Exception:
+            # Nor can the reader decode them, who shall be told so.
+            self._detokenizer = None
+            raise
         self._num_detokenized = start + detokenizer.num_tokens
         if detokenizer.stop_reason is not None:
             del self.unread[self._num_detokenized :]

@@ -399,34 +399,54 @@ async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
         )
 
 
+NONSENSE = EngineCoreOutputs(0, 0, 1.0, int32_bytes([0]), int32_bytes([0, 1]))
+
+
+@pytest.mark.parametrize("fault", ["a message is lost", "a message makes no sense"])
 @on_event_loop
-async def test_sequences_that_lost_tokens_fail_instead_of_skipping_them(tmp_path: Path) -> None:
+async def test_after_lost_outputs_streams_go_on_at_the_same_core(
+    tmp_path: Path, fault: str
+) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
-        group = await client.submit([request(50)], request_id="r")
-        await drive(core, group.next())
-        core.lose_outputs()
-        core.step()
-        [delta] = await group.result()
-        assert delta.finish_reason == "error"
-        assert delta.error is not None and "lost" in delta.error
-        assert delta.token_ids == PROMPT[1 : 1 + len(delta.token_ids)]
-        await until(lambda: not core.requests, core.receive)
-        later = await client.submit([request(2)], request_id="later")
-        [delta] = await drive(core, later.result())
-        assert delta.token_ids == PROMPT[:2]
+        begun = await client.submit([request(50), request(50, logprobs=1)], request_id="begun")
+        await drive(core, begun.next())
+        waiting = await client.submit([request(3)], request_id="waiting")
+        if fault == "a message is lost":
+            core.lose_outputs()
+            core.step()
+        else:
+            core.send(b"client0", NONSENSE)
+        core.is_greeting = False
+        await until(lambda: bool(core.callers), core.read)
+        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, int32_bytes([0]), int32_bytes([0])))
+        core.is_greeting = True
+        first, second = await drive(core, begun.result())
+        assert (
+            first.token_ids == second.token_ids == [PROMPT[i % len(PROMPT)] for i in range(1, 50)]
+        )
+        assert second.logprobs is not None
+        assert [entry.token_id for entry in second.logprobs] == second.token_ids
+        [delta] = await drive(core, waiting.result())
+        assert delta.token_ids == PROMPT[:3]
+        assert client.ready and client.num_inflight == 0 and not core.requests
 
 
 @on_event_loop
-async def test_arrays_that_do_not_fit_together_fail_only_what_they_touch(tmp_path: Path) -> None:
+async def test_who_loses_outputs_twice_with_no_token_in_between_fails(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(50)], request_id="r")
         await drive(core, group.next())
-        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, b"\0\0\0\0", b"\0\0\0\0\1\0\0\0"))
+        core.send(b"client0", NONSENSE)
+        await until(
+            lambda: sum(isinstance(m, ClientHello) for m in core.received) == 2, core.receive
+        )
+        late = await client.submit([request(3)], request_id="late")
+        core.send(b"client0", NONSENSE)
         [delta] = await group.result()
         assert delta.finish_reason == "error"
-        later = await client.submit([request(2)], request_id="later")
-        [delta] = await drive(core, later.result())
-        assert delta.finish_reason == "length"
+        assert delta.error is not None and "lost twice" in delta.error
+        [delta] = await drive(core, late.result())
+        assert delta.token_ids == PROMPT[:3]
 
 
 @on_event_loop

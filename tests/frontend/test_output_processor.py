@@ -338,6 +338,19 @@ def test_a_message_that_makes_no_sense_changes_nothing(arrays: dict[str, bytes])
 
 
 @on_event_loop
+async def test_a_token_that_cannot_be_decoded_fails_its_sequence_alone() -> None:
+    harness = Harness()
+    group = harness.group(SamplingParams(stop=("STOP",)), SamplingParams(stop=("STOP",)))
+    harness.feed({0: [-1], 1: TOKENS[:1]})
+    harness.feed({1: TOKENS[1:2]}, finished(1, FinishReason.LENGTH))
+    news = dict(await group.next())
+    assert (news[0].finish_reason, news[1].finish_reason) == ("error", "length")
+    assert news[0].error == "the tokens could not be decoded"
+    assert news[1].token_ids == TOKENS[:2]
+    assert harness.aborted == [0]
+
+
+@on_event_loop
 async def test_cached_tokens_are_those_of_the_first_scheduling() -> None:
     harness = Harness()
     group = harness.group(SamplingParams())

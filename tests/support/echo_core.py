@@ -112,11 +112,15 @@ class EchoCore:
             client, message = received
             if message is None:
                 self.callers.append(client)
+                self.running.pop(client, None)
                 continue
-            self.received.append(message)
             if isinstance(message, ClientHello):
                 self.running[client] = {}
-            elif isinstance(message, AddRequests):
+            elif client not in self.running:
+                # It comes from a connection that has been replaced.
+                continue
+            self.received.append(message)
+            if isinstance(message, AddRequests):
                 for request in message.requests:
                     echo = EchoedRequest(request)
                     self.running[client][request.request_index] = echo
