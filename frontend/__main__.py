@@ -1,4 +1,4 @@
-"""`python -m engine.frontend CONFIG_PATH CLIENT_INDEX LISTEN_FD`."""
+"""`python -m engine.frontend CONFIG_PATH CLIENT_INDEX LISTEN_FD EPOCH`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..protocol.transport import StatusReporter
 
 
 def main() -> int:
-    config_path, index, listen_fd = sys.argv[1:]
-    config = load_config(config_path)
+    config_path, index, listen_fd, epoch = sys.argv[1:]
+    config = load_config(config_path, int(epoch))
     client_index = int(index)
     name = f"frontend {client_index}"
     name_process(name)

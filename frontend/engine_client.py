@@ -13,7 +13,7 @@ import zmq
 
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
-from ..protocol.config import EngineConfig
+from ..protocol.config import FIRST_EPOCH, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import CoreReady, EngineCoreRequest, FinishReason, ReplicaLost
 from ..protocol.supervisor_messages import EngineStatus, ReplicaState
@@ -95,7 +95,10 @@ class EngineClient:
         return len(self._output.sequences)
 
     async def start(self) -> None:
-        """Connect, and wait until every core can execute. Raises EngineDead if one never can."""
+        """Connect, and wait until every core can execute; in a later life one will do.
+
+        Raises EngineDead if one never can.
+        """
         self._started = asyncio.get_running_loop().create_future()
         self.watch = EngineWatch(self._context, self._config, self._status_is_known)
         events = CoreEvents(
@@ -325,8 +328,9 @@ class EngineClient:
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index:
                 self._resubmit(sequence, core)
-        all_ready = all(core.ready for core in self._cores)
-        if all_ready and self._started is not None and not self._started.done():
+        is_first_life = self._config.epoch == FIRST_EPOCH
+        can_serve = not is_first_life or all(core.ready for core in self._cores)
+        if can_serve and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def _resubmit(self, sequence: Sequence, core: CoreConnection) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from ..protocol.cluster_key import load_cluster_key
 from ..protocol.config import (
+    FIRST_EPOCH,
     CacheConfig,
     CPUBackend,
     Device,
@@ -51,7 +52,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     _check_gpus(device.device, parallel)
     return EngineConfig(
         run_dir=run_dir,
-        epoch=1,
+        epoch=FIRST_EPOCH,
         model=model.config,
         cache=cache,
         scheduler=scheduler,

@@ -25,8 +25,8 @@ class Role(enum.Enum):
 class ProcessSpec:
     """How to start one process. `name` is its title and its name in every report.
 
-    Cores and workers belong to a `replica`, and get their epoch as the last argument. A `node` other than None is
-    another machine; `env` is added to the environment.
+    It gets its epoch as the last argument. Cores and workers belong to a `replica`. A `node` other than None is another
+    machine; `env` is added to the environment.
     """
 
     name: str
@@ -64,11 +64,10 @@ class Process(Protocol):
 class LocalProcess:
     def __init__(self, spec: ProcessSpec, epoch: int) -> None:
         """Raises ConfigError if the program cannot be run."""
-        argv = spec.argv if spec.role is Role.FRONTEND else (*spec.argv, str(epoch))
         self.reason = ""
         try:
             self._popen = subprocess.Popen(
-                argv,
+                (*spec.argv, str(epoch)),
                 stdin=subprocess.PIPE,
                 pass_fds=spec.pass_fds,
                 # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.

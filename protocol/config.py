@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 PROTOCOL_VERSION: Final = 2
+FIRST_EPOCH: Final = 1
 """Bumped whenever a message or this configuration changes its encoding."""
 
 MAX_STEPS_IN_FLIGHT: Final = 4
@@ -346,8 +347,8 @@ class RecoveryConfig(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True):
     """Everything. `run_dir` is a 0700 directory that holds the sockets of this engine.
 
-    `epoch` is the one field that differs between processes: it counts the lives of a replica, and a process is
-    told on its command line in which it was born.
+    `epoch` is the one field that differs between processes: it counts the lives of a replica, or of a frontend, and a
+    process is told on its command line in which it was born.
     """
 
     run_dir: str

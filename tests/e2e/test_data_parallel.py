@@ -111,6 +111,23 @@ def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
     assert answers and all(round_of == undisturbed for round_of in answers)
 
 
+def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_other() -> None:
+    args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
+    with Server(default_model(), *args) as server:
+        server.child("worker 1").suspend()
+        for title in ("core 1", "frontend 0"):
+            victim = server.child(title)
+            victim.kill()
+            victim.wait(10)
+        # The kernel keeps connections for the next frontend, so nobody is refused.
+        wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
+        assert complete(server)[0] == 200
+        assert complete(server, "1")[0] == 503
+        server.child("worker 1").resume()
+        wait_until(lambda: complete(server, "1")[0] == 200, what="the other one serves as well")
+        assert server.stop() == 0
+
+
 COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
 
 

@@ -18,7 +18,13 @@ from engine.frontend.engine_client import (
 )
 from engine.protocol.arrays import int32_bytes, int32_view, uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
-from engine.protocol.config import PROTOCOL_VERSION, ParallelConfig, PrefixHash, SchedulerConfig
+from engine.protocol.config import (
+    FIRST_EPOCH,
+    PROTOCOL_VERSION,
+    ParallelConfig,
+    PrefixHash,
+    SchedulerConfig,
+)
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.messages import (
     AbortRequests,
@@ -314,7 +320,8 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
 
 @on_event_loop
 async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_path: Path) -> None:
-    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
     cores = [EchoCore(config, 0), EchoCore(config, 1)]
     client = EngineClient(config, 0, smollm2_tokenizer())
     with zmq.Context() as context:
@@ -500,7 +507,8 @@ async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Pa
 
 @on_event_loop
 async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Path) -> None:
-    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
     cores = [EchoCore(config, 0), EchoCore(config, 1)]
     client = EngineClient(config, 0, smollm2_tokenizer())
 
@@ -526,10 +534,35 @@ async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Pat
 
 
 @on_event_loop
+async def test_a_frontend_in_a_later_life_serves_with_the_replicas_that_are_up(
+    tmp_path: Path,
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH + 1, parallel=parallel)
+    client = EngineClient(config, 0, smollm2_tokenizer())
+    cores = [EchoCore(config, 1)]
+    starting = asyncio.ensure_future(client.start())
+    await until(starting.done, cores[0].receive)
+    assert client.ready
+    group = await client.submit([request(3)], request_id="r")
+    [delta] = await drive(cores[0], group.result())
+    assert delta.token_ids == PROMPT[:3]
+    cores.append(EchoCore(config, 0))
+    await until(lambda: bool(cores[1].received), cores[1].receive)
+    late = replace(request(3), data_parallel_rank=0)
+    [delta] = await drive(cores[1], (await client.submit([late], request_id="late")).result())
+    assert delta.token_ids == PROMPT[:3]
+    client.close()
+    for core in cores:
+        core.close()
+
+
+@on_event_loop
 async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replica(
     tmp_path: Path,
 ) -> None:
-    config = engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2))
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
     cores = [EchoCore(config, 0), EchoCore(config, 1)]
     client = EngineClient(config, 0, smollm2_tokenizer())
     prompt = list(range(100, 100 + 3 * config.cache.block_size))

@@ -88,7 +88,7 @@ class FrontendProcess:
         self.port = self._listener.getsockname()[1]
         fd = self._listener.fileno()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.frontend", str(self.config.save()), "0", str(fd)],
+            [sys.executable, "-m", "engine.frontend", str(self.config.save()), "0", str(fd), "1"],
             stdin=subprocess.PIPE,
             stderr=self._log.open("w"),
             pass_fds=(fd,),
