@@ -142,9 +142,9 @@ class Admission:
             queue.recall(Obstacle.LONG_PREFILLS)
         if len(self._running.loras) < self._config.max_loras:
             queue.recall(Obstacle.LORA_SLOTS)
-        if self._tenants is not None and self._tenants.has_freed:
-            self._tenants.has_freed = False
-            queue.recall(Obstacle.TENANT_LIMIT)
+        if self._tenants is not None:
+            for name, num_seqs in self._tenants.take_openings():
+                queue.let_go(name, num_seqs)
         queue.recall(Obstacle.CONNECTOR)
         starts_singly = (
             transfers is not None
@@ -173,7 +173,7 @@ class Admission:
                 queue.set_aside(Obstacle.LORA_SLOTS)
                 continue
             if self._tenants is not None and not self._tenants.may_run(request.tenant):
-                queue.set_aside(Obstacle.TENANT_LIMIT)
+                queue.hold_back()
                 continue
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)

@@ -38,16 +38,13 @@ class Tenant:
 
 
 class TenantLimits:
-    """How many requests of one tenant may run and wait. A limit of 0 is none.
-
-    `has_freed` says that since it was last reset a request has left a tenant that was at its running limit.
-    """
+    """How many requests of one tenant may run and wait. A limit of 0 is none."""
 
     def __init__(self, max_num_seqs: int, max_num_queued_reqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._tenants: dict[str, Tenant] = {}
         self.max_num_queued_reqs = max_num_queued_reqs
-        self.has_freed = False
+        self._changed: dict[str, None] = {}
 
     def may_run(self, name: str) -> bool:
         """Whether one more request of the tenant, which has one at least, may be admitted."""
@@ -81,12 +78,25 @@ class TenantLimits:
 
     def stopped(self, name: str) -> None:
         """A running request has ended or is preempted."""
-        tenant = self._tenants[name]
-        self.has_freed = self.has_freed or tenant.num_running == self._max_num_seqs
-        tenant.num_running -= 1
+        self._tenants[name].num_running -= 1
+        self._changed[name] = None
 
     def ended(self, name: str) -> None:
         tenant = self._tenants[name]
         tenant.num_live -= 1
+        self._changed[name] = None
         if not tenant.num_live:
             del self._tenants[name]
+
+    def take_openings(self) -> list[tuple[str, int]]:
+        """The tenants of which a request has stopped or ended since the last call, and how many more each may run."""
+        if not self._changed:
+            return []
+        names, self._changed = self._changed, {}
+        if not self._max_num_seqs:
+            return []
+        return [
+            (name, self._max_num_seqs - self._tenants[name].num_running)
+            for name in names
+            if name in self._tenants
+        ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..protocol.arrays import Int64Array
+from .held_requests import HeldRequests
 from .request import Request
 from .running_requests import RunningRequests
 from .slots import Float64Array, SlotArray
@@ -25,7 +26,6 @@ class Obstacle(enum.IntEnum):
     LONG_PREFILLS = 0
     LORA_SLOTS = 1
     CONNECTOR = 2
-    TENANT_LIMIT = 3
 
 
 class RequestQueue(ABC):
@@ -38,6 +38,7 @@ class RequestQueue(ABC):
         self._running = running
         self._num_waiting = 0
         self._aside: tuple[dict[int, Request], ...] = tuple({} for _ in Obstacle)
+        self._held = HeldRequests()
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -69,10 +70,20 @@ class RequestQueue(ABC):
             self._reinsert(request)
         aside.clear()
 
+    def hold_back(self) -> None:
+        """Take the first request out of the order until its tenant may run more; it still waits."""
+        self._held.add(self._remove_first())
+
+    def let_go(self, tenant: str, count: int) -> None:
+        """Put the first `count` requests of the tenant that are held back in their places."""
+        for request in self._held.take(tenant, count):
+            self._reinsert(request)
+
     def discard(self, request: Request) -> None:
         """A request in the queue has finished."""
         self._num_waiting -= 1
-        if not any(aside.pop(request.arrival, None) for aside in self._aside):
+        is_aside = any(aside.pop(request.arrival, None) for aside in self._aside)
+        if not is_aside and not self._held.discard(request):
             self._leave(request)
 
     @abstractmethod

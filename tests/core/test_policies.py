@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from engine.core.backlog import TenantLimits
+from engine.core.held_requests import HeldRequests
+from engine.core.request import Request
+from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import SchedulingPolicy
 from engine.protocol.errors import ConfigError
-from engine.protocol.messages import EventKind, FinishReason
+from engine.protocol.messages import EngineCoreRequest, EventKind, FinishReason
+from engine.protocol.sampling_params import SamplingParams
 from support.scheduler_harness import Harness, Key
 
 
@@ -255,6 +260,51 @@ def test_a_tenant_at_its_running_limit_is_passed_by_the_others(policy):
 
 def not_over(harness: Harness, key: Key) -> bool:
     return key in harness.scheduler.requests
+
+
+def test_of_a_tenant_at_its_running_limit_the_policy_chooses_who_is_next():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, max_num_seqs=4, max_num_seqs_per_tenant=1, max_in_flight=1
+    )
+    first, late, later = (harness.add(3, 3, tenant="a", priority=5) for _ in range(3))
+    harness.step()
+    urgent = harness.add(3, 3, tenant="a", priority=1)
+    gone = harness.add(3, 3, tenant="a", priority=0)
+    harness.step()
+    harness.abort(gone)
+    harness.drain()
+    assert admissions(harness) == [first, urgent, late, later]
+
+
+def test_when_requests_of_a_tenant_stop_as_many_of_it_are_let_go():
+    limits = TenantLimits(3, 0)
+    for _ in range(9):
+        limits.arrived("a")
+    for _ in range(3):
+        limits.started("a", 0.0, 0.0)
+    assert not limits.may_run("a") and limits.take_openings() == []
+    for _ in range(2):
+        limits.stopped("a")
+        limits.ended("a")
+    assert limits.take_openings() == [("a", 2)]
+    assert limits.take_openings() == []
+
+
+def test_requests_that_are_held_back_leave_in_the_order_of_the_policy():
+    def request(arrival: int, rank: float) -> Request:
+        message = EngineCoreRequest(arrival, int32_bytes([1]), SamplingParams(), 0.0, tenant="a")
+        request = Request(0, message, arrival, 0.0)
+        request.rank = rank
+        return request
+
+    held = HeldRequests()
+    requests = [request(0, 1.0), request(1, 0.0), request(2, 1.0), request(3, 0.0)]
+    for each in requests:
+        held.add(each)
+    assert held.discard(requests[1]) and not held.discard(requests[1])
+    assert held.take("a", 2) == [requests[3], requests[0]]
+    assert held.take("b", 2) == []
+    assert held.take("a", 2) == [requests[2]] and held.take("a", 2) == []
 
 
 def test_a_tenant_over_its_queue_limit_is_throttled_and_the_others_are_not():
