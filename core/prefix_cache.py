@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-import numpy as np
-
 from ..protocol.arrays import int32_view
 from ..protocol.block_hash import HashBlocks
 from ..protocol.kv_cache_groups import AttentionKind, KVCacheGroup
@@ -198,7 +196,7 @@ class PrefixCache:
             if request.slot >= 0
             else int32_view(request.output_token_ids)
         )
-        token_ids = np.concatenate((int32_view(request.prompt_token_ids), output))
+        prompt = int32_view(request.prompt_token_ids)
         fresh = (
             index
             for index in range(start, end)
@@ -208,5 +206,7 @@ class PrefixCache:
             indices = [index for _, index in run]
             first, last = indices[0], indices[-1] + 1
             parent = hashes[first - 1] if first else None
-            tokens = token_ids[first * size : last * size].tolist()
+            tokens = prompt[first * size : last * size].tolist()
+            if (num_output := last * size - len(prompt)) > 0:
+                tokens += output[max(first * size - len(prompt), 0) : num_output].tolist()
             events.stored(hashes[first:last], parent, tokens)
