@@ -1,0 +1,126 @@
+"""Compiles Triton kernels for a Hopper GPU that need not be there.
+
+A process of its own, where nothing is interpreted, calls the functions that launch kernels, with tensors on the CPU.
+Each kernel is compiled to machine code for exactly the arguments it is launched with, and then not launched: what is in
+the tensors afterwards means nothing. Triton itself refuses a kernel that needs too much shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_REGISTERS_OF_A_BLOCK = 65536
+_SHARED_BYTES = 232448
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """What a kernel needs of a multiprocessor. `stack_bytes` of a thread are registers that were spilt."""
+
+    name: str
+    num_warps: int
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        threads = self.num_warps * 32
+        return threads * self.registers <= _REGISTERS_OF_A_BLOCK and (
+            self.shared_bytes <= _SHARED_BYTES
+        )
+
+
+def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
+    """Call `function` of the Python file, with no arguments; return the kernels that it would have launched.
+
+    Raises AssertionError with what the compiler said if one does not compile. Must not be called with a file whose import
+    turns the interpreter on.
+    """
+    tests = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "support.triton_compile", file, function],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [KernelResources(**fields) for fields in json.loads(result.stdout.splitlines()[-1])]
+
+
+class _HopperWithoutADevice:
+    """As much of a Triton driver as compiling takes."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[bytes, KernelResources] = {}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": _SHARED_BYTES},
+            load_binary=self._load_binary,
+        )
+        self._num_warps = 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        self._num_warps = metadata.num_warps
+        return lambda *args: None
+
+    def _load_binary(
+        self, name: str, cubin: bytes, shared_bytes: int, device: int
+    ) -> tuple[int, int, int, int, int]:
+        registers, stack_bytes = _resource_usage(cubin)
+        self.kernels[cubin] = KernelResources(
+            name, self._num_warps, registers, shared_bytes, stack_bytes
+        )
+        return 1, 1, registers, stack_bytes, 1024
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack_bytes = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    return int(registers), int(stack_bytes)
+
+
+def _main(file: str, function: str) -> None:
+    from triton.runtime import driver
+
+    hopper = _HopperWithoutADevice()
+    driver.set_active(hopper)
+    runpy.run_path(file)[function]()
+    print(json.dumps([asdict(kernel) for kernel in hopper.kernels.values()]))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
