@@ -45,7 +45,10 @@ class Runner:
         self.blocks = [ids[i::num_requests] for i in range(num_requests)]
         shape = decoder.attention.kv_cache_shape(num_blocks)
         dtype = decoder.attention.dtype
-        self.kv_caches = [torch.zeros(shape, dtype=dtype) for _ in decoder.spec.layers]
+        self.kv_caches = [
+            torch.zeros(shape, dtype=dtype, device=decoder.attention.device)
+            for _ in decoder.spec.layers
+        ]
         self.computed = [0] * num_requests
 
     def step(self, chunks):

@@ -14,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..models.layers import HeadNorm
+from ..models.rope import RotaryTables, apply_rotary
+
 NULL_BLOCK = 0
 """Pads the rows of the block table; it belongs to no request."""
 
@@ -23,12 +26,14 @@ class AttentionLayer:
     """What distinguishes one layer's attention from another's.
 
     Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. A token at
-    position p sees positions p - window + 1 .. p, or 0 .. p without a window.
+    position p sees positions p - window + 1 .. p, or 0 .. p without a window. In an FP8 cache, keys
+    and values are divided by `kv_scales_2G`, float32 on the device, each head's.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    kv_scales_2G: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +103,21 @@ class AttentionBackend(PagedAttention):
         layer: AttentionLayer,
     ) -> Tensor:
         """Store the keys and values of the step's tokens, then return what they attend to [T, H, K]."""
+
+    def forward_projected(
+        self,
+        qk_THK: Tensor,
+        v_TGK: Tensor,
+        head_norm: HeadNorm | None,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """As `forward`, of queries and keys [T, H + G, K] that are still to be normed and rotated."""
+        if head_norm is not None:
+            qk_THK = head_norm(qk_THK)
+        if tables is not None:
+            qk_THK = apply_rotary(qk_THK, tables)
+        q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
+        return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)

@@ -6,7 +6,7 @@ from ...protocol.errors import ConfigError
 from .interface import AttentionBackend
 from .torch_paged import TorchPagedAttention
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {"torch_paged": TorchPagedAttention}
+NAMES = ("torch_paged", "triton_paged")
 
 
 def attention_backend(
@@ -17,14 +17,14 @@ def attention_backend(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    name: str = "torch_paged",
+    name: str | None = None,
 ) -> AttentionBackend:
-    """Return the backend `name` for these layers. Raises `ConfigError` for an unknown name."""
-    if name not in _BACKENDS:
-        raise ConfigError(
-            f"the attention backend {name!r} does not exist; choose {', '.join(_BACKENDS)}"
-        )
-    return _BACKENDS[name](
+    """Return the backend `name` for these layers, or the device's best.
+
+    Raises `ConfigError` for an unknown name, or one that cannot be had.
+    """
+    name = name or ("triton_paged" if device.type == "cuda" else "torch_paged")
+    return _backend_class(name)(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -32,3 +32,19 @@ def attention_backend(
         dtype=dtype,
         device=device,
     )
+
+
+def _backend_class(name: str) -> type[AttentionBackend]:
+    if name == "torch_paged":
+        return TorchPagedAttention
+    if name != "triton_paged":
+        raise ConfigError(
+            f"the attention backend {name!r} does not exist; choose {', '.join(NAMES)}"
+        )
+    try:
+        from .triton_paged import TritonPagedAttention
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the attention backend triton_paged needs {error.name}: pip install 'engine[cuda]'"
+        ) from error
+    return TritonPagedAttention

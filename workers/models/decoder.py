@@ -15,9 +15,9 @@ from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
 from ..sampling import SamplingMetadata, choose_tokens
-from .layers import GATED_ACTIVATIONS, RMSNorm, linear
+from .layers import GATED_ACTIVATIONS, HeadNorm, RMSNorm, linear
 from .parallel_layers import VocabParallelEmbedding, VocabParallelHead, row_parallel_linear
-from .rope import RotaryEmbedding, RotaryTables, apply_rotary
+from .rope import RotaryEmbedding, RotaryTables
 from .shard import ModelShard
 from .spec import LayerSpec, ModelSpec
 from .weights import ProgressCallback, WeightReader, rows_of
@@ -225,11 +225,12 @@ class Attention:
             else None,
             shard.tensor_parallel,
         )
-        self._qk_norm: HeadNorm | FullNorm | None = None
+        self._head_norm: HeadNorm | None = None
+        self._full_norm: FullNorm | None = None
         if spec.qk_norm == "head":
-            self._qk_norm = HeadNorm(spec, weights, prefix, shard)
+            self._head_norm = _head_norm(spec, weights, prefix, shard)
         elif spec.qk_norm == "full":
-            self._qk_norm = FullNorm(spec, weights, prefix, shard)
+            self._full_norm = FullNorm(spec, weights, prefix, shard)
 
     def _elements(self, heads: range) -> range:
         return range(heads.start * self._head_dim, heads.stop * self._head_dim)
@@ -240,35 +241,24 @@ class Attention:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_THK = self._qkv(x_TD).unflatten(-1, (-1, self._head_dim))
         qk_THK, v_TGK = qkv_THK.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        if self._qk_norm is not None:
-            qk_THK = self._qk_norm(qk_THK)
-        if tables is not None:
-            qk_THK = apply_rotary(qk_THK, tables)
-        q_THK, k_TGK = qk_THK.split((num_heads, num_kv_heads), 1)
-        attended_THK = self._backend.forward(
-            q_THK, k_TGK, v_TGK, kv_cache, attn_metadata, self._layer
+        if self._full_norm is not None:
+            qk_THK = self._full_norm(qk_THK)
+        attended_THK = self._backend.forward_projected(
+            qk_THK, v_TGK, self._head_norm, tables, kv_cache, attn_metadata, self._layer
         )
         return self._output(attended_THK.flatten(1))
 
 
-class HeadNorm:
+def _head_norm(spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard) -> HeadNorm:
     """A norm over every query head and every key head."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
-    ) -> None:
-        q_K, k_K = (
-            weights.read(f"{prefix}{name}.weight", spec.head_dim).float() + spec.norm_weight_offset
-            for name in ("q_norm", "k_norm")
-        )
-        self._weight_HK = torch.cat(
-            (q_K.expand(len(shard.heads(spec)), -1), k_K.expand(len(shard.kv_heads(spec)), -1))
-        )
-        self._eps = spec.norm_eps
-
-    def __call__(self, qk_THK: Tensor) -> Tensor:
-        normed_THK = torch.rms_norm(qk_THK.float(), qk_THK.shape[-1:], None, self._eps)
-        return normed_THK.mul_(self._weight_HK).to(qk_THK.dtype)
+    q_K, k_K = (
+        weights.read(f"{prefix}{name}.weight", spec.head_dim).float() + spec.norm_weight_offset
+        for name in ("q_norm", "k_norm")
+    )
+    weight_HK = torch.cat(
+        (q_K.expand(len(shard.heads(spec)), -1), k_K.expand(len(shard.kv_heads(spec)), -1))
+    )
+    return HeadNorm(weight_HK, spec.norm_eps)
 
 
 class FullNorm:

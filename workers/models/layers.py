@@ -24,6 +24,20 @@ class RMSNorm:
         return torch.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
 
 
+class HeadNorm:
+    """A norm over each head of its own; `weight_HK` is float32, with a row for every head."""
+
+    __slots__ = ("eps", "weight_HK")
+
+    def __init__(self, weight_HK: Tensor, eps: float) -> None:
+        self.weight_HK = weight_HK
+        self.eps = eps
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        normed_THK = torch.rms_norm(x_THK.float(), x_THK.shape[-1:], None, self.eps)
+        return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
+
+
 def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return x_TD -> x @ weight.T + bias for fixed weights.
 

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from engine.protocol.errors import ConfigError
@@ -10,84 +9,9 @@ from engine.workers.attention import AttentionLayer, attention_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
+from support.paged_attention import run
 
 torch.set_num_threads(1)
-
-
-def reference(q_TGQK, k_LGK, v_LGK, layer):
-    """Attention of the last T of L tokens, with nothing clever."""
-    num_queries, num_keys = len(q_TGQK), len(k_LGK)
-    scores = torch.einsum("tgqk,lgk->gqtl", q_TGQK.double(), k_LGK.double()) * layer.scale
-    if layer.softcap is not None:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    query = torch.arange(num_keys - num_queries, num_keys)[:, None]
-    key = torch.arange(num_keys)
-    hidden = key > query
-    if layer.window is not None:
-        hidden |= key <= query - layer.window
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    return torch.einsum("gqtl,lgk->tgqk", weights, v_LGK.double())
-
-
-def run(
-    requests,
-    *,
-    num_kv_heads,
-    repeats,
-    head_dim,
-    block_size,
-    layer,
-    dtype,
-    cache_dtype=None,
-    seed=0,
-):
-    """Put the earlier tokens into a shuffled cache, run one step; return its outputs and truth."""
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    num_heads = num_kv_heads * repeats
-    backend = attention_backend(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=cache_dtype or dtype,
-        device=torch.device("cpu"),
-    )
-    sizes = [-(-(computed + scheduled) // block_size) for computed, scheduled in requests]
-    ids = iter((rng.permutation(sum(sizes) + 3) + 1).tolist())
-    steps = [
-        Scheduled(computed, scheduled, [next(ids) for _ in range(size)])
-        for (computed, scheduled), size in zip(requests, sizes, strict=True)
-    ]
-    kv_cache = torch.zeros(backend.kv_cache_shape(sum(sizes) + 4), dtype=backend.dtype)
-    earlier = [step for step in steps if step.num_computed]
-    kept = {}
-
-    def step_of(batch):
-        num_tokens = sum(step.num_scheduled for step in batch)
-        q = torch.randn(num_tokens, num_heads, head_dim).to(dtype)
-        k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim).to(dtype)
-        metadata = backend.build(attention_batch(batch, block_size), {layer.window})
-        return q, k, v, backend.forward(q, k, v, kv_cache, metadata, layer)
-
-    if earlier:
-        prefix = [Scheduled(0, step.num_computed, step.blocks) for step in earlier]
-        _, k, v, _ = step_of(prefix)
-        lengths = [step.num_scheduled for step in prefix]
-        for step, *kv in zip(prefix, k.split(lengths), v.split(lengths), strict=True):
-            kept[step.blocks[0]] = kv
-    q, k, v, out = step_of(steps)
-    lengths = [step.num_scheduled for step in steps]
-    expected = []
-    for step, q_i, k_i, v_i in zip(
-        steps, q.split(lengths), k.split(lengths), v.split(lengths), strict=True
-    ):
-        if step.num_computed:
-            k_before, v_before = kept[step.blocks[0]]
-            k_i, v_i = torch.cat((k_before, k_i)), torch.cat((v_before, v_i))
-        q_i = q_i.unflatten(1, (num_kv_heads, repeats))
-        expected.append(reference(q_i, k_i, v_i, layer).flatten(1, 2))
-    return out, torch.cat(expected)
 
 
 request_lists = st.lists(
@@ -196,7 +120,9 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
 
 
 def test_unknown_backend():
-    with pytest.raises(ConfigError, match="'flash' does not exist; choose torch_paged"):
+    with pytest.raises(
+        ConfigError, match="'flash' does not exist; choose torch_paged, triton_paged"
+    ):
         attention_backend(
             num_heads=1,
             num_kv_heads=1,

@@ -1,0 +1,65 @@
+"""Launches every kernel of triton_paged for the shapes of well-known models, as a compiler check wants it."""
+
+from typing import NamedTuple
+
+import torch
+from engine.workers.attention import AttentionLayer
+from engine.workers.attention.triton_paged import TritonPagedAttention
+from engine.workers.models.layers import HeadNorm
+from engine.workers.models.rope import RotaryTables
+from support.batches import Scheduled, attention_batch
+
+
+class Shape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+    has_head_norm: bool = False
+
+
+SHAPES = {
+    "Llama-3.1-8B": Shape(32, 8, 128, 128),
+    "Qwen3-8B, FP8 cache": Shape(32, 8, 128, 128, torch.float8_e4m3fn, has_head_norm=True),
+    "SmolLM2-135M": Shape(9, 3, 64, 64),
+    "phi-2": Shape(32, 32, 80, 32),
+    "gemma-2-9b": Shape(16, 8, 256, 256, window=4096, softcap=50.0),
+}
+
+
+def launch(shape: Shape) -> None:
+    """One request in the middle of its prompt, one that decodes."""
+    block_size, device = 16, torch.device("cpu")
+    backend = TritonPagedAttention(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=block_size,
+        dtype=shape.dtype,
+        device=device,
+    )
+    requests = [Scheduled(10, 20, [1, 2]), Scheduled(300, 1, range(3, 22))]
+    metadata = backend.build(attention_batch(requests, block_size), {shape.window})
+    num_heads = shape.num_heads + shape.num_kv_heads
+    qkv_THK = torch.zeros(21, num_heads + shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    qk_THK, v_TGK = qkv_THK.split((num_heads, shape.num_kv_heads), 1)
+    table = torch.zeros(21, 1, shape.rotary_dim, dtype=torch.bfloat16)
+    norm = HeadNorm(torch.ones(num_heads, shape.head_dim), 1e-6)
+    scales = torch.ones(2, shape.num_kv_heads) if shape.dtype.itemsize == 1 else None
+    backend.forward_projected(
+        qk_THK,
+        v_TGK,
+        norm if shape.has_head_norm else None,
+        RotaryTables(table, table),
+        torch.zeros(backend.kv_cache_shape(22), dtype=shape.dtype),
+        metadata,
+        AttentionLayer(shape.head_dim**-0.5, shape.window, shape.softcap, scales),
+    )
+
+
+def launch_all() -> None:
+    for shape in SHAPES.values():
+        launch(shape)

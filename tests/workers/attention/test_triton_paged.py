@@ -1,0 +1,333 @@
+"""The Triton backend against attention written out in float64: on a GPU, or interpreted without one.
+
+The interpreter multiplies no bfloat16 matrices, so these tests are in float32 and float16.
+"""
+
+import math
+
+import pytest
+import torch
+from engine.protocol.errors import ConfigError
+from engine.workers.attention import AttentionLayer, attention_backend
+from engine.workers.models.decoder import Decoder
+from engine.workers.models.layers import HeadNorm
+from engine.workers.models.rope import RopeSpec, RotaryEmbedding
+from engine.workers.models.spec import LayerSpec, ModelSpec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import Scheduled, attention_batch
+from support.decoders import Runner
+from support.paged_attention import PagedCase, run
+from support.random_checkpoints import random_checkpoint
+from support.triton_compile import compile_for_hopper
+from support.triton_interpreter import interpret_without_gpu
+
+DEVICE = interpret_without_gpu()
+# Rows of a tile that are no queries are 0 / 0; numpy says so.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+TRITON = {"backend_name": "triton_paged", "device": DEVICE}
+
+
+def assert_agrees(requests, *, tolerance=3e-5, **case):
+    out, expected = run(requests, **TRITON, **case)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=1e-5)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 40))),
+        min_size=1,
+        max_size=3,
+    ),
+    num_kv_heads=st.integers(1, 2),
+    repeats=st.sampled_from([1, 3, 4, 7]),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    window=st.none() | st.integers(1, 120),
+    softcap=st.none() | st.floats(1, 50),
+)
+def test_agrees_with_plain_attention(requests, num_kv_heads, repeats, block_size, window, softcap):
+    assert_agrees(
+        requests,
+        num_kv_heads=num_kv_heads,
+        repeats=repeats,
+        head_dim=16,
+        block_size=block_size,
+        layer=AttentionLayer(scale=0.25, window=window, softcap=softcap),
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_dims(head_dim):
+    assert_agrees(
+        [(70, 1), (30, 40)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=head_dim,
+        block_size=16,
+        layer=AttentionLayer(scale=head_dim**-0.5),
+        dtype=torch.float32,
+    )
+
+
+def test_prompts_longer_than_a_tile():
+    assert_agrees(
+        [(0, 200), (90, 150)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.25),
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_contexts_are_split(window):
+    assert_agrees(
+        [(5000, 1), (511, 1), (512, 1), (10, 1)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.25, window=window),
+        dtype=torch.float32,
+    )
+
+
+def test_half_precision():
+    assert_agrees(
+        [(300, 1), (60, 33)],
+        num_kv_heads=2,
+        repeats=2,
+        head_dim=64,
+        block_size=16,
+        layer=AttentionLayer(scale=0.125),
+        dtype=torch.float16,
+        tolerance=3e-3,
+    )
+
+
+@pytest.mark.parametrize("scales", [None, [[0.5, 2.0], [0.25, 4.0]]])
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_fp8_cache(scales, softcap):
+    """The keys and values are such as FP8 holds exactly: the interpreter does not round to it as a GPU does."""
+    scales_2G = None if scales is None else torch.tensor(scales, device=DEVICE)
+    assert_agrees(
+        [(40, 1), (20, 9)],
+        num_kv_heads=2,
+        repeats=2,
+        head_dim=32,
+        block_size=16,
+        layer=AttentionLayer(scale=0.2, softcap=softcap, kv_scales_2G=scales_2G),
+        dtype=torch.float16,
+        cache_dtype=torch.float8_e4m3fn,
+        tolerance=6e-3,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(window):
+    case = PagedCase(
+        [(700, 1), (100, 30), (20, 1), (0, 70)],
+        num_kv_heads=1,
+        repeats=3,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3, window=window),
+        dtype=torch.float32,
+        **TRITON,
+    )
+    together = case.forward()
+    for rows in ([0], [1], [2, 3], [3, 1]):
+        assert torch.equal(case.forward(rows), together[case.tokens(rows)])
+
+
+def test_a_prompt_has_the_same_bits_in_any_chunks():
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16}
+    backend = attention_backend(**shape, dtype=torch.float32, device=DEVICE, name="triton_paged")
+    layer = AttentionLayer(scale=0.3)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(150, heads, 16, device=DEVICE) for heads in (2, 1, 1))
+
+    def outputs(*chunks):
+        kv_cache = torch.zeros(backend.kv_cache_shape(11), device=DEVICE)
+        parts, start = [], 0
+        for size in chunks:
+            batch = attention_batch([Scheduled(start, size, range(1, 11))], 16)
+            part = slice(start, start + size)
+            metadata = backend.build(batch, {None})
+            parts.append(backend.forward(q[part], k[part], v[part], kv_cache, metadata, layer))
+            start += size
+        return torch.cat(parts)
+
+    # The interpreter's matrix products are numpy's, whose sums depend on a row's place among the others: there the
+    # chunks begin with a tile.
+    chunks = (64, 86) if DEVICE.type == "cpu" else (2, 77, 71)
+    assert torch.equal(outputs(*chunks), outputs(150))
+
+
+def test_rows_of_padding_write_nothing_and_change_nothing():
+    """As a captured step has them: more rows and tokens than requests, and room for longer sequences."""
+    case = PagedCase(
+        [(300, 1), (20, 1)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3),
+        dtype=torch.float32,
+        **TRITON,
+    )
+    expected = case.forward()
+    written = case.kv_cache.clone()
+    from engine.workers.attention.triton_paged import (
+        TritonPagedMetadata,
+    )  # Not before the interpreter is on.
+
+    def padded(array, size, value):
+        rest = torch.full((size - len(array), *array.shape[1:]), value)
+        return torch.cat((torch.from_numpy(array), rest)).to(torch.int32).to(DEVICE)
+
+    batch = case.batch()
+    metadata = TritonPagedMetadata(
+        query_start_loc=torch.arange(6, dtype=torch.int32, device=DEVICE),
+        seq_lens=padded(batch.seq_lens, 5, 0),
+        block_table=padded(batch.block_table, 5, 0),
+        slot_mapping=padded(batch.slot_mapping, 5, -1),
+        max_seq_len=4096,
+    )
+    q, k, v = (
+        torch.full((5, *x.shape[1:]), math.nan) for x in (case.q_THK, case.k_TGK, case.v_TGK)
+    )
+    for x, own in ((q, case.q_THK), (k, case.k_TGK), (v, case.v_TGK)):
+        x[:2] = own
+    q, k, v = (x.to(DEVICE) for x in (q, k, v))
+    out = case.backend.forward(q, k, v, case.kv_cache, metadata, case.layer)
+    assert torch.equal(out[:2], expected)
+    assert torch.equal(case.kv_cache, written)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("scheduled", [1, 2])
+def test_a_request_cannot_poison_the_next_owner_of_its_block(poison, scheduled):
+    case = PagedCase(
+        [(4, scheduled)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3),
+        dtype=torch.float32,
+        **TRITON,
+    )
+    (block,) = case.steps[0].blocks
+    case.kv_cache[block, :, :, 4:] = poison
+    case.kv_cache[0] = poison
+    torch.testing.assert_close(case.forward().double(), case.expected(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 8, 40])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
+    """Agrees with the plain operations, in what is attended to and in what the cache has."""
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 40, "block_size": 16}
+    torch.manual_seed(0)
+    steps = [Scheduled(0, 9, [2]), Scheduled(0, 1, [3])]
+    qkv_THK = torch.randn(10, 10, 40).to(dtype).to(DEVICE)
+    qk_THK, v_TGK = qkv_THK.split((8, 2), 1)
+    norm = HeadNorm(torch.rand(8, 40, device=DEVICE) + 0.5, 1e-6) if has_norm else None
+    tables = None
+    if rotary_dim is not None:
+        rope = RopeSpec(10_000.0, rotary_dim)
+        rotary = RotaryEmbedding(rope, max_model_len=64, dtype=dtype, device=DEVICE)
+        tables = rotary.tables(torch.tensor([*range(9), 0], device=DEVICE))
+    results = []
+    for name in ("torch_paged", "triton_paged"):
+        backend = attention_backend(**shape, dtype=dtype, device=DEVICE, name=name)
+        kv_cache = torch.zeros(backend.kv_cache_shape(4), dtype=dtype, device=DEVICE)
+        metadata = backend.build(attention_batch(steps, 16), {None})
+        layer = AttentionLayer(scale=0.2)
+        out = backend.forward_projected(qk_THK, v_TGK, norm, tables, kv_cache, metadata, layer)
+        results.append((out, kv_cache))
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_dim", 512, "head_dim 512 is more than the 256"),
+        ("block_size", 24, "--block-size 24: .* powers of two only, such as 32"),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_know(field, value, message):
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, field: value}
+    with pytest.raises(ConfigError, match=message):
+        attention_backend(**shape, dtype=torch.float32, device=DEVICE, name="triton_paged")
+
+
+def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
+    """Windows, a soft cap, head norms and partial rotation in one model; a prompt in chunks, then decoding."""
+    rope = RopeSpec(10_000.0, 8)
+    spec = ModelSpec(
+        model_type="qwen3",
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        layers=(LayerSpec(rope), LayerSpec(None, window=20)),
+        max_position_embeddings=256,
+        norm_eps=1e-6,
+        attention_scale=0.25,
+        tie_word_embeddings=True,
+        qk_norm="head",
+        attention_softcap=20.0,
+    )
+    checkpoint = random_checkpoint(tmp_path, spec)
+    logits = []
+    for name in ("torch_paged", "triton_paged"):
+        attention = attention_backend(
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=16,
+            block_size=16,
+            dtype=torch.float32,
+            device=DEVICE,
+            name=name,
+        )
+        decoder = Decoder(
+            spec, checkpoint, attention, dtype=torch.float32, device=DEVICE, max_model_len=256
+        )
+        runner = Runner(decoder, num_requests=2, max_tokens=64)
+        tokens = [(7 * i) % 96 for i in range(50)]
+        chunks = [
+            {0: tokens[:30]},
+            {0: tokens[30:37], 1: tokens[:9]},
+            {0: tokens[37:38], 1: tokens[9:12]},
+            {0: tokens[38:39], 1: tokens[12:13]},
+        ]
+        logits.append(torch.cat([x for step in chunks for x in runner.step(step).values()]))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
+
+
+def test_every_kernel_fits_a_hopper_gpu():
+    """Compiled to machine code, for the shapes of well-known models; nothing is spilt from registers."""
+    kernels = compile_for_hopper(
+        f"{__file__.rsplit('/', 1)[0]}/launch_triton_paged.py", "launch_all"
+    )
+    assert {kernel.name for kernel in kernels} == {
+        "rotary_store_kernel",
+        "prefill_kernel",
+        "decode_kernel",
+        "combine_kernel",
+    }
+    for kernel in kernels:
+        assert kernel.fits, kernel
+        assert kernel.stack_bytes == 0, kernel

@@ -1,0 +1,160 @@
+"""Attention of requests with one query in a step: split-KV flash decoding (Dao et al., 2023).
+
+A request's keys are cut into splits by its own length alone, whatever shares its batch, and the splits are added up
+in a tree of one shape: the result has the same bits alone and in any batch.
+"""
+
+import triton
+import triton.language as tl
+
+from .online_softmax import LOG2_E, attend_keys
+
+
+@triton.jit
+def _splits(
+    seq_len,
+    WINDOW: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Return the first key, the keys of a split and the number of splits; `max_splits` is its counterpart."""
+    first_key = 0
+    if WINDOW is not None:
+        first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+    num_keys = seq_len - first_key
+    split_keys = tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), TILE_KEYS) * TILE_KEYS
+    split_keys = tl.maximum(split_keys, SPLIT_KEYS)
+    return first_key, split_keys, tl.cdiv(num_keys, split_keys)
+
+
+@triton.jit(do_not_specialize=["block_table_stride"])
+def decode_kernel(
+    q_ptr,
+    out_ptr,
+    partial_ptr,
+    log_sums_ptr,
+    kv_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    kv_scales_ptr,
+    scale,
+    q_stride,
+    block_table_stride,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Grid (G, S, splits). Rows with no query, or with several, are left alone.
+
+    Writes to `out` [T, H, K] where there is one split, else to `partial` float32 [S, H, splits, K] and `log_sums`
+    float32 [S, H, splits], base 2. See `prefill_kernel` for the others.
+    """
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
+    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + request)
+    token = tl.load(query_start_loc_ptr + request)
+    num_queries = tl.load(query_start_loc_ptr + request + 1) - token
+    first_key, split_keys, num_splits = _splits(seq_len, WINDOW, TILE_KEYS, SPLIT_KEYS, MAX_SPLITS)
+    if (num_queries != 1) | (split >= num_splits):
+        return
+
+    rows_M = tl.arange(0, TILE_ROWS)
+    heads_M = kv_head * HEADS_PER_KV_HEAD + rows_M
+    dims_K = tl.arange(0, BLOCK_K)
+    is_row_M = rows_M < HEADS_PER_KV_HEAD
+    mask_MK = is_row_M[:, None] & (dims_K < HEAD_DIM)[None, :]
+    head_offsets_MK = (heads_M * HEAD_DIM)[:, None] + dims_K[None, :]
+    q_MK = tl.load(q_ptr + token * q_stride + head_offsets_MK, mask=mask_MK, other=0.0)
+
+    keys_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if kv_scales_ptr is not None:
+        scale *= tl.load(kv_scales_ptr + kv_head)
+    start = first_key + split * split_keys
+    acc_MK, max_M, sum_M = attend_keys(
+        tl.zeros((TILE_ROWS, BLOCK_K), tl.float32),
+        tl.full((TILE_ROWS,), float("-inf"), tl.float32),
+        tl.zeros((TILE_ROWS,), tl.float32),
+        q_MK,
+        tl.full((TILE_ROWS,), 0, tl.int32) + seq_len - 1,
+        start,
+        tl.minimum(start + split_keys, seq_len),
+        seq_len,
+        block_table_ptr + request.to(tl.int64) * block_table_stride,
+        keys_ptr,
+        scale,
+        SOFTCAP,
+        WINDOW,
+        True,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_KEYS,
+    )
+    out_MK = acc_MK / sum_M[:, None]
+    if kv_scales_ptr is not None:
+        out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+    if num_splits == 1:
+        tl.store(
+            out_ptr + token * (NUM_HEADS * HEAD_DIM) + head_offsets_MK,
+            out_MK.to(out_ptr.dtype.element_ty),
+            mask=mask_MK,
+        )
+    else:
+        parts_M = (request * NUM_HEADS + heads_M).to(tl.int64) * tl.num_programs(2) + split
+        tl.store(
+            partial_ptr + (parts_M * HEAD_DIM)[:, None] + dims_K[None, :], out_MK, mask=mask_MK
+        )
+        factor = scale * LOG2_E if SOFTCAP is None else LOG2_E
+        tl.store(log_sums_ptr + parts_M, max_M * factor + tl.log2(sum_M), mask=is_row_M)
+
+
+@triton.jit(do_not_specialize=["grid_splits"])
+def combine_kernel(
+    out_ptr,
+    partial_ptr,
+    log_sums_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    grid_splits,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Grid (H, S). Add up the splits of each request that has several, `grid_splits` of which there is room for."""
+    head, request = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    token = tl.load(query_start_loc_ptr + request)
+    num_queries = tl.load(query_start_loc_ptr + request + 1) - token
+    _, _, num_splits = _splits(seq_len, WINDOW, TILE_KEYS, SPLIT_KEYS, MAX_SPLITS)
+    if (num_queries != 1) | (num_splits <= 1):
+        return
+    splits_P = tl.arange(0, MAX_SPLITS)
+    dims_K = tl.arange(0, BLOCK_K)
+    is_split_P = splits_P < num_splits
+    mask_PK = is_split_P[:, None] & (dims_K < HEAD_DIM)[None, :]
+    parts_P = (request * NUM_HEADS + head).to(tl.int64) * grid_splits + splits_P
+    log_sums_P = tl.load(log_sums_ptr + parts_P, mask=is_split_P, other=float("-inf"))
+    partial_PK = tl.load(
+        partial_ptr + (parts_P * HEAD_DIM)[:, None] + dims_K[None, :], mask=mask_PK, other=0.0
+    )
+    weights_P = tl.exp2(log_sums_P - tl.max(log_sums_P, 0))
+    out_K = tl.sum(partial_PK * weights_P[:, None], 0) / tl.sum(weights_P, 0)
+    tl.store(
+        out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dims_K,
+        out_K.to(out_ptr.dtype.element_ty),
+        mask=dims_K < HEAD_DIM,
+    )

@@ -1,0 +1,126 @@
+"""Attention of requests with several queries in a step: flash attention over a paged cache (Dao, 2023).
+
+A program does one tile of one request's queries for one key/value head: its M rows are queries times the heads that
+share the key. It walks the keys in order from the first that any row sees, so a query adds them up in the same order
+in a prompt and in any chunk of it.
+"""
+
+import triton
+import triton.language as tl
+
+from .online_softmax import attend_keys
+
+
+@triton.jit(do_not_specialize=["block_table_stride"])
+def prefill_kernel(
+    q_ptr,
+    out_ptr,
+    kv_ptr,
+    tiles_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    kv_scales_ptr,
+    scale,
+    q_stride,
+    block_table_stride,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Grid (G, tiles). `tiles` int32 [N, 2] has a request and the first of its queries.
+
+    q [T, H, K] with a stride between tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] contiguous.
+    `kv_scales` float32 [2, G], or None.
+    """
+    TILE_QUERIES: tl.constexpr = TILE_ROWS // HEADS_PER_KV_HEAD
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
+    kv_head = tl.program_id(0)
+    tile_ptr = tiles_ptr + 2 * tl.program_id(1)
+    request, first_query = tl.load(tile_ptr), tl.load(tile_ptr + 1)
+    first_token = tl.load(query_start_loc_ptr + request)
+    num_queries = tl.load(query_start_loc_ptr + request + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - num_queries + first_query
+
+    rows_M = tl.arange(0, TILE_ROWS)
+    queries_M = rows_M // HEADS_PER_KV_HEAD
+    heads_M = kv_head * HEADS_PER_KV_HEAD + rows_M % HEADS_PER_KV_HEAD
+    tokens_M = first_token + first_query + queries_M
+    dims_K = tl.arange(0, BLOCK_K)
+    is_row_M = (queries_M < TILE_QUERIES) & (first_query + queries_M < num_queries)
+    mask_MK = is_row_M[:, None] & (dims_K < HEAD_DIM)[None, :]
+    head_offsets_MK = (heads_M * HEAD_DIM)[:, None] + dims_K[None, :]
+    q_MK = tl.load(
+        q_ptr + (tokens_M * q_stride)[:, None] + head_offsets_MK, mask=mask_MK, other=0.0
+    )
+
+    stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
+    if WINDOW is None:
+        start = 0
+        all_seen = (first_position + 1) // TILE_KEYS * TILE_KEYS
+    else:
+        start = tl.maximum(first_position + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+        all_seen = start
+    blocks_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
+    keys_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if kv_scales_ptr is not None:
+        scale *= tl.load(kv_scales_ptr + kv_head)
+    max_M = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+    sum_M = tl.zeros((TILE_ROWS,), tl.float32)
+    acc_MK = tl.zeros((TILE_ROWS, BLOCK_K), tl.float32)
+    if WINDOW is None:
+        acc_MK, max_M, sum_M = attend_keys(
+            acc_MK,
+            max_M,
+            sum_M,
+            q_MK,
+            first_position + queries_M,
+            0,
+            all_seen,
+            seq_len,
+            blocks_ptr,
+            keys_ptr,
+            scale,
+            SOFTCAP,
+            WINDOW,
+            False,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            TILE_KEYS,
+        )
+    acc_MK, max_M, sum_M = attend_keys(
+        acc_MK,
+        max_M,
+        sum_M,
+        q_MK,
+        first_position + queries_M,
+        all_seen,
+        stop,
+        seq_len,
+        blocks_ptr,
+        keys_ptr,
+        scale,
+        SOFTCAP,
+        WINDOW,
+        True,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_KEYS,
+    )
+    out_MK = acc_MK / sum_M[:, None]
+    if kv_scales_ptr is not None:
+        out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+    tl.store(
+        out_ptr + (tokens_M * (NUM_HEADS * HEAD_DIM))[:, None] + head_offsets_MK,
+        out_MK.to(out_ptr.dtype.element_ty),
+        mask=mask_MK,
+    )

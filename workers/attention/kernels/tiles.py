@@ -1,0 +1,45 @@
+"""The shapes of the kernels' tiles.
+
+Registers bound them: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32. Shared
+memory holds the queries and `num_stages` tiles of keys and of values. They are chosen for Hopper, whose
+multiprocessor has 64 Ki registers and 227 KiB of shared memory. Which tile it is depends on the model alone, never on
+the batch, so that a token's sums have one order.
+"""
+
+from typing import NamedTuple
+
+MIN_DOT_ROWS = 16
+"""Fewer rows than this a matrix product cannot have."""
+
+SPLIT_KEYS = 256
+MAX_SPLITS = 16
+"""A decoding request's keys are cut into splits of `SPLIT_KEYS`, or into `MAX_SPLITS` longer ones."""
+
+
+class Tile(NamedTuple):
+    """M rows (queries and the heads that share a key) by N keys, and how the compiler is to lay it out."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tile(head_dim: int) -> Tile:
+    """Two groups of four warps, 64 rows each, take turns with the matrix units and the exponentials."""
+    if head_dim <= 64:
+        return Tile(128, 64, 4, 3)
+    if head_dim <= 128:
+        return Tile(128, 64, 8, 3)
+    return Tile(128, 32, 8, 2)
+
+
+def decode_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
+    """Bound by memory: small, so that several are on a multiprocessor, and enough loads in flight."""
+    rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
+    return Tile(rows, 64 if head_dim <= 128 else 32, 4, 3)
+
+
+def power_of_2(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()

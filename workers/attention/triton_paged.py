@@ -1,0 +1,320 @@
+"""Paged attention in Triton kernels, for CUDA.
+
+The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], as in `torch_paged`. A step is three kinds
+of kernel: one norms and rotates queries and keys and writes the cache, one does the requests with several queries,
+one (and a second, which adds up its splits) those with a single query. Which of the last two it is depends on the
+request alone, as do the orders of its sums: what shares the step does not change a bit of the result.
+
+Torch's own `varlen_attn` is no substitute: its kernel takes pages of 256 tokens and more only, and neither a soft cap
+nor an FP8 cache.
+
+T tokens, S requests, B blocks a row of the block table, H query heads, G key/value heads, K head dimension.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...protocol.errors import ConfigError
+from ..models.layers import HeadNorm
+from ..models.rope import RotaryTables
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from .kernels.decode import combine_kernel, decode_kernel
+from .kernels.prefill import prefill_kernel
+from .kernels.rotary_store import rotary_store_kernel
+from .kernels.tiles import MAX_SPLITS, SPLIT_KEYS, decode_tile, power_of_2, prefill_tile
+
+MAX_HEAD_DIM = 256
+# So that Triton may load any of the arrays of one copy in words of 16 bytes.
+_ALIGNMENT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPagedMetadata:
+    """What the kernels read of a step: int32 tensors on the device.
+
+    The kernels' launches depend on the shapes and on the three plain fields only. So a CUDA graph of a step in which
+    every request decodes stays valid when the tensors' contents change, as long as no sequence is longer than
+    `max_seq_len`.
+    """
+
+    query_start_loc: Tensor  # [S + 1]
+    seq_lens: Tensor  # [S], 0 for a row of padding
+    block_table: Tensor  # [S, B]
+    slot_mapping: Tensor  # [T], -1 for a token of padding
+    max_seq_len: int
+    has_decodes: bool = True
+    prefill_tiles: Tensor | None = (
+        None  # [N, 2]: a request, and the first of its queries in the tile
+    )
+
+
+class TritonPagedAttention(AttentionBackend):
+    """Raises `ConfigError` for head dimensions and block sizes that the kernels do not know."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
+        if head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"head_dim {head_dim} is more than the {MAX_HEAD_DIM} that triton_paged supports"
+            )
+        if power_of_2(block_size) != block_size:
+            raise ConfigError(
+                f"--block-size {block_size}: triton_paged supports powers of two only, such as "
+                f"{power_of_2(block_size)}"
+            )
+        self._heads_per_kv_head = num_heads // num_kv_heads
+        self._padded_head_dim = max(16, power_of_2(head_dim))
+        self._prefill_tile = prefill_tile(head_dim)
+        self._decode_tile = decode_tile(head_dim, self._heads_per_kv_head)
+        self._queries_per_tile = self._prefill_tile.rows // self._heads_per_kv_head
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TritonPagedMetadata:
+        """Copy the step to the device, all of it at once."""
+        query_lens_S = np.diff(batch.query_start_loc)
+        max_seq_len = int(batch.seq_lens.max())
+        tiles_N2 = self._prefill_tiles(query_lens_S, batch.seq_lens)
+        query_start_loc, seq_lens, block_table, slot_mapping, prefill_tiles = _to_device(
+            self.device,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table[:, : -(-max_seq_len // self.block_size)],
+            batch.slot_mapping,
+            tiles_N2,
+        )
+        return TritonPagedMetadata(
+            query_start_loc,
+            seq_lens,
+            block_table,
+            slot_mapping,
+            max_seq_len,
+            has_decodes=bool((query_lens_S == 1).any()),
+            prefill_tiles=prefill_tiles if len(tiles_N2) else None,
+        )
+
+    def _prefill_tiles(
+        self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Those with the most keys come first: no long one is left when all others are done."""
+        requests = np.flatnonzero(query_lens_S > 1)
+        num_tiles = -(-query_lens_S[requests] // self._queries_per_tile)
+        request_N = np.repeat(requests, num_tiles)
+        first_tile_N = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        query_N = (np.arange(len(request_N)) - first_tile_N) * self._queries_per_tile
+        position_N = (seq_lens_S - query_lens_S)[request_N] + query_N
+        order_N = np.argsort(-position_N, kind="stable")
+        return np.stack((request_N, query_N), 1)[order_N].astype(np.int32)
+
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        self._store(None, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+        return self._attend(q_THK, kv_cache, metadata, layer)
+
+    def forward_projected(
+        self,
+        qk_THK: Tensor,
+        v_TGK: Tensor,
+        head_norm: HeadNorm | None,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
+        if head_norm is None and tables is None:
+            return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+        q_out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        self._store(q_out_THK, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, head_norm, tables)
+        return self._attend(q_out_THK, kv_cache, metadata, layer)
+
+    def _store(
+        self,
+        q_out_THK: Tensor | None,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+        head_norm: HeadNorm | None = None,
+        tables: RotaryTables | None = None,
+    ) -> None:
+        rotary_store_kernel[(len(q_THK), self.num_kv_heads)](
+            q_THK,
+            k_TGK,
+            v_TGK,
+            q_out_THK,
+            kv_cache,
+            metadata.slot_mapping,
+            None if head_norm is None else head_norm.weight_HK,
+            None if tables is None else tables.cos_T1R,
+            None if tables is None else tables.sin_T1R,
+            layer.kv_scales_2G,
+            0.0 if head_norm is None else head_norm.eps,
+            q_THK.stride(0),
+            k_TGK.stride(0),
+            v_TGK.stride(0),
+            NUM_KV_HEADS=self.num_kv_heads,
+            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            HEAD_DIM=self.head_dim,
+            ROTARY_DIM=0 if tables is None else tables.cos_T1R.shape[-1],
+            BLOCK_SIZE=self.block_size,
+            BLOCK_K=self._padded_head_dim,
+            BLOCK_HEADS=power_of_2(self._heads_per_kv_head),
+            num_warps=1 if self._heads_per_kv_head <= 4 else 2,
+        )
+
+    def _attend(
+        self, q_THK: Tensor, kv_cache: Tensor, metadata: TritonPagedMetadata, layer: AttentionLayer
+    ) -> Tensor:
+        out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        if metadata.prefill_tiles is not None:
+            self._prefill(q_THK, out_THK, kv_cache, metadata, metadata.prefill_tiles, layer)
+        if metadata.has_decodes:
+            self._decode(q_THK, out_THK, kv_cache, metadata, layer)
+        return out_THK
+
+    def _prefill(
+        self,
+        q_THK: Tensor,
+        out_THK: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        tiles_N2: Tensor,
+        layer: AttentionLayer,
+    ) -> None:
+        tile = self._prefill_tile
+        prefill_kernel[(self.num_kv_heads, len(tiles_N2))](
+            q_THK,
+            out_THK,
+            kv_cache,
+            tiles_N2,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            layer.kv_scales_2G,
+            layer.scale,
+            q_THK.stride(0),
+            metadata.block_table.stride(0),
+            SOFTCAP=layer.softcap,
+            WINDOW=layer.window,
+            NUM_KV_HEADS=self.num_kv_heads,
+            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            HEAD_DIM=self.head_dim,
+            BLOCK_K=self._padded_head_dim,
+            BLOCK_SIZE=self.block_size,
+            TILE_ROWS=tile.rows,
+            TILE_KEYS=tile.keys,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _decode(
+        self,
+        q_THK: Tensor,
+        out_THK: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+    ) -> None:
+        tile = self._decode_tile
+        num_requests = len(metadata.seq_lens)
+        num_splits = max_splits(metadata.max_seq_len, layer.window, tile.keys)
+        partial_shape = (num_requests, self.num_heads, num_splits) if num_splits > 1 else (0,)
+        log_sums = q_THK.new_empty(partial_shape, dtype=torch.float32)
+        partial = q_THK.new_empty((*partial_shape, self.head_dim), dtype=torch.float32)
+        splitting = {
+            "WINDOW": layer.window,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_K": self._padded_head_dim,
+            "TILE_KEYS": tile.keys,
+            "SPLIT_KEYS": SPLIT_KEYS,
+            "MAX_SPLITS": MAX_SPLITS,
+        }
+        decode_kernel[(self.num_kv_heads, num_requests, num_splits)](
+            q_THK,
+            out_THK,
+            partial,
+            log_sums,
+            kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            layer.kv_scales_2G,
+            layer.scale,
+            q_THK.stride(0),
+            metadata.block_table.stride(0),
+            SOFTCAP=layer.softcap,
+            NUM_KV_HEADS=self.num_kv_heads,
+            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            BLOCK_SIZE=self.block_size,
+            TILE_ROWS=tile.rows,
+            **splitting,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        if num_splits > 1:
+            combine_kernel[(self.num_heads, num_requests)](
+                out_THK,
+                partial,
+                log_sums,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                num_splits,
+                NUM_HEADS=self.num_heads,
+                **splitting,
+                num_warps=2,
+            )
+
+
+def max_splits(max_seq_len: int, window: int | None, tile_keys: int) -> int:
+    """The most splits that a sequence of up to `max_seq_len` tokens is cut into."""
+    num_keys = max_seq_len
+    if window is not None:
+        # The first tile may begin before the window does.
+        num_keys = min(max_seq_len, window + tile_keys - 1)
+    return min(MAX_SPLITS, -(-num_keys // SPLIT_KEYS))
+
+
+def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]:
+    """Return int32 tensors on the device that share one copy."""
+    sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    starts = np.cumsum([0, *sizes]).tolist()
+    for array, start in zip(arrays, starts, strict=False):
+        host[start : start + array.size].numpy().reshape(array.shape)[...] = array
+    packed = host.to(device, non_blocking=True)
+    return [
+        packed[start : start + array.size].view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
