@@ -1,12 +1,19 @@
 """Attention over the paged KV cache, behind one small interface."""
 
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer, PagedAttention
+from .interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    DeviceBatch,
+    PagedAttention,
+)
 from .registry import attention_backend
 
 __all__ = [
     "AttentionBackend",
     "AttentionBatch",
     "AttentionLayer",
+    "DeviceBatch",
     "PagedAttention",
     "attention_backend",
 ]

@@ -7,7 +7,7 @@ G key/value heads, K head dimension.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,19 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A step's requests as `AttentionBatch` has them, int32 on the device, at addresses that stay.
+
+    Padding requests have no tokens and a `seq_lens` of 0; the `slot_mapping` of a padding token is -1.
+    """
+
+    query_start_loc: Tensor  # [S + 1]
+    seq_lens: Tensor  # [S]
+    block_table: Tensor  # [S, B]
+    slot_mapping: Tensor  # [T]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """One step's requests, as one KV-cache group sees them.
 
@@ -59,6 +72,10 @@ class PagedAttention(ABC):
 
     `dtype` is that of the KV cache; queries, keys and values may come in another.
     """
+
+    is_capturable: ClassVar[bool] = False
+    """Whether decoding can be captured in a graph: `build_decode` has it then, and `forward` depends on the content of
+    the device's tensors only, not on any number that the host knows."""
 
     def __init__(
         self,
@@ -87,6 +104,10 @@ class PagedAttention(ABC):
     @abstractmethod
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
         """Return the metadata of one step for a group whose layers have these windows."""
+
+    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
+        """Return metadata of any step in which each request has one token, or none, and `batch` describes them."""
+        raise NotImplementedError
 
 
 class AttentionBackend(PagedAttention):

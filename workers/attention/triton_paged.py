@@ -22,7 +22,7 @@ from torch import Tensor
 from ...protocol.errors import ConfigError
 from ..models.layers import HeadNorm
 from ..models.rope import RotaryTables
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer, DeviceBatch
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
@@ -37,15 +37,14 @@ _ALIGNMENT = 4
 class TritonPagedMetadata:
     """What the kernels read of a step: int32 tensors on the device.
 
-    The kernels' launches depend on the shapes and on the three plain fields only. So a CUDA graph of a step in which
-    every request decodes stays valid when the tensors' contents change, as long as no sequence is longer than
-    `max_seq_len`.
+    What is launched depends on the shapes and on the fields that are no tensors, so a captured step in which every
+    request decodes stays valid whatever the tensors come to hold, up to sequences of `max_seq_len` tokens.
     """
 
     query_start_loc: Tensor  # [S + 1]
-    seq_lens: Tensor  # [S], 0 for a row of padding
+    seq_lens: Tensor  # [S]
     block_table: Tensor  # [S, B]
-    slot_mapping: Tensor  # [T], -1 for a token of padding
+    slot_mapping: Tensor  # [T]
     max_seq_len: int
     has_decodes: bool = True
     prefill_tiles: Tensor | None = (
@@ -55,6 +54,8 @@ class TritonPagedMetadata:
 
 class TritonPagedAttention(AttentionBackend):
     """Raises `ConfigError` for head dimensions and block sizes that the kernels do not know."""
+
+    is_capturable = True
 
     def __init__(
         self,
@@ -113,6 +114,18 @@ class TritonPagedAttention(AttentionBackend):
             max_seq_len,
             has_decodes=bool((query_lens_S == 1).any()),
             prefill_tiles=prefill_tiles if len(tiles_N2) else None,
+        )
+
+    def build_decode(
+        self, batch: DeviceBatch, windows: Collection[int | None]
+    ) -> TritonPagedMetadata:
+        """The grids have room for as long a sequence as the block table has."""
+        return TritonPagedMetadata(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.slot_mapping,
+            max_seq_len=batch.block_table.shape[1] * self.block_size,
         )
 
     def _prefill_tiles(

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from engine.protocol.errors import ConfigError
-from engine.workers.attention import AttentionLayer, attention_backend
+from engine.workers.attention import AttentionLayer, DeviceBatch, attention_backend
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.layers import HeadNorm
 from engine.workers.models.rope import RopeSpec, RotaryEmbedding
@@ -169,8 +169,8 @@ def test_a_prompt_has_the_same_bits_in_any_chunks():
     assert torch.equal(outputs(*chunks), outputs(150))
 
 
-def test_rows_of_padding_write_nothing_and_change_nothing():
-    """As a captured step has them: more rows and tokens than requests, and room for longer sequences."""
+def test_padding_writes_nothing_and_changes_nothing():
+    """As a captured step has it: more rows and tokens than requests, and room for longer sequences."""
     case = PagedCase(
         [(300, 1), (20, 1)],
         num_kv_heads=1,
@@ -183,29 +183,22 @@ def test_rows_of_padding_write_nothing_and_change_nothing():
     )
     expected = case.forward()
     written = case.kv_cache.clone()
-    from engine.workers.attention.triton_paged import (
-        TritonPagedMetadata,
-    )  # Not before the interpreter is on.
 
-    def padded(array, size, value):
-        rest = torch.full((size - len(array), *array.shape[1:]), value)
-        return torch.cat((torch.from_numpy(array), rest)).to(torch.int32).to(DEVICE)
+    def padded(array, shape, value):
+        tensor = torch.full(shape, value, dtype=array.dtype, device=DEVICE)
+        tensor[tuple(slice(size) for size in array.shape)] = array
+        return tensor
 
     batch = case.batch()
-    metadata = TritonPagedMetadata(
-        query_start_loc=torch.arange(6, dtype=torch.int32, device=DEVICE),
-        seq_lens=padded(batch.seq_lens, 5, 0),
-        block_table=padded(batch.block_table, 5, 0),
-        slot_mapping=padded(batch.slot_mapping, 5, -1),
-        max_seq_len=4096,
+    device_batch = DeviceBatch(
+        query_start_loc=padded(torch.from_numpy(batch.query_start_loc), (6,), 2),
+        seq_lens=padded(torch.from_numpy(batch.seq_lens), (5,), 0),
+        block_table=padded(torch.from_numpy(batch.block_table), (5, 400), 0),
+        slot_mapping=padded(torch.from_numpy(batch.slot_mapping), (5,), -1),
     )
-    q, k, v = (
-        torch.full((5, *x.shape[1:]), math.nan) for x in (case.q_THK, case.k_TGK, case.v_TGK)
-    )
-    for x, own in ((q, case.q_THK), (k, case.k_TGK), (v, case.v_TGK)):
-        x[:2] = own
-    q, k, v = (x.to(DEVICE) for x in (q, k, v))
-    out = case.backend.forward(q, k, v, case.kv_cache, metadata, case.layer)
+    metadata = case.backend.build_decode(device_batch, {None})
+    qkv = (padded(x, (5, *x.shape[1:]), math.nan) for x in (case.q_THK, case.k_TGK, case.v_TGK))
+    out = case.backend.forward(*qkv, case.kv_cache, metadata, case.layer)
     assert torch.equal(out[:2], expected)
     assert torch.equal(case.kv_cache, written)
 
