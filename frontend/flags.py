@@ -369,7 +369,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--kv-cache-dtype",
             "cache.kv_cache_dtype",
             "element type of the cache; auto is the model's",
-            choices=("auto", "float32", "float16", "bfloat16", "int8"),
+            choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"),
         ),
         Flag(
             "--num-gpu-blocks-override",

@@ -49,4 +49,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         "float32": torch.float32,
         "float": torch.float32,
         "int8": torch.int8,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
     }[name]

@@ -109,6 +109,8 @@ def load_model(
     shard = parallel.shard(spec)
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = config.cache.kv_cache_dtype
+    if kv_dtype.startswith("fp8") and device.type != "cuda":
+        raise ConfigError(f"--kv-cache-dtype {kv_dtype} needs a GPU; on the CPU there is int8")
     shape: dict[str, Any] = {
         "num_heads": len(shard.heads(spec)),
         "num_kv_heads": len(shard.kv_heads(spec)),

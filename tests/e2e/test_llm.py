@@ -113,6 +113,8 @@ def test_a_start_that_cannot_succeed_says_why() -> None:
         LLM(default_model(), max_model_length=512)
     with pytest.raises(EngineError, match="kv-cache-dtype int8 needs the native CPU backend"):
         LLM(default_model(), kv_cache_dtype="int8", cpu_backend="torch")
+    with pytest.raises(EngineError, match="kv-cache-dtype fp8 needs a GPU"):
+        LLM(default_model(), kv_cache_dtype="fp8", device="cpu")
     with pytest.raises(EngineError, match="nowhere"):
         LLM("/nowhere/at/all.gguf")
 

@@ -84,6 +84,8 @@ class TritonPagedAttention(AttentionBackend):
                 f"--block-size {block_size}: triton_paged supports powers of two only, such as "
                 f"{power_of_2(block_size)}"
             )
+        if dtype.itemsize == 1 and dtype != torch.float8_e4m3fn:
+            raise ConfigError(f"a KV cache of {dtype} is not supported by triton_paged")
         self._heads_per_kv_head = num_heads // num_kv_heads
         self._padded_head_dim = max(16, power_of_2(head_dim))
         self._prefill_tile = prefill_tile(head_dim)

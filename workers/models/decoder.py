@@ -200,10 +200,13 @@ class Attention:
     ) -> None:
         self._backend = backend
         self._head_dim = spec.head_dim
-        self._layer = AttentionLayer(
-            scale=spec.attention_scale, window=layer.window, softcap=spec.attention_softcap
-        )
         heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
+        kv_scales = None
+        if backend.dtype == torch.float8_e4m3fn:
+            kv_scales = weights.read_kv_scales(prefix, spec.num_kv_heads, kv_heads)
+        self._layer = AttentionLayer(
+            spec.attention_scale, layer.window, spec.attention_softcap, kv_scales
+        )
         self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         queries, keys = self._elements(heads), self._elements(kv_heads)

@@ -19,6 +19,8 @@ ProgressCallback = Callable[[int, int], None]
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _FINAL_NORM = "norm.weight"
+_KV_SCALES = ("k_scale", "v_scale")
+_OPTIONAL = ("rotary_emb.inv_freq", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -71,7 +73,7 @@ class WeightReader:
         self._unread = {
             name
             for name in self._names
-            if name.startswith(self._prefix) and not name.endswith("rotary_emb.inv_freq")
+            if name.startswith(self._prefix) and not name.endswith(_OPTIONAL)
         }
         self._head = next((name for name in sorted(self._names) if name.endswith(_HEAD)), _HEAD)
         self._unread.discard(self._head)
@@ -95,6 +97,24 @@ class WeightReader:
     def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Tensor:
         """Return the output projection of a model that does not tie it to the embedding, or rows of it."""
         return self._read(self._head, (vocab_size, hidden_size), part)
+
+    def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
+        """Return what these heads' keys and values are to be divided by in an FP8 cache, float32 [2, G], if it is known.
+
+        A checkpoint that was calibrated has a number for a layer's keys and one for its values, or one a head.
+        """
+        names = [f"{self._prefix}{prefix}{name}" for name in _KV_SCALES]
+        if not self._names.issuperset(names):
+            return None
+        scales = []
+        for name in names:
+            scale = self.checkpoint.tensor(name, torch.float32).reshape(-1)
+            if len(scale) not in (1, num_kv_heads):
+                raise self._error(
+                    f"the tensor {name!r} has {len(scale)} scales for {num_kv_heads} heads"
+                )
+            scales.append(scale.expand(num_kv_heads)[heads.start : heads.stop])
+        return torch.stack(scales).to(self.device)
 
     def finish(self) -> None:
         """Refuse a checkpoint with tensors that the decoder has no use for: it is another model."""

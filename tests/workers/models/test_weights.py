@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from engine.protocol.errors import CheckpointError
+from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.models.weights import WeightReader
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder
 
@@ -117,3 +119,24 @@ def test_gemma3_with_its_vision_tower(tmp_path, prefix):
         expected = model(torch.tensor([tokens])).logits[0]
     logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5] * 2)])
+def test_scales_of_an_fp8_cache(path, scale):
+    """They are for those who have such a cache; to others they are nothing unexpected."""
+    names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
+    edit_tensors(path, lambda tensors: tensors.update({names[0]: scale, names[1]: scale * 4}))
+    reader = WeightReader(open_checkpoint(path), torch.bfloat16, torch.device("cpu"), has_head=True)
+    layer = "layers.0.self_attn."
+    assert reader.read_kv_scales(layer, 2, range(2)).tolist() == [[0.5, 0.5], [2.0, 2.0]]
+    assert reader.read_kv_scales(layer, 2, range(1, 2)).tolist() == [[0.5], [2.0]]
+    assert reader.read_kv_scales("layers.1.self_attn.", 2, range(2)) is None
+    if scale.dim() and len(scale) == 2:
+        with pytest.raises(CheckpointError, match="k_scale' has 2 scales for 4 heads"):
+            reader.read_kv_scales(layer, 4, range(4))
+
+
+def test_scales_of_an_fp8_cache_that_is_not_there(path):
+    names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(1) for name in names}))
+    load_decoder(path)
