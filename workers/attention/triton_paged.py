@@ -88,9 +88,9 @@ class TritonPagedAttention(AttentionBackend):
             raise ConfigError(f"a KV cache of {dtype} is not supported by triton_paged")
         self._heads_per_kv_head = num_heads // num_kv_heads
         self._padded_head_dim = max(16, power_of_2(head_dim))
-        self._prefill_tile = prefill_tile(head_dim)
-        self._decode_tile = decode_tile(head_dim, self._heads_per_kv_head)
-        self._queries_per_tile = self._prefill_tile.rows // self._heads_per_kv_head
+        self.prefill_tile = prefill_tile(head_dim, self._heads_per_kv_head)
+        self.decode_tile = decode_tile(head_dim, self._heads_per_kv_head)
+        self.split_keys = SPLIT_KEYS
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
@@ -135,10 +135,11 @@ class TritonPagedAttention(AttentionBackend):
     ) -> NDArray[np.int32]:
         """Those with the most keys come first: no long one is left when all others are done."""
         requests = np.flatnonzero(query_lens_S > 1)
-        num_tiles = -(-query_lens_S[requests] // self._queries_per_tile)
+        queries_per_tile = self.prefill_tile.rows // self._heads_per_kv_head
+        num_tiles = -(-query_lens_S[requests] // queries_per_tile)
         request_N = np.repeat(requests, num_tiles)
         first_tile_N = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        query_N = (np.arange(len(request_N)) - first_tile_N) * self._queries_per_tile
+        query_N = (np.arange(len(request_N)) - first_tile_N) * queries_per_tile
         position_N = (seq_lens_S - query_lens_S)[request_N] + query_N
         order_N = np.argsort(-position_N, kind="stable")
         return np.stack((request_N, query_N), 1)[order_N].astype(np.int32)
@@ -152,8 +153,8 @@ class TritonPagedAttention(AttentionBackend):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        self._store(None, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
-        return self._attend(q_THK, kv_cache, metadata, layer)
+        self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+        return self.attend(q_THK, kv_cache, metadata, layer)
 
     def forward_projected(
         self,
@@ -165,22 +166,36 @@ class TritonPagedAttention(AttentionBackend):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
+        q_THK = self.rotate_and_store(qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer)
+        return self.attend(q_THK, kv_cache, metadata, layer)
+
+    def rotate_and_store(
+        self,
+        qk_THK: Tensor,
+        v_TGK: Tensor,
+        head_norm: HeadNorm | None,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """The first half of `forward_projected`: fill the cache and return the queries [T, H, K]."""
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
-        if head_norm is None and tables is None:
-            return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
-        q_out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
-        self._store(q_out_THK, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, head_norm, tables)
-        return self._attend(q_out_THK, kv_cache, metadata, layer)
+        out_THK = None
+        if head_norm is not None or tables is not None:
+            out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer, out_THK, head_norm, tables)
+        return q_THK if out_THK is None else out_THK
 
     def _store(
         self,
-        q_out_THK: Tensor | None,
         q_THK: Tensor,
         k_TGK: Tensor,
         v_TGK: Tensor,
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
+        q_out_THK: Tensor | None = None,
         head_norm: HeadNorm | None = None,
         tables: RotaryTables | None = None,
     ) -> None:
@@ -209,9 +224,10 @@ class TritonPagedAttention(AttentionBackend):
             num_warps=1 if self._heads_per_kv_head <= 4 else 2,
         )
 
-    def _attend(
+    def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: TritonPagedMetadata, layer: AttentionLayer
     ) -> Tensor:
+        """The second half of `forward`: what the queries see in the cache, [T, H, K]."""
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         if metadata.prefill_tiles is not None:
             self._prefill(q_THK, out_THK, kv_cache, metadata, metadata.prefill_tiles, layer)
@@ -228,7 +244,7 @@ class TritonPagedAttention(AttentionBackend):
         tiles_N2: Tensor,
         layer: AttentionLayer,
     ) -> None:
-        tile = self._prefill_tile
+        tile = self.prefill_tile
         prefill_kernel[(self.num_kv_heads, len(tiles_N2))](
             q_THK,
             out_THK,
@@ -262,9 +278,9 @@ class TritonPagedAttention(AttentionBackend):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> None:
-        tile = self._decode_tile
+        tile = self.decode_tile
         num_requests = len(metadata.seq_lens)
-        num_splits = max_splits(metadata.max_seq_len, layer.window, tile.keys)
+        num_splits = self._max_splits(metadata.max_seq_len, layer.window)
         partial_shape = (num_requests, self.num_heads, num_splits) if num_splits > 1 else (0,)
         log_sums = q_THK.new_empty(partial_shape, dtype=torch.float32)
         partial = q_THK.new_empty((*partial_shape, self.head_dim), dtype=torch.float32)
@@ -273,7 +289,6 @@ class TritonPagedAttention(AttentionBackend):
             "HEAD_DIM": self.head_dim,
             "BLOCK_K": self._padded_head_dim,
             "TILE_KEYS": tile.keys,
-            "SPLIT_KEYS": SPLIT_KEYS,
             "MAX_SPLITS": MAX_SPLITS,
         }
         decode_kernel[(self.num_kv_heads, num_requests, num_splits)](
@@ -289,6 +304,7 @@ class TritonPagedAttention(AttentionBackend):
             layer.scale,
             q_THK.stride(0),
             metadata.block_table.stride(0),
+            self.split_keys,
             SOFTCAP=layer.softcap,
             NUM_KV_HEADS=self.num_kv_heads,
             HEADS_PER_KV_HEAD=self._heads_per_kv_head,
@@ -306,19 +322,19 @@ class TritonPagedAttention(AttentionBackend):
                 metadata.query_start_loc,
                 metadata.seq_lens,
                 num_splits,
+                self.split_keys,
                 NUM_HEADS=self.num_heads,
                 **splitting,
                 num_warps=2,
             )
 
-
-def max_splits(max_seq_len: int, window: int | None, tile_keys: int) -> int:
-    """The most splits that a sequence of up to `max_seq_len` tokens is cut into."""
-    num_keys = max_seq_len
-    if window is not None:
-        # The first tile may begin before the window does.
-        num_keys = min(max_seq_len, window + tile_keys - 1)
-    return min(MAX_SPLITS, -(-num_keys // SPLIT_KEYS))
+    def _max_splits(self, max_seq_len: int, window: int | None) -> int:
+        """The most splits that a sequence of up to `max_seq_len` tokens is cut into, as the kernels do it."""
+        num_keys = max_seq_len
+        if window is not None:
+            # The first tile may begin before the window does.
+            num_keys = min(max_seq_len, window + self.decode_tile.keys - 1)
+        return min(MAX_SPLITS, -(-num_keys // self.split_keys))
 
 
 def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]:

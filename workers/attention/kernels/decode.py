@@ -13,18 +13,18 @@ from .online_softmax import LOG2_E, attend_keys
 @triton.jit
 def _splits(
     seq_len,
+    min_split_keys,
     WINDOW: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Return the first key, the keys of a split and the number of splits; `max_splits` is its counterpart."""
+    """Return the first key, the keys of a split and the number of splits."""
     first_key = 0
     if WINDOW is not None:
         first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
     num_keys = seq_len - first_key
     split_keys = tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), TILE_KEYS) * TILE_KEYS
-    split_keys = tl.maximum(split_keys, SPLIT_KEYS)
+    split_keys = tl.maximum(split_keys, min_split_keys)
     return first_key, split_keys, tl.cdiv(num_keys, split_keys)
 
 
@@ -42,6 +42,7 @@ def decode_kernel(
     scale,
     q_stride,
     block_table_stride,
+    min_split_keys,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -51,7 +52,6 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
     """Grid (G, S, splits). Rows with no query, or with several, are left alone.
@@ -64,7 +64,9 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    first_key, split_keys, num_splits = _splits(seq_len, WINDOW, TILE_KEYS, SPLIT_KEYS, MAX_SPLITS)
+    first_key, split_keys, num_splits = _splits(
+        seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS
+    )
     if (num_queries != 1) | (split >= num_splits):
         return
 
@@ -126,12 +128,12 @@ def combine_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     grid_splits,
+    min_split_keys,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
     """Grid (H, S). Add up the splits of each request that has several, `grid_splits` of which there is room for."""
@@ -139,7 +141,7 @@ def combine_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    _, _, num_splits = _splits(seq_len, WINDOW, TILE_KEYS, SPLIT_KEYS, MAX_SPLITS)
+    _, _, num_splits = _splits(seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS)
     if (num_queries != 1) | (num_splits <= 1):
         return
     splits_P = tl.arange(0, MAX_SPLITS)

@@ -25,13 +25,14 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def prefill_tile(head_dim: int) -> Tile:
+def prefill_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
     """Two groups of four warps, 64 rows each, take turns with the matrix units and the exponentials."""
+    rows = max(128, power_of_2(heads_per_kv_head))
     if head_dim <= 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(rows, 64, 4, 3)
     if head_dim <= 128:
-        return Tile(128, 64, 8, 3)
-    return Tile(128, 32, 8, 2)
+        return Tile(rows, 64, 8, 3)
+    return Tile(rows, 32, 8, 2)
 
 
 def decode_tile(head_dim: int, heads_per_kv_head: int) -> Tile:

@@ -1,0 +1,296 @@
+"""Times the Triton attention kernels on a GPU beside torch's flash attention, on the shapes of a model's layer.
+
+    scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--json]
+
+Each case also says how far the two results are apart. Torch's kernel reads keys and values that lie one after the
+other, ours those of a paged cache in random order. `--tune` tries other tiles. Without a GPU the cases are tiny and
+the kernels interpreted: that shows that the program works, and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import numpy as np
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from engine.workers.attention import AttentionBatch, AttentionLayer  # noqa: E402
+from engine.workers.attention.kernels.tiles import Tile  # noqa: E402
+from engine.workers.attention.triton_paged import TritonPagedAttention  # noqa: E402
+from engine.workers.models.rope import RotaryTables  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's attention."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    is_fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that are all alike: `queries` tokens, the last of `keys`."""
+
+    name: str
+    requests: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of one layer; `torch_ms` and `error`, the largest difference, are of torch's flash attention."""
+
+    case: str
+    ms: float
+    tflops: float
+    gb_per_s: float
+    torch_ms: float | None = None
+    error: float | None = None
+
+
+CASES = (
+    Case("prefill 8k", 1, 8192, 8192),
+    Case("prefill 8 x 1k", 8, 1024, 1024),
+    Case("prefill 2k after 6k", 1, 2048, 8192),
+    Case("decode 1 x 2k", 1, 1, 2048),
+    Case("decode 1 x 128k", 1, 1, 131072),
+    Case("decode 64 x 2k", 64, 1, 2048),
+    Case("decode 256 x 2k", 256, 1, 2048),
+)
+TINY_CASES = (Case("prefill", 2, 20, 40), Case("decode", 2, 1, 300))
+PREFILL_TILES = [
+    Tile(rows, keys, num_warps, num_stages)
+    for rows, keys, num_warps, num_stages in product((64, 128), (64, 128), (4, 8), (2, 3))
+    if num_warps == 8 or rows == 64
+]
+DECODE_TILES = [
+    Tile(16, keys, num_warps, num_stages)
+    for keys, num_warps, num_stages in product((32, 64, 128), (2, 4), (2, 3, 4))
+]
+SPLITS = (128, 256, 512)
+
+
+class Layer:
+    """Random tensors of a case, in a shuffled cache."""
+
+    def __init__(self, case: Case, shape: Shape) -> None:
+        self.case, self.shape = case, shape
+        self.device = torch.device("cuda" if HAS_GPU else "cpu")
+        # The interpreter multiplies no bfloat16 matrices.
+        dtype = torch.bfloat16 if HAS_GPU else torch.float32
+        self.backend = TritonPagedAttention(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            dtype=torch.float8_e4m3fn if shape.is_fp8 else dtype,
+            device=self.device,
+        )
+        self.layer = AttentionLayer(scale=shape.head_dim**-0.5)
+        num_tokens, heads = case.requests * case.queries, shape.num_heads + shape.num_kv_heads
+        random = torch.Generator(self.device).manual_seed(0)
+        self.qk_THK, self.v_TGK = torch.randn(
+            (num_tokens, heads + shape.num_kv_heads, shape.head_dim),
+            generator=random,
+            dtype=dtype,
+            device=self.device,
+        ).split((heads, shape.num_kv_heads), 1)
+        self.q_THK = self.qk_THK[:, : shape.num_heads].contiguous()
+        blocks_each = -(-case.keys // shape.block_size)
+        num_blocks = case.requests * blocks_each + 1
+        table = np.random.default_rng(0).permutation(num_blocks - 1).astype(np.int32) + 1
+        self.block_table = table.reshape(case.requests, blocks_each)
+        cache_shape = self.backend.kv_cache_shape(num_blocks)
+        cache = torch.randn(cache_shape, generator=random, dtype=dtype, device=self.device)
+        self.kv_cache = cache.to(self.backend.dtype)
+        self.build()
+
+    def build(self) -> None:
+        """What depends on the tiles."""
+        positions = np.arange(self.case.keys - self.case.queries, self.case.keys, dtype=np.int32)
+        blocks, offsets = np.divmod(positions, self.shape.block_size)
+        batch = AttentionBatch(
+            query_start_loc=np.arange(self.case.requests + 1, dtype=np.int32) * self.case.queries,
+            seq_lens=np.full(self.case.requests, self.case.keys, np.int32),
+            block_table=self.block_table,
+            slot_mapping=(self.block_table[:, blocks] * self.shape.block_size + offsets).ravel(),
+        )
+        self.metadata = self.backend.build(batch, {None})
+
+    def ours(self) -> torch.Tensor:
+        """[T, H, K], of what is in the cache."""
+        return self.backend.attend(self.q_THK, self.kv_cache, self.metadata, self.layer)
+
+    def store(self) -> None:
+        """Rotate queries and keys, write keys and values."""
+        table = self.q_THK[:, :1]
+        self.backend.rotate_and_store(
+            self.qk_THK,
+            self.v_TGK,
+            None,
+            RotaryTables(table, table),
+            self.kv_cache,
+            self.metadata,
+            self.layer,
+        )
+
+    def torchs(self) -> Callable[[], torch.Tensor]:
+        """The same by torch, of keys and values that lie one after the other."""
+        case, shape = self.case, self.shape
+        table = torch.from_numpy(self.block_table).to(self.device).long()
+        k_SGLK, v_SGLK = (
+            self.kv_cache[table, i]
+            .to(self.q_THK.dtype)
+            .transpose(1, 2)
+            .flatten(2, 3)[:, :, : case.keys]
+            .contiguous()
+            for i in range(2)
+        )
+        q_SHTK = self.q_THK.unflatten(0, (case.requests, -1)).transpose(1, 2)
+        is_chunk = 1 < case.queries < case.keys
+        mask = causal_lower_right(case.queries, case.keys) if is_chunk else None
+        backend = SDPBackend.FLASH_ATTENTION if HAS_GPU else SDPBackend.MATH
+
+        def attend() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                out_SHTK = torch.nn.functional.scaled_dot_product_attention(
+                    q_SHTK,
+                    k_SGLK,
+                    v_SGLK,
+                    attn_mask=mask,
+                    is_causal=case.queries == case.keys,
+                    scale=self.layer.scale,
+                    enable_gqa=shape.num_heads != shape.num_kv_heads,
+                )
+            return out_SHTK.transpose(1, 2).flatten(0, 1)
+
+        return attend
+
+    @property
+    def flops(self) -> float:
+        """Products of queries with the keys that they see, and of the weights with the values."""
+        seen = self.case.queries * (self.case.keys - (self.case.queries - 1) / 2)
+        return 4.0 * self.case.requests * seen * self.shape.num_heads * self.shape.head_dim
+
+    @property
+    def num_bytes(self) -> float:
+        """Keys and values once, queries and results once."""
+        keys = 2 * self.case.requests * self.case.keys * self.shape.num_kv_heads
+        cache = keys * self.shape.head_dim * self.kv_cache.element_size()
+        return cache + 2 * self.q_THK.numel() * self.q_THK.element_size()
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """On a GPU of replays of a graph: what a launch costs the host is not in it."""
+    if HAS_GPU:
+        from triton.testing import do_bench_cudagraph
+
+        return float(do_bench_cudagraph(function, return_mode="median"))
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def timings(shape: Shape, cases: tuple[Case, ...] = CASES) -> Iterator[Timing]:
+    """Each case against torch's flash attention, then rotation with the write to the cache."""
+    for case in cases:
+        layer = Layer(case, shape)
+        ms = milliseconds(layer.ours)
+        theirs = layer.torchs()
+        error: float | None = None
+        torch_ms: float | None = None
+        try:
+            error = (layer.ours() - theirs()).abs().max().item()
+            torch_ms = milliseconds(theirs)
+        except RuntimeError as reason:
+            print(f"{case.name}: torch has no such kernel: {reason}", file=sys.stderr)
+        tflops, gb_per_s = layer.flops / ms / 1e9, layer.num_bytes / ms / 1e6
+        yield Timing(case.name, ms, tflops, gb_per_s, torch_ms, error)
+        if case in (cases[0], cases[-1]):
+            ms = milliseconds(layer.store)
+            # Everything is read and written once.
+            num_elements = 2 * (layer.qk_THK.numel() + layer.v_TGK.numel())
+            gb_per_s = num_elements * layer.q_THK.element_size() / ms / 1e6
+            yield Timing(f"rotate and store, {case.name}", ms, 0.0, gb_per_s)
+
+
+def tuned(shape: Shape, cases: tuple[Case, ...] = CASES) -> Iterator[tuple[str, str, float]]:
+    """Case, tile and milliseconds of every tile that fits."""
+    from triton.runtime.errors import OutOfResources
+
+    for case in cases:
+        layer = Layer(case, shape)
+        backend = layer.backend
+        is_decode = case.queries == 1
+        splits = SPLITS if is_decode else SPLITS[:1]
+        for tile, split_keys in product(DECODE_TILES if is_decode else PREFILL_TILES, splits):
+            if is_decode:
+                rows = backend.decode_tile.rows
+                backend.decode_tile, backend.split_keys = tile._replace(rows=rows), split_keys
+            else:
+                backend.prefill_tile = tile
+            layer.build()
+            try:
+                ms = milliseconds(layer.ours)
+            except OutOfResources:
+                continue
+            yield (
+                case.name,
+                f"{tuple(tile)} split {split_keys}" if is_decode else str(tuple(tile)),
+                ms,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--heads", type=int, nargs=3, metavar=("H", "G", "K"), default=(32, 8, 128))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
+    parser.add_argument("--tune", action="store_true", help="try other tiles")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    heads, kv_heads, head_dim = arguments.heads if HAS_GPU else (2, 1, 16)
+    shape = Shape(heads, kv_heads, head_dim, arguments.block_size, arguments.fp8)
+    cases = CASES if HAS_GPU else TINY_CASES
+    if arguments.tune:
+        best: dict[str, list[tuple[float, str]]] = {}
+        for case, tile, ms in tuned(shape, cases):
+            best.setdefault(case, []).append((ms, tile))
+        for case, tiles in best.items():
+            for ms, tile in sorted(tiles)[:5]:
+                print(f"{case:24} {ms:9.4f} ms  {tile}")
+        return
+    if not arguments.json:
+        print(f"{'case':40} {'ms':>9} {'torch ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}")
+    for timing in timings(shape, cases):
+        if arguments.json:
+            print(json.dumps(asdict(timing)))
+            continue
+        torch_ms = "" if timing.torch_ms is None else f"{timing.torch_ms:.4f}"
+        error = "" if timing.error is None else f"{timing.error:.1e}"
+        print(
+            f"{timing.case:40} {timing.ms:9.4f} {torch_ms:>9} {timing.tflops:8.1f}"
+            f" {timing.gb_per_s:8.1f} {error:>8}"
+        )
+
+
+if __name__ == "__main__":
+    main()
