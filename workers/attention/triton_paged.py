@@ -88,8 +88,8 @@ class TritonPagedAttention(AttentionBackend):
             raise ConfigError(f"a KV cache of {dtype} is not supported by triton_paged")
         self._heads_per_kv_head = num_heads // num_kv_heads
         self._padded_head_dim = max(16, power_of_2(head_dim))
-        self.prefill_tile = prefill_tile(head_dim, self._heads_per_kv_head)
-        self.decode_tile = decode_tile(head_dim, self._heads_per_kv_head)
+        self.prefill_tile = prefill_tile(head_dim, self._heads_per_kv_head, dtype)
+        self.decode_tile = decode_tile(head_dim, self._heads_per_kv_head, dtype)
         self.split_keys = SPLIT_KEYS
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:

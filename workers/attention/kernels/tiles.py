@@ -8,6 +8,8 @@ the batch, so that a token's sums have one order.
 
 from typing import NamedTuple
 
+import torch
+
 MIN_DOT_ROWS = 16
 """Fewer rows than this a matrix product cannot have."""
 
@@ -25,8 +27,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def prefill_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
+def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
     """Two groups of four warps, 64 rows each, take turns with the matrix units and the exponentials."""
+    if dtype == torch.float32:
+        return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(128, power_of_2(heads_per_kv_head))
     if head_dim <= 64:
         return Tile(rows, 64, 4, 3)
@@ -35,10 +39,18 @@ def prefill_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
     return Tile(rows, 32, 8, 2)
 
 
-def decode_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
+def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
     """Bound by memory: small, so that several are on a multiprocessor, and enough loads in flight."""
+    if dtype == torch.float32:
+        return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
     return Tile(rows, 64 if head_dim <= 128 else 32, 4, 3)
+
+
+def _float32_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
+    """There are no exact matrix units for it, so a product takes its operands from registers, too."""
+    rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
+    return Tile(rows, 32 if head_dim <= 128 else 16, 8, 2)
 
 
 def power_of_2(count: int) -> int:
