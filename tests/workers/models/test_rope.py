@@ -71,6 +71,7 @@ def test_frequencies(scaling, theta, max_model_len):
     assert factor == pytest.approx(expected_factor)
 
 
+@settings(deadline=None)
 @given(
     num_heads=st.integers(1, 4),
     rotary_dim=st.sampled_from([2, 16, 24, HEAD_DIM]),
