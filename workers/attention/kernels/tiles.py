@@ -2,8 +2,8 @@
 
 Registers bound them: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32. Shared
 memory holds the queries and `num_stages` tiles of keys and of values. They are chosen for Hopper, whose
-multiprocessor has 64 Ki registers and 227 KiB of shared memory. Which tile it is depends on the model alone, never on
-the batch, so that a token's sums have one order.
+multiprocessor has 64 Ki registers and 227 KiB of shared memory, and fit into the 99 KiB of smaller GPUs, where a stage
+takes less. Which tile it is depends on the model alone, never on the batch, so that a token's sums have one order.
 """
 
 from typing import NamedTuple
@@ -28,15 +28,15 @@ class Tile(NamedTuple):
 
 
 def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Two groups of four warps, 64 rows each, take turns with the matrix units and the exponentials."""
+    """The more rows, the fewer times a key is read; four warps do 64 of them at a time."""
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
-    rows = max(128, power_of_2(heads_per_kv_head))
+    rows = max(128 if head_dim <= 128 else 64, power_of_2(heads_per_kv_head))
     if head_dim <= 64:
         return Tile(rows, 64, 4, 3)
     if head_dim <= 128:
         return Tile(rows, 64, 8, 3)
-    return Tile(rows, 32, 8, 2)
+    return Tile(rows, 32, 4, 2)
 
 
 def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
