@@ -64,9 +64,10 @@ class Runner:
             self.decoder.attention.build(batch, windows)
             for windows in self.decoder.spec.windows_by_group
         ]
+        device = self.decoder.attention.device
         hidden = self.decoder.forward(
-            torch.tensor([token for tokens in chunks.values() for token in tokens]),
-            positions(scheduled),
+            torch.tensor([token for tokens in chunks.values() for token in tokens]).to(device),
+            positions(scheduled).to(device),
             self.kv_caches,
             metadata,
         )
