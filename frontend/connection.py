@@ -24,10 +24,15 @@ class Connection(HttpToolsProtocol):
 
     A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
     what runs for it is aborted as after any disconnect.
+
+    A stream writes here without a coroutine for each chunk: it finds the connection in its request's state.
+    `is_paused` while the client does not read; `on_writable` is called when that ends, or the connection.
     """
 
     def __init__(self, slow_client_s: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.is_paused = False
+        self.on_writable: Callable[[], None] | None = None
         self._slow_client_s = slow_client_s
         self._began = 0.0
         self._num_received = 0
@@ -43,6 +48,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
         # What comes with the first byte of a request is not counted: some of it may belong to the one before.
@@ -53,6 +59,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"]["connection"] = self
         self._in_head = self._in_request = True
         self._expect_request()
 
@@ -69,6 +76,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.is_paused = True
         self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -76,6 +84,17 @@ class Connection(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
         super().resume_writing()
+        self._go_on_writing()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a piece of a response that was started without a length; nothing once the connection is lost."""
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _go_on_writing(self) -> None:
+        self.is_paused = False
+        if self.on_writable is not None:
+            self.on_writable()
 
     def _expect_request(self) -> None:
         self._began = self.loop.time()

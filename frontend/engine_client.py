@@ -334,12 +334,7 @@ class EngineClient:
             self._started.set_result(None)
 
     def _resubmit(self, sequence: Sequence, core: CoreConnection) -> None:
-        """Let a sequence go on at `core`, under a new index: what may still come of the old one is not its."""
-        sequences = self._output.sequences
-        del sequences[sequence.request_index]
-        request = sequence.resubmission(self._next_request_index())
-        sequences[request.request_index] = sequence
-        core.add(request)
+        core.add(self._output.resubmit(sequence, self._next_request_index()))
 
     def _status_is_known(self, status: EngineStatus) -> None:
         """Sequences of a core that is gone go on at another one, if there is one."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
+from typing import Final, NamedTuple
 
 from ..protocol.arrays import int32_view
 from ..protocol.messages import (
     EngineCoreOutputs,
+    EngineCoreRequest,
     EventKind,
     FinishedRequest,
     FinishReason,
@@ -25,11 +27,17 @@ from .metrics import REJECTIONS, Metrics
 from .request_group import FAILURES, RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
-NewTokens = tuple[int, ...] | list[int]
-
 
 DEADLINE: Final = "deadline"
 """The stop reason of a sequence that its deadline cut short."""
+
+
+class _Rows(NamedTuple):
+    """Whose tokens a message carries, in its order; None is nobody. `watched` are those with stop strings."""
+
+    request_indices: bytes
+    sequences: list[Sequence | None]
+    watched: list[Sequence]
 
 
 class OutputProcessor:
@@ -43,13 +51,16 @@ class OutputProcessor:
         self._metrics = metrics
         self._abort = abort
         self._woken: list[RequestGroup] = []
+        self._last_rows: dict[int, _Rows] = {}
+        """Of each core's last message: the next one mostly has the same. They hold until a sequence leaves."""
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Apply one message; what belongs to unknown or ended sequences is ignored.
 
         Raises ValueError, having changed nothing, for arrays that do not fit together.
         """
-        new_tokens = _new_tokens(outputs)
+        rows = self._find_rows(outputs)
+        token_ids = _token_ids(outputs, len(rows.sequences))
         ended = int32_view(outputs.finished_set).tolist()
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
@@ -60,10 +71,11 @@ class OutputProcessor:
         for message in outputs.prompt_logprobs:
             if (sequence := self.sequences.get(message.request_index)) is not None:
                 sequence.prompt_logprob_messages.append(message)
-        watched = self._append_tokens(outputs, new_tokens)
-        if watched:
+        if token_ids:
+            self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
+        if rows.watched:
             self._find_stop_strings(
-                watched, {done.request_index: done for done in outputs.finished}
+                rows.watched, {done.request_index: done for done in outputs.finished}
             )
         for done in outputs.finished:
             if (sequence := self.sequences.get(done.request_index)) is not None:
@@ -83,7 +95,7 @@ class OutputProcessor:
         error: str | None = None,
     ) -> None:
         """End a sequence that is in flight, whatever its core thinks."""
-        del self.sequences[sequence.request_index]
+        self._remove(sequence)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         sequence.error = error
@@ -105,6 +117,17 @@ class OutputProcessor:
             sequence.queued_time = 0.0
         sequence.core_index, sequence.load = core_index, load
 
+    def resubmit(self, sequence: Sequence, request_index: int) -> EngineCoreRequest:
+        """The request by which a sequence goes on, under a new index: what may still come of the old one is not its."""
+        self._remove(sequence)
+        request = sequence.resubmission(request_index)
+        self.sequences[request_index] = sequence
+        return request
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.request_index]
+        self._last_rows.clear()
+
     def fail(self, sequences: Iterable[Sequence], error: str) -> None:
         for sequence in list(sequences):
             self.finish(sequence, FinishReason.ERROR, error=error)
@@ -124,35 +147,44 @@ class OutputProcessor:
         for group in woken:
             group.wake()
 
+    def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
+        rows = self._last_rows.get(outputs.core_index)
+        if rows is None or rows.request_indices != outputs.request_indices:
+            sequences = [
+                self.sequences.get(index) for index in int32_view(outputs.request_indices).tolist()
+            ]
+            watched = [s for s in sequences if s is not None and s.has_stop_strings]
+            rows = _Rows(outputs.request_indices, sequences, watched)
+            self._last_rows[outputs.core_index] = rows
+        return rows
+
     def _append_tokens(
-        self, outputs: EngineCoreOutputs, new_tokens: Iterator[tuple[int, NewTokens]]
-    ) -> list[Sequence]:
-        """Hand out the tokens and wake the readers; the sequences that have stop strings."""
-        find = self.sequences.get
+        self,
+        outputs: EngineCoreOutputs,
+        owners: Iterable[Sequence | None],
+        token_ids: list[int],
+    ) -> None:
         timestamp = outputs.timestamp
         intervals: list[float] = []
         num_tokens = 0
-        watched: list[Sequence] = []
-        for request_index, tokens in new_tokens:
-            sequence = find(request_index)
+        for sequence, token_id in zip(owners, token_ids, strict=True):
             if sequence is None:
                 continue
-            unread = sequence.unread
-            unread.extend(tokens)
-            num_tokens += len(tokens)
-            if sequence.last_token_time:
-                intervals.append(timestamp - sequence.last_token_time)
-            else:
-                sequence.first_token_time = timestamp
-                self._metrics.record_first_token(sequence)
-            sequence.last_token_time = timestamp
-            if sequence.has_stop_strings:
-                watched.append(sequence)
-            if len(unread) >= sequence.wake_at and not sequence.has_news:
+            num_tokens += 1
+            tokens = sequence.token_ids
+            tokens.append(token_id)
+            previous = sequence.last_token_time
+            if previous != timestamp:
+                sequence.last_token_time = timestamp
+                if previous:
+                    intervals.append(timestamp - previous)
+                else:
+                    sequence.first_token_time = timestamp
+                    self._metrics.record_first_token(sequence)
+            if len(tokens) >= sequence.wake_at and not sequence.has_news:
                 self._has_news(sequence)
         if num_tokens:
             self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
-        return watched
 
     def _find_stop_strings(
         self, watched: list[Sequence], finished: dict[int, FinishedRequest]
@@ -204,21 +236,24 @@ class OutputProcessor:
             )
 
 
-def _new_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[int, NewTokens]]:
-    """(request index, its new tokens) in the order of the message."""
-    request_indices: list[int] = int32_view(outputs.request_indices).tolist()
+def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
+    """The tokens of all rows. Raises ValueError if there are not as many as the rows should have."""
     token_ids: list[int] = int32_view(outputs.token_ids).tolist()
     if not outputs.num_tokens:
-        if len(token_ids) != len(request_indices):
-            raise ValueError(f"{len(token_ids)} tokens for {len(request_indices)} requests")
-        return zip(request_indices, zip(token_ids, strict=True), strict=True)
+        if len(token_ids) != num_rows:
+            raise ValueError(f"{len(token_ids)} tokens for {num_rows} requests")
+        return token_ids
     counts = int32_view(outputs.num_tokens)
-    if len(counts) != len(request_indices) or counts.min() < 0 or counts.sum() != len(token_ids):
-        raise ValueError(
-            f"counts of {len(token_ids)} tokens do not fit {len(request_indices)} requests"
-        )
-    ends = counts.cumsum().tolist()
-    return (
-        (index, token_ids[end - count : end])
-        for index, count, end in zip(request_indices, counts.tolist(), ends, strict=True)
-    )
+    if len(counts) != num_rows or counts.min() < 0 or counts.sum() != len(token_ids):
+        raise ValueError(f"counts of {len(token_ids)} tokens do not fit {num_rows} requests")
+    return token_ids
+
+
+def _owners(
+    outputs: EngineCoreOutputs, sequences: list[Sequence | None]
+) -> Iterable[Sequence | None]:
+    """The sequence of each token."""
+    if not outputs.num_tokens:
+        return sequences
+    counts = int32_view(outputs.num_tokens).tolist()
+    return chain.from_iterable(map(repeat, sequences, counts))

@@ -11,7 +11,6 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -65,12 +64,48 @@ class Delta(msgspec.Struct, gc=False):
 
 
 class Sequence:
-    """One prompt being continued: its unread tokens, its end, and its times for the metrics.
+    """One prompt being continued: its tokens, its end, and its times for the metrics.
+
+    `token_ids` are all that were generated; the reader is woken when there are `wake_at` of them.
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
     frontend's, the others the core's. `num_losses` counts the replicas that were lost while they computed it,
     since it was last above suspicion. `block_keys` are those of its prompt where there are several replicas.
     """
+
+    __slots__ = (
+        "_detokenizer",
+        "_num_read",
+        "_num_tokens_when_lost",
+        "_text",
+        "arrival_time",
+        "block_keys",
+        "core_index",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_token_time",
+        "group",
+        "has_news",
+        "has_stop_strings",
+        "last_token_time",
+        "load",
+        "logprobs",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_losses",
+        "num_prompt_tokens",
+        "params",
+        "position",
+        "prompt_logprob_messages",
+        "queued_time",
+        "request",
+        "retry_after_s",
+        "scheduled_time",
+        "stop_reason",
+        "token_ids",
+        "wake_at",
+    )
 
     def __init__(
         self,
@@ -96,7 +131,7 @@ class Sequence:
 
         self.group: RequestGroup
         self.position = 0
-        self.unread: list[int] = []
+        self.token_ids = array("i")
         self.wake_at = 1
         self.has_news = False
         self.logprobs: list[TokenLogprobs] = []
@@ -116,8 +151,7 @@ class Sequence:
 
         self._detokenizer = detokenizer
         self._text = ""
-        self._num_detokenized = 0
-        self._read = array("i")
+        self._num_read = 0
 
     @property
     def request_index(self) -> int:
@@ -130,7 +164,7 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self._read) + len(self.unread)
+        return len(self.token_ids)
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
         """The request for what is still missing, to a core that has never heard of it."""
@@ -159,9 +193,9 @@ class Sequence:
         if request.is_suspect and len(request.output_token_ids) // 4 < self.num_generated_tokens:
             request.is_suspect = False
             self.num_losses = 0
-        request.output_token_ids = (self._read + array("i", self.unread)).tobytes()
+        request.output_token_ids = self.token_ids.tobytes()
 
-    @cached_property
+    @property
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
         """One entry a prompt token, None for the first; None when they were not asked for.
 
@@ -178,29 +212,21 @@ class Sequence:
         """
         detokenizer = self._detokenizer
         assert detokenizer is not None
-        new = self._tokens_with_text(ended_by_token)
-        start = self._num_detokenized - detokenizer.num_tokens
         try:
-            self._text += detokenizer.append(new)
+            self._text += detokenizer.append(self._tokens_with_text(detokenizer, ended_by_token))
         except Exception:
             # Nor can the reader decode them, who shall be told so.
             self._detokenizer = None
             raise
-        self._num_detokenized = start + detokenizer.num_tokens
         if detokenizer.stop_reason is not None:
-            del self.unread[self._num_detokenized :]
+            del self.token_ids[detokenizer.num_tokens :]
             self._detokenizer = None
         return detokenizer.stop_reason
 
     def read(self) -> Delta:
         """Everything since the last read."""
-        self._detokenize()
-        token_ids, self.unread = self.unread, []
-        text, self._text = self._text, ""
-        self._num_detokenized = 0
-        self._read.extend(token_ids)
-        self.has_news = False
-        self.wake_at = self.group.stream_interval
+        token_ids = self.token_ids[self._num_read :].tolist()
+        text = self.read_text()
         logprobs = None
         if self.params.logprobs is not None:
             messages, self.logprobs = self.logprobs, []
@@ -218,27 +244,44 @@ class Sequence:
             self.retry_after_s,
         )
 
-    def _detokenize(self) -> None:
-        if self._detokenizer is None:
-            return
-        new = self._tokens_with_text(self.finish_reason is FinishReason.STOP)
-        if not new and not self.finished:
-            return
-        self._text += self._detokenizer.append(new, self.finished)
-        self._num_detokenized += len(new)
-        if self.finished:
-            self._detokenizer = None
+    def read_text(self) -> str:
+        """The text since the last read, for a reader to whom nothing else is of interest."""
+        num_tokens = self._num_read = len(self.token_ids)
+        self.wake_at = num_tokens + self.group.stream_interval
+        self.has_news = False
+        text, self._text = self._text, ""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return text
+        if self.finish_reason is None:
+            return text + detokenizer.append(self.token_ids[detokenizer.num_tokens :])
+        self._detokenizer = None
+        new = self._tokens_with_text(detokenizer, self.finish_reason is FinishReason.STOP)
+        return text + detokenizer.append(new, finished=True)
 
-    def _tokens_with_text(self, ended_by_token: bool) -> list[int]:
+    def _tokens_with_text(
+        self, detokenizer: IncrementalDetokenizer, ended_by_token: bool
+    ) -> array[int]:
         """The new tokens but for one that ended the sequence: it is not part of the text."""
-        end = len(self.unread)
+        end = len(self.token_ids)
         if ended_by_token and not self.params.include_stop_str_in_output:
             end -= 1
-        return self.unread[self._num_detokenized : end]
+        return self.token_ids[detokenizer.num_tokens : end]
 
 
 class RequestGroup:
-    """The sequences of one request. One task reads it, by `next` or by `result`, or `on_news` does by `read`."""
+    """The sequences of one request. One task reads it, by `next` or by `result`, or `on_news` does by `take_news`."""
+
+    __slots__ = (
+        "_on_abort",
+        "_waiter",
+        "news",
+        "num_unfinished",
+        "on_news",
+        "request_id",
+        "sequences",
+        "stream_interval",
+    )
 
     def __init__(
         self,
@@ -260,8 +303,8 @@ class RequestGroup:
             sequence.group = self
             sequence.position = position
 
-    async def next(self) -> list[tuple[int, Delta]]:
-        """Wait until something is new and read it all; [] once every sequence's end has been read.
+    async def next(self) -> list[Sequence]:
+        """Wait until something is new; the sequences to read it from, [] once all ends have been taken.
 
         The first token of a sequence and its end come at once, the others every `stream_interval`.
         """
@@ -269,12 +312,12 @@ class RequestGroup:
             if not self.num_unfinished:
                 return []
             await self._wait()
-        return self.read()
+        return self.take_news()
 
-    def read(self) -> list[tuple[int, Delta]]:
-        """What is new now, which may be nothing."""
+    def take_news(self) -> list[Sequence]:
+        """The sequences with something new, for whoever reads them all now."""
         news, self.news = self.news, []
-        return [(sequence.position, sequence.read()) for sequence in news]
+        return news
 
     async def result(self) -> list[Delta]:
         """Wait until every sequence has ended; one Delta each of all that was not read before."""

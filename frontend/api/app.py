@@ -9,7 +9,6 @@ from starlette.types import ASGIApp
 from .chat_completions import ChatCompletions
 from .completions import Completions
 from .edge import Edge
-from .endpoint import ServerSend
 from .management import Management
 from .replicas import Replicas
 from .serving import Serving
@@ -43,11 +42,10 @@ def create_app(serving: Serving) -> ASGIApp:
     frontend = serving.config.frontend
     router = Router(routes, redirect_slashes=False)
     edge = Edge(router, frontend.api_keys, frontend.root_path)
-    cors = CORSMiddleware(
+    return CORSMiddleware(
         edge,
         allow_origins=frontend.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["x-request-id"],
     )
-    return ServerSend(cors)

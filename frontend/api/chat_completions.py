@@ -10,7 +10,7 @@ import numpy as np
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
-from ..engine_client import Delta, RequestGroup
+from ..engine_client import Delta, RequestGroup, Sequence
 from .chat_prompt import render_chat
 from .chunks import Chunks
 from .endpoint import Endpoint, NewAnswer
@@ -269,32 +269,27 @@ class _Chunks(Chunks):
             answer,
             request.stream_options,
             len(answer.choices),
+            is_plain=answer.choices[0].is_plain
+            and not (request.logprobs or request.return_token_ids),
             before=b'"delta":{"content":',
             after=b"}",
         )
         self._answer = answer
-        self._is_plain = answer.choices[0].is_plain and not (
-            request.logprobs or request.return_token_ids or self.counts_as_it_goes
-        )
-        self._has_role = [False] * len(answer.choices)
+        self._without_role = set(range(len(answer.choices)))
 
-    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
-        parts: list[bytes] = []
-        for index, delta in news:
-            if delta.finish_reason is not None:
-                raise_if_failed(delta)
-            if not self._has_role[index]:
-                self._has_role[index] = True
-                parts.append(self._role_chunk(index))
-            if self._is_plain and delta.finish_reason is None:
-                if delta.text:
-                    parts += self.plain(index, delta.text)
-            else:
-                parts.append(self._parsed(index, delta))
-        return b"".join(parts)
+    def encode(self, news: list[Sequence]) -> bytes:
+        body = super().encode(news)
+        if self._without_role:
+            begun = self._without_role.intersection(sequence.position for sequence in news)
+            self._without_role -= begun
+            body = b"".join(map(self._role_chunk, sorted(begun))) + body
+        return body
 
-    def _parsed(self, index: int, delta: Delta) -> bytes:
-        """The chunk of what parsers make of `delta`, b"" while they hold it back."""
+    def _render(self, sequence: Sequence) -> bytes:
+        """The chunk of what parsers make of the news, b"" while they hold it back."""
+        delta = sequence.read()
+        raise_if_failed(delta)
+        index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
         ending = choice.ending(delta)

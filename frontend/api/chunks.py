@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import msgspec
 
+from ..engine_client import Sequence
 from .event_stream import event
 from .logprobs import Json
 from .schema import StreamOptions
@@ -24,11 +26,11 @@ class Answer(Protocol):
     def usage_so_far(self) -> Json: ...
 
 
-class Chunks:
+class Chunks(ABC):
     """Writes chunks, with usage as `options` ask for it.
 
-    A piece of plain text goes through templates made once a request: in its choice it stands between
-    `before` and `after`.
+    Where a piece of text is all that is new (`is_plain`) it goes through templates made once a request: in its choice it
+    stands between `before` and `after`.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Chunks:
         options: StreamOptions | None,
         num_choices: int,
         *,
+        is_plain: bool,
         before: bytes,
         after: bytes,
     ) -> None:
@@ -45,6 +48,7 @@ class Chunks:
         self._continuous_usage = bool(
             self._include_usage and options and options.continuous_usage_stats
         )
+        self._is_plain = is_plain and not self._continuous_usage
         envelope = b"data: " + _encode(answer.envelope)[:-1]
         self._heads = [
             b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
@@ -53,14 +57,21 @@ class Chunks:
         end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
         self._tail = after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
 
-    @property
-    def counts_as_it_goes(self) -> bool:
-        """Whether every chunk has its own usage, so that no template fits."""
-        return self._continuous_usage
+    def encode(self, news: list[Sequence]) -> bytes:
+        """Events of what these have to say. Raises APIError."""
+        return b"".join(map(self._encode_news, news))
 
-    def plain(self, index: int, text: str) -> tuple[bytes, bytes, bytes]:
-        """The chunk of a choice that has nothing new but `text`, in pieces."""
-        return self._heads[index], _encode(text), self._tail
+    def _encode_news(self, sequence: Sequence) -> bytes:
+        if not self._is_plain or sequence.finish_reason is not None:
+            return self._render(sequence)
+        text = sequence.read_text()
+        if not text:
+            return b""
+        return b"".join((self._heads[sequence.position], _encode(text), self._tail))
+
+    @abstractmethod
+    def _render(self, sequence: Sequence) -> bytes:
+        """Events of what a template does not fit. Raises APIError for a sequence that failed."""
 
     def chunk(self, choice: Json, **more: object) -> bytes:
         chunk = self._streamed.envelope | {"choices": [choice]} | more

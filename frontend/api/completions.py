@@ -196,23 +196,16 @@ class _Chunks(Chunks):
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
         super().__init__(
-            answer, request.stream_options, len(answer.choices), before=b'"text":', after=b""
+            answer,
+            request.stream_options,
+            len(answer.choices),
+            is_plain=not (request.echo or request.logprobs is not None or request.return_token_ids),
+            before=b'"text":',
+            after=b"",
         )
         self._answer = answer
-        self._is_plain = not (
-            request.echo
-            or request.logprobs is not None
-            or request.return_token_ids
-            or self.counts_as_it_goes
-        )
 
-    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
-        parts: list[bytes] = []
-        for index, delta in news:
-            if self._is_plain and delta.finish_reason is None:
-                if delta.text:
-                    parts += self.plain(index, delta.text)
-            else:
-                raise_if_failed(delta)
-                parts.append(self.chunk(self._answer.choices[index].render(delta)))
-        return b"".join(parts)
+    def _render(self, sequence: Sequence) -> bytes:
+        delta = sequence.read()
+        raise_if_failed(delta)
+        return self.chunk(self._answer.choices[sequence.position].render(delta))

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..engine_client import Delta, RequestGroup
 from .body import BodyDecoder, read_body
@@ -41,7 +41,7 @@ NewAnswer = Callable[[RequestGroup, Json], Answer]
 
 
 class Endpoint(ABC, Generic[Request]):
-    """An endpoint that generates, as an ASGI application below `ServerSend`."""
+    """An endpoint that generates, as an ASGI application on a `Connection`."""
 
     def __init__(self, serving: Serving, request_type: type[Request], id_prefix: str) -> None:
         self._serving = serving
@@ -80,7 +80,7 @@ class Endpoint(ABC, Generic[Request]):
                 },
             )
             if request.stream:
-                stream = EventStream(send, state["server_send"])
+                stream = EventStream(send, state["connection"])
                 await stream.run(receive, group, answer.chunks())
             else:
                 outputs = await collect(group, receive)
@@ -96,14 +96,3 @@ class Endpoint(ABC, Generic[Request]):
         self, request: Request, body_size: int
     ) -> tuple[list[PreparedPrompt], NewAnswer]:
         """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
-
-
-class ServerSend:
-    """The outermost layer, which lets streams send past the layers inside: those touch headers alone."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["server_send"] = send
-        await self._app(scope, receive, send)

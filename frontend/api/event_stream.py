@@ -1,20 +1,19 @@
-"""Server-sent events straight on ASGI: one write for all that is new, and the client's pace kept.
+"""Server-sent events straight to the connection: one write for all that is new, and the client's pace kept.
 
-A token is written from the callback that brings it. No task runs for it, unless the client does not keep up.
+A token is written from the callback that brings it. No task runs for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
-from ..engine_client import Delta, RequestGroup
-from .eager import run_until_wait
+from ..engine_client import RequestGroup, Sequence
 from .errors import APIError, internal_error
 from .generation import ClientWatch
 
@@ -42,28 +41,39 @@ def event(content: object) -> bytes:
 
 
 class ChunkEncoder(Protocol):
-    """Turns the news of a group into events."""
+    """Reads what sequences have to say, and turns it into events."""
 
-    def encode(self, news: list[tuple[int, Delta]]) -> bytes:
+    def encode(self, news: list[Sequence]) -> bytes:
         """Events, or b"" for news that the client need not hear of. Raises APIError."""
 
     def closing(self) -> bytes:
         """Events after the last news, before `[DONE]`."""
 
 
-class EventStream:
-    """One response. It starts with its first write, so that an earlier failure still gets its status.
+class ChunkWriter(Protocol):
+    """The connection, past the layers of ASGI: those touch headers alone.
 
-    `send_body` takes what follows the start; it is the server's own, past the layers that add headers.
+    While `is_paused` the client does not keep up. `on_writable` is called when it does again, or is gone.
     """
 
-    def __init__(self, send: Send, send_body: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    is_paused: bool
+    on_writable: Callable[[], None] | None
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a piece of the body of a response that has started; nothing once the client is gone."""
+
+
+class EventStream:
+    """One response. It starts with its first write, so that an earlier failure still gets its status."""
+
+    def __init__(
+        self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
         self._send = send
-        self._send_body = send_body
+        self._connection = connection
         self._keep_alive_s = keep_alive_s
         self._started = False
-        self._num_writes = 0
-        self._blocked: asyncio.Task[None] | None = None
+        self._was_silent = False
 
     async def run(self, receive: Receive, group: RequestGroup, chunks: ChunkEncoder) -> None:
         """Write until every sequence has finished or the client is gone.
@@ -73,12 +83,12 @@ class EventStream:
         """
         self._group, self._chunks = group, chunks
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        keep_alive = asyncio.create_task(self._keep_alive())
         try:
             with ClientWatch(receive, group) as watch:
-                group.on_news = self._write_news
-                self._write_news()
-                await self._ended
+                first = await self._read_first()
+                self._started = True
+                await self._send(_START)
+                await self._write_all(first)
                 if watch.disconnected:
                     return
                 end = chunks.closing()
@@ -91,53 +101,52 @@ class EventStream:
                 raise
             logger.exception("a stream failed")
             end = event(internal_error("Internal server error").body)
+        message = {"type": "http.response.body", "body": end + DONE, "more_body": False}
+        await self._send(message)
+
+    async def _read_first(self) -> bytes:
+        """The first events, or a comment when there are none for long."""
+        body = b""
+        try:
+            async with asyncio.timeout(self._keep_alive_s):
+                while not body and (news := await self._group.next()):
+                    body = self._chunks.encode(news)
+        except TimeoutError:
+            return KEEP_ALIVE
+        return body
+
+    async def _write_all(self, first: bytes) -> None:
+        group, connection = self._group, self._connection
+        keep_alive = asyncio.create_task(self._keep_alive())
+        group.on_news = connection.on_writable = self._write_news
+        try:
+            connection.write_chunk(first)
+            self._write_news()
+            await self._ended
         finally:
-            group.on_news = None
+            group.on_news = connection.on_writable = None
             keep_alive.cancel()
-            if self._blocked is not None:
-                self._blocked.cancel()
-        await self._write(end + DONE, more=False)
 
     def _write_news(self) -> None:
-        if self._blocked is not None or self._ended.done():
+        connection, group = self._connection, self._group
+        if connection.is_paused:
             return
         try:
-            body = self._chunks.encode(self._group.read())
-            if body:
-                self._blocked = run_until_wait(self._write(body))
+            body = self._chunks.encode(group.take_news())
         except Exception as error:
-            self._ended.set_exception(error)
+            if not self._ended.done():
+                self._ended.set_exception(error)
             return
-        if self._blocked is not None:
-            self._blocked.add_done_callback(self._go_on)
-        elif not self._group.num_unfinished:
+        if body:
+            self._was_silent = False
+            connection.write_chunk(body)
+        if not group.num_unfinished and not self._ended.done():
             self._ended.set_result(None)
-
-    def _go_on(self, written: asyncio.Task[None]) -> None:
-        """The client has read what it was sent before."""
-        self._blocked = None
-        if written.cancelled() or self._ended.done():
-            return
-        if (error := written.exception()) is not None:
-            self._ended.set_exception(error)
-        else:
-            self._write_news()
-
-    def _write(self, body: bytes, more: bool = True) -> Awaitable[None]:
-        message = {"type": "http.response.body", "body": body, "more_body": more}
-        self._num_writes += 1
-        return self._send_body(message) if self._started else self._start(message)
-
-    async def _start(self, message: Message) -> None:
-        self._started = True
-        await self._send(_START)
-        await self._send_body(message)
 
     async def _keep_alive(self) -> None:
         """Proxies drop a connection that says nothing; comments are not seen by the client."""
-        seen = 0
         while True:
+            self._was_silent = True
             await asyncio.sleep(self._keep_alive_s)
-            if self._num_writes == seen:
-                await self._write(KEEP_ALIVE)
-            seen = self._num_writes
+            if self._was_silent and not self._connection.is_paused:
+                self._connection.write_chunk(KEEP_ALIVE)

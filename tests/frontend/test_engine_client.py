@@ -45,6 +45,7 @@ from support.engine_fixtures import (
     drive,
     engine_config,
     on_event_loop,
+    read_next,
     smollm2_tokenizer,
     until,
 )
@@ -59,7 +60,7 @@ def request(max_tokens: int = 4, prompt: list[int] = PROMPT, **params: object) -
 async def read_all(group: RequestGroup) -> dict[int, tuple[str, list[int]]]:
     """Text and tokens of each sequence, read piece by piece."""
     read = {sequence.position: ("", list[int]()) for sequence in group.sequences}
-    while news := await group.next():
+    while news := await read_next(group):
         for position, delta in news:
             text, token_ids = read[position]
             read[position] = text + delta.text, token_ids + delta.token_ids
@@ -75,7 +76,7 @@ async def test_streams_the_tokens_and_text_of_every_sequence(tmp_path: Path) -> 
             0: (smollm2_tokenizer().decode(PROMPT[:5]), PROMPT[:5]),
             1: (smollm2_tokenizer().decode(PROMPT[:3]), PROMPT[:3]),
         }
-        assert await group.next() == []
+        assert await read_next(group) == []
         assert client.num_inflight == 0
         assert [s.num_generated_tokens for s in group.sequences] == [5, 3]
         assert all(s.num_prompt_tokens == len(PROMPT) for s in group.sequences)
@@ -88,7 +89,7 @@ async def test_result_is_the_whole_of_each_sequence(tmp_path: Path) -> None:
         first, second = await drive(core, group.result())
         assert (first.text, first.token_ids) == (smollm2_tokenizer().decode(PROMPT[:5]), PROMPT[:5])
         assert (second.token_ids, second.finish_reason) == (PROMPT[:3], "length")
-        assert await group.next() == []
+        assert await read_next(group) == []
 
 
 @on_event_loop
@@ -100,17 +101,17 @@ async def test_what_a_slow_reader_misses_comes_in_one_piece(tmp_path: Path) -> N
 
         async def read_fast() -> None:
             nonlocal fast_reads
-            while await fast.next():
+            while await read_next(fast):
                 fast_reads += 1
 
         await drive(core, read_fast())
         assert fast_reads > 10
-        [(_, delta)] = await slow.next()
+        [(_, delta)] = await read_next(slow)
         tokens = [PROMPT[i % len(PROMPT)] for i in range(100)]
         assert delta.token_ids == tokens
         assert delta.text == smollm2_tokenizer().decode(tokens)
         assert delta.finish_reason == "length"
-        assert await slow.next() == []
+        assert await read_next(slow) == []
 
 
 @on_event_loop
@@ -202,7 +203,7 @@ async def test_abort_ends_the_request_at_the_core_and_for_its_reader(tmp_path: P
         core.step()
         aborts = [m for m in core.received if isinstance(m, AbortRequests)]
         assert [int32_view(m.request_indices).tolist() for m in aborts] == [[0]]
-        assert await group.next() == []
+        assert await read_next(group) == []
 
 
 @on_event_loop
@@ -265,15 +266,15 @@ async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
 async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         streamed = await client.submit([request(100)], request_id="a")
-        await drive(core, streamed.next())
-        waiting = asyncio.ensure_future(streamed.next())
+        await drive(core, read_next(streamed))
+        waiting = asyncio.ensure_future(read_next(streamed))
         unread = await client.submit([request(100), request(100)], request_id="b")
         resetting = asyncio.ensure_future(client.reset_prefix_cache())
         await asyncio.sleep(0)
         client.fail("core 0 died: out of memory")
         [(_, delta)] = await waiting
         assert (delta.finish_reason, delta.error) == ("error", "core 0 died: out of memory")
-        assert await streamed.next() == []
+        assert await read_next(streamed) == []
         assert [d.finish_reason for d in await unread.result()] == ["error", "error"]
         with pytest.raises(EngineDead, match="out of memory"):
             await resetting
@@ -293,7 +294,7 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         waiting = await client.submit([request(40)], request_id="not begun")
         aborted = await client.submit([request(40)], request_id="aborted meanwhile")
         for _ in range(3):
-            await drive(core, read.next())
+            await drive(core, read_next(read))
         core.close()
         aborted.abort()
         early = await client.submit([request(2)], request_id="submitted meanwhile")
@@ -340,7 +341,7 @@ async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_
         await until(starting.done, receive)
         group = await client.submit([request(40)], request_id="r")
         await until(lambda: len(cores[0].requests) == 1, receive)
-        await drive(cores[0], group.next())
+        await drive(cores[0], read_next(group))
         cores.pop(0).close()
         await until(lambda: bool(cores[0].requests), lambda: (publisher.publish(gone), receive()))
         [delta] = await drive(cores[0], group.result())
@@ -373,7 +374,7 @@ async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> No
                 await asyncio.sleep(0.001)
             assert [sent.is_suspect for sent in core.requests] == suspicions
             core.step()
-            await drive(core, group.next())
+            await drive(core, read_next(group))
             suspect, bystander = -1, core.requests[1].request_index
         cores.pop().close()
 
@@ -393,7 +394,7 @@ async def test_a_draining_server_finishes_but_takes_nothing_new(tmp_path: Path) 
 async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(6)], request_id="r")
-        await drive(core, group.next())
+        await drive(core, read_next(group))
         for garbage in (b"", b"\xc1\x00", b"\x92\xa7outputs", b"x" * 1000):
             core.hub.socket.send_multipart((b"client0", garbage))
         repeated = EngineCoreOutputs(0, 0, 1.0, request_indices=b"\0\0\0\0", token_ids=b"\1\0\0\0")
@@ -416,7 +417,7 @@ async def test_after_lost_outputs_streams_go_on_at_the_same_core(
 ) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         begun = await client.submit([request(50), request(50, logprobs=1)], request_id="begun")
-        await drive(core, begun.next())
+        await drive(core, read_next(begun))
         waiting = await client.submit([request(3)], request_id="waiting")
         if fault == "a message is lost":
             core.lose_outputs()
@@ -442,7 +443,7 @@ async def test_after_lost_outputs_streams_go_on_at_the_same_core(
 async def test_who_loses_outputs_twice_with_no_token_in_between_fails(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(50)], request_id="r")
-        await drive(core, group.next())
+        await drive(core, read_next(group))
         core.send(b"client0", NONSENSE)
         await until(
             lambda: sum(isinstance(m, ClientHello) for m in core.received) == 2, core.receive
@@ -476,7 +477,7 @@ async def test_a_full_queue_of_tokens_refuses(tmp_path: Path) -> None:
         first = await client.submit([request(prompt=[5] * 300)], request_id="alone: any size")
         with pytest.raises(Overloaded, match=r"301 prompt tokens would wait, the limit is 100"):
             await client.submit([request(prompt=[5])], request_id="refused")
-        await drive(core, first.next())
+        await drive(core, read_next(first))
         await client.submit([request(prompt=[5] * 90)], request_id="the first is scheduled now")
 
 
@@ -634,7 +635,7 @@ async def test_stream_interval_groups_tokens_after_the_first(tmp_path: Path) -> 
         sizes = []
 
         async def read() -> None:
-            while news := await group.next():
+            while news := await read_next(group):
                 sizes.extend(len(delta.token_ids) for _, delta in news)
 
         await drive(core, read())

@@ -26,7 +26,7 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine_fixtures import engine_config, on_event_loop, smollm2_tokenizer
+from support.engine_fixtures import engine_config, on_event_loop, read_next, smollm2_tokenizer
 
 TEXT = "Once there was a naïve café 🙂 owner. She said: STOP here, or STOP there?\n\nUser: no"
 TOKENS = smollm2_tokenizer().encode(TEXT)
@@ -105,8 +105,8 @@ def whole(deltas: list[Delta]) -> Delta:
     )
 
 
-async def read_available(group: RequestGroup) -> list[tuple[int, Delta]]:
-    return await group.next() if group.news else []
+def read_available(group: RequestGroup) -> list[tuple[int, Delta]]:
+    return [(sequence.position, sequence.read()) for sequence in group.take_news()]
 
 
 async def generate(
@@ -120,9 +120,9 @@ async def generate(
         last = number == len(steps) - 1
         harness.feed({0: tokens}, *([end] if last else []))
         if number in reads:
-            deltas += [delta for _, delta in await read_available(group)]
-    deltas += [delta for _, delta in await read_available(group)]
-    assert await group.next() == []
+            deltas += [delta for _, delta in read_available(group)]
+    deltas += [delta for _, delta in read_available(group)]
+    assert await read_next(group) == []
     return whole(deltas), harness
 
 
@@ -214,11 +214,11 @@ async def test_a_broken_character_never_reaches_the_reader() -> None:
     group = harness.group(SamplingParams())
     for token in tokens[:-1]:
         harness.feed({0: [token]})
-        assert [d.text for _, d in await group.next()] == [""]
+        assert [d.text for _, d in await read_next(group)] == [""]
     harness.feed({0: tokens[-1:]})
-    assert [d.text for _, d in await group.next()] == ["🙂"]
+    assert [d.text for _, d in await read_next(group)] == ["🙂"]
     harness.feed({0: tokens[:-1]}, finished(0, FinishReason.LENGTH))
-    [(_, delta)] = await group.next()
+    [(_, delta)] = await read_next(group)
     assert (delta.text, delta.token_ids) == ("", tokens[:-1])
 
 
@@ -239,7 +239,7 @@ async def test_late_tokens_of_ended_and_unknown_sequences_are_ignored() -> None:
     for token in TOKENS:
         harness.feed({0: [token], 1: [token], 77: [token]}, finished(78, FinishReason.STOP))
     harness.feed({0: [5]}, finished(0, FinishReason.LENGTH))
-    news = dict(await group.next())
+    news = dict(await read_next(group))
     assert news[0].text == TEXT[: TEXT.index("STOP")]
     assert news[0].finish_reason == "stop"
     assert news[1].text == TEXT
@@ -260,7 +260,7 @@ async def test_logprobs_follow_the_tokens_and_are_cut_with_them() -> None:
     group = harness.group(SamplingParams(logprobs=2, stop=("STOP",)))
     harness.feed({0: TOKENS[:3]}, logprobs=[rows(TOKENS[:3])])
     harness.feed({0: TOKENS[3:]}, logprobs=[rows(TOKENS[3:])])
-    [(_, delta)] = await group.next()
+    [(_, delta)] = await read_next(group)
     assert delta.finish_reason == "stop" and len(delta.token_ids) < len(TOKENS)
     assert delta.logprobs is not None
     assert [p.token_id for p in delta.logprobs] == delta.token_ids
@@ -282,7 +282,7 @@ async def test_a_failure_at_the_core_reaches_the_reader(reason: FinishReason, wo
     harness = Harness()
     group = harness.group(SamplingParams(), SamplingParams())
     harness.feed({1: TOKENS}, finished(0, reason, message="needs 9 blocks, 8 exist"))
-    news = dict(await group.next())
+    news = dict(await read_next(group))
     assert (news[0].finish_reason, news[0].error) == (word, "needs 9 blocks, 8 exist")
     assert news[1].finish_reason is None
     assert [sequence.finished for sequence in group.sequences] == [True, False]
@@ -293,7 +293,7 @@ async def test_a_sequence_that_the_core_forgot_does_not_hang() -> None:
     harness = Harness()
     group = harness.group(SamplingParams())
     harness.feed({}, finished_set=int32_bytes([0, 55]))
-    [(_, delta)] = await group.next()
+    [(_, delta)] = await read_next(group)
     assert delta.finish_reason == "error" and delta.error
 
 

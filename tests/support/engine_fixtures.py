@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import msgspec
-from engine.frontend.engine_client import EngineClient
+from engine.frontend.engine_client import Delta, EngineClient, RequestGroup
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
 from support.echo_core import EchoCore
@@ -99,3 +99,8 @@ async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -
 
     await until(task.done, advance)
     return task.result()
+
+
+async def read_next(group: RequestGroup) -> list[tuple[int, Delta]]:
+    """Wait until something is new and read it: positions and what is new there; [] after the end."""
+    return [(sequence.position, sequence.read()) for sequence in await group.next()]
