@@ -29,6 +29,9 @@ class Connection(HttpToolsProtocol):
     `is_paused` while the client does not read; `on_writable` is called when that ends, or the connection.
     """
 
+    # Every token looks at these, and an object with as many attributes as uvicorn's keeps the others in a hash table.
+    __slots__ = ("is_paused", "on_writable", "transport")
+
     def __init__(self, slow_client_s: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_paused = False

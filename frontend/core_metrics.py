@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
@@ -49,17 +48,8 @@ def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:
         counts[name] += others[name]
 
 
-def _encode_array(array: np.ndarray[Any, Any]) -> list[float]:
-    values: list[float] = array.tolist()
-    return values
-
-
-def _decode_array(kind: type, values: list[float]) -> np.ndarray[Any, Any]:
-    return np.array(values)
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-_decode = msgspec.msgpack.Decoder(list[CoreMetrics], dec_hook=_decode_array).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[CoreMetrics]).decode
 
 
 class SharedMetrics:

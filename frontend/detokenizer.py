@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         "_stops",
         "_strips",
         "_tail",
+        "_texts",
         "_unstoppable",
         "num_tokens",
         "stop_reason",
@@ -48,6 +49,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._bytes_of = tokenizer.bytes_of(skip_special_tokens).__getitem__
+        self._texts = tokenizer.text_of(skip_special_tokens)
         self._stops = tuple(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -73,6 +75,10 @@ class IncrementalDetokenizer:
         return self._decode(token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self._tail and not self._strips:
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
         data = self._tail + b"".join(map(self._bytes_of, token_ids))
         text, consumed = utf_8_decode(data, "replace", False)
         self._tail = data[consumed:]

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import add
 
-from ..protocol.arrays import Int64Array
+import msgspec
 
 
 class Histogram(msgspec.Struct):
     """Counts observations by upper bound, inclusive; the last count is of those above every bound."""
 
-    bounds: npt.NDArray[np.float64]
-    counts: Int64Array
+    bounds: list[float]
+    counts: list[int]
     sum: float = 0.0
 
     @classmethod
     def with_bounds(cls, bounds: tuple[float, ...]) -> Histogram:
-        return cls(np.array(bounds), np.zeros(len(bounds) + 1, np.int64))
+        return cls(list(bounds), [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[self.bounds.searchsorted(value)] += times
+        self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def observe_all(self, values: npt.ArrayLike) -> None:
-        array = np.asarray(values, np.float64)
-        buckets = self.bounds.searchsorted(array)
-        self.counts += np.bincount(buckets, minlength=len(self.counts))
-        self.sum += float(array.sum())
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Cheap where many of them are equal, as the intervals between the tokens of two steps are."""
+        for value, times in Counter(values).items():
+            self.observe(value, times)
 
     def add(self, other: Histogram) -> None:
         """Count what `other`, of the same bounds, has counted."""
-        self.counts = self.counts + other.counts
+        self.counts = list(map(add, self.counts, other.counts))
         self.sum += other.sum
 
     def cumulative_buckets(self) -> list[tuple[str, float]]:
         """(upper bound, observations at or below it), as the exposition format wants them."""
-        bounds = [*map(str, self.bounds.tolist()), "+Inf"]
-        return list(zip(bounds, self.counts.cumsum().tolist(), strict=True))
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 def decimal_bounds(limit: int) -> tuple[float, ...]:

@@ -217,7 +217,7 @@ class Metrics(Collector):
             ("kv_block_reuse_gap_seconds", stats.block_reuse_gaps),
         ):
             if seconds:
-                core.histograms[name].observe_all(float32_view(seconds))
+                core.histograms[name].observe_all(float32_view(seconds).tolist())
         if stats.num_steps:
             core.histograms["iteration_tokens_total"].observe(
                 stats.num_scheduled_tokens / stats.num_steps, stats.num_steps

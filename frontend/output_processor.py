@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ..protocol.arrays import int32_view
+from ..protocol.arrays import int32_list
 from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -61,7 +61,7 @@ class OutputProcessor:
         """
         rows = self._find_rows(outputs)
         token_ids = _token_ids(outputs, len(rows.sequences))
-        ended = int32_view(outputs.finished_set).tolist()
+        ended = int32_list(outputs.finished_set)
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
             self._apply_event(event)
@@ -145,14 +145,15 @@ class OutputProcessor:
     def _wake_readers(self) -> None:
         woken, self._woken = self._woken, []
         for group in woken:
-            group.wake()
+            if group.on_news is not None:
+                group.on_news()
+            else:
+                group.wake()
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
         rows = self._last_rows.get(outputs.core_index)
         if rows is None or rows.request_indices != outputs.request_indices:
-            sequences = [
-                self.sequences.get(index) for index in int32_view(outputs.request_indices).tolist()
-            ]
+            sequences = list(map(self.sequences.get, int32_list(outputs.request_indices)))
             watched = [s for s in sequences if s is not None and s.has_stop_strings]
             rows = _Rows(outputs.request_indices, sequences, watched)
             self._last_rows[outputs.core_index] = rows
@@ -238,13 +239,13 @@ class OutputProcessor:
 
 def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
     """The tokens of all rows. Raises ValueError if there are not as many as the rows should have."""
-    token_ids: list[int] = int32_view(outputs.token_ids).tolist()
+    token_ids = int32_list(outputs.token_ids)
     if not outputs.num_tokens:
         if len(token_ids) != num_rows:
             raise ValueError(f"{len(token_ids)} tokens for {num_rows} requests")
         return token_ids
-    counts = int32_view(outputs.num_tokens)
-    if len(counts) != num_rows or counts.min() < 0 or counts.sum() != len(token_ids):
+    counts = int32_list(outputs.num_tokens)
+    if len(counts) != num_rows or min(counts) < 0 or sum(counts) != len(token_ids):
         raise ValueError(f"counts of {len(token_ids)} tokens do not fit {num_rows} requests")
     return token_ids
 
@@ -255,5 +256,4 @@ def _owners(
     """The sequence of each token."""
     if not outputs.num_tokens:
         return sequences
-    counts = int32_view(outputs.num_tokens).tolist()
-    return chain.from_iterable(map(repeat, sequences, counts))
+    return chain.from_iterable(map(repeat, sequences, int32_list(outputs.num_tokens)))

@@ -334,10 +334,8 @@ class RequestGroup:
             self._on_abort(self)
 
     def wake(self) -> None:
-        """Let the reader go on."""
-        if self.on_news is not None:
-            self.on_news()
-        elif self._waiter is not None and not self._waiter.done():
+        """Let the task that waits go on."""
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:

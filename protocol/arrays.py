@@ -7,6 +7,7 @@ not a copy, and therefore read-only.
 from __future__ import annotations
 
 import sys
+from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,14 @@ def int32_bytes(values: npt.ArrayLike) -> bytes:
 def int32_view(data: bytes | memoryview) -> Int32Array:
     """View int32 bytes as a flat array. Raises ValueError when the length is not a multiple of 4."""
     return np.frombuffer(data, dtype=_INT32)
+
+
+def int32_list(data: bytes) -> list[int]:
+    """The numbers of a flat int32 array. Raises ValueError when the length is not a multiple of 4.
+
+    Cheaper than a view where the numbers are wanted one by one.
+    """
+    return array("i", data).tolist()
 
 
 def uint64_bytes(values: npt.ArrayLike) -> bytes:

@@ -263,6 +263,8 @@ def _call_pieces(deltas: list[ToolCallDelta]) -> list[Json]:
 
 
 class _Chunks(Chunks):
+    __slots__ = ("_answer", "_without_role")
+
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
         super().__init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import Protocol
 
 import msgspec
@@ -33,6 +34,15 @@ class Chunks(ABC):
     stands between `before` and `after`.
     """
 
+    __slots__ = (
+        "_continuous_usage",
+        "_heads",
+        "_include_usage",
+        "_is_plain",
+        "_streamed",
+        "_tail",
+    )
+
     def __init__(
         self,
         answer: Answer,
@@ -54,11 +64,12 @@ class Chunks(ABC):
             b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
             for index in range(num_choices)
         ]
-        end = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-        self._tail = after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end
+        self._tail = _plain_tail(after, self._include_usage)
 
     def encode(self, news: list[Sequence]) -> bytes:
         """Events of what these have to say. Raises APIError."""
+        if len(news) == 1:
+            return self._encode_news(news[0])
         return b"".join(map(self._encode_news, news))
 
     def _encode_news(self, sequence: Sequence) -> bytes:
@@ -85,3 +96,10 @@ class Chunks(ABC):
             return b""
         answer = self._streamed
         return event(answer.envelope | {"choices": [], "usage": answer.usage()})
+
+
+@cache
+def _plain_tail(after: bytes, include_usage: bool) -> bytes:
+    """One object for all requests: it is in the processor's cache when the next one needs it."""
+    end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+    return after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end

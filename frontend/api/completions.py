@@ -193,6 +193,8 @@ class _Answer:
 
 
 class _Chunks(Chunks):
+    __slots__ = ("_answer",)
+
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
         super().__init__(

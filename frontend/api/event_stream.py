@@ -66,6 +66,17 @@ class ChunkWriter(Protocol):
 class EventStream:
     """One response. It starts with its first write, so that an earlier failure still gets its status."""
 
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_ended",
+        "_group",
+        "_keep_alive_s",
+        "_send",
+        "_started",
+        "_was_silent",
+    )
+
     def __init__(
         self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
     ) -> None:

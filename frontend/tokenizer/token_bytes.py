@@ -5,6 +5,7 @@ UTF-8 decoding of their bytes put together.
 """
 
 import re
+from codecs import utf_8_decode
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -105,3 +106,17 @@ class TokenBytes(dict[int, bytes]):
         token = None if token_id in self._hidden else self._id_to_token(token_id)
         self[token_id] = data = b"" if token is None else self._to_bytes(token)
         return data
+
+
+class TokenTexts(dict[int, str | None]):
+    """Token id -> its text where its bytes are whole characters, else None; filled as tokens are first seen."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        data = self._token_bytes[token_id]
+        text, consumed = utf_8_decode(data, "replace", False)
+        self[token_id] = whole = text if consumed == len(data) else None
+        return whole

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tokenizers
 
-from .token_bytes import TokenBytes, decoding_of
+from .token_bytes import TokenBytes, TokenTexts, decoding_of
 
 
 class Tokenizer:
@@ -46,6 +46,9 @@ class Tokenizer:
             backend.id_to_token, decoding.to_bytes, hidden=self.special_ids
         )
 
+        self._texts = TokenTexts(self._bytes)
+        self._visible_texts = TokenTexts(self._visible_bytes)
+
     def _named(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
@@ -60,6 +63,10 @@ class Tokenizer:
         data = b"".join(map(self.bytes_of(skip_special_tokens).__getitem__, token_ids))
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
+
+    def text_of(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """Token id -> the text it contributes to any text; None where that depends on its neighbours."""
+        return self._visible_texts if skip_special_tokens else self._texts
 
     def bytes_of(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """Token id -> the bytes it contributes to a text; b"" where it contributes none."""
