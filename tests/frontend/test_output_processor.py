@@ -248,6 +248,23 @@ async def test_late_tokens_of_ended_and_unknown_sequences_are_ignored() -> None:
 
 
 @on_event_loop
+async def test_rows_that_stay_the_same_are_still_those_of_whoever_is_there() -> None:
+    harness = Harness()
+    group = harness.group(*[SamplingParams()] * 3)
+    leaves, moves, stays = group.sequences
+    for token in TOKENS[:4]:
+        harness.feed({0: [token], 1: [token], 2: [token]})
+    harness.processor.finish(leaves, FinishReason.ABORT)
+    harness.processor.resubmit(moves, 7)
+    harness.feed({0: [9], 1: [9], 2: TOKENS[4:5]})
+    harness.feed({7: TOKENS[4:5], 2: TOKENS[5:6]})
+    lengths = [len(sequence.token_ids) for sequence in group.sequences]
+    assert lengths == [4, 5, 6]
+    assert moves.read().token_ids == TOKENS[:5]
+    assert stays.read().token_ids == TOKENS[:6]
+
+
+@on_event_loop
 async def test_logprobs_follow_the_tokens_and_are_cut_with_them() -> None:
     def rows(tokens: list[int]) -> TokenLogprobs:
         n = len(tokens)

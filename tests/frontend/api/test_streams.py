@@ -23,7 +23,8 @@ from engine.protocol.messages import (
     FinishReason,
 )
 from engine.protocol.sampling_params import SamplingParams
-from support.engine_fixtures import connected, engine_config, on_event_loop
+from support.engine_fixtures import connected, engine_config, on_event_loop, smollm2_tokenizer
+from support.engine_fixtures import until as advance_until
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
@@ -243,3 +244,38 @@ async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)
     assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+
+@on_event_loop
+async def test_what_a_client_does_not_read_becomes_one_chunk_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    prompt = smollm2_tokenizer().encode(PROMPT)
+    async with connected(engine_config(tmp_path)) as (client, core):
+        request = SequenceRequest(prompt, SamplingParams(max_tokens=len(prompt)))
+        group = await client.submit([request], request_id="r")
+        connection = _Chunks()
+        stream = EventStream(send, connection)
+        running = asyncio.create_task(stream.run(receive, group, _Texts()))
+        await advance_until(lambda: bool(core.requests), core.receive)
+        core.step()
+        await advance_until(lambda: bool(connection.written), core.receive)
+        connection.is_paused = True
+        await advance_until(lambda: not group.num_unfinished, core.step)
+        assert len(connection.written) == 1 and not running.done()
+        connection.is_paused = False
+        assert connection.on_writable is not None
+        connection.on_writable()
+        await running
+        assert connection.on_writable is None
+        assert len(connection.written) == 2
+        assert b"".join(connection.written).decode() == PROMPT
+        assert [message.get("body") for message in sent] == [None, b"data: [DONE]\n\n"]
