@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,9 +134,12 @@ def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
 ) -> None:
     with FrontendProcess(step_s=0.02) as frontend:
         core = frontend.core
+        original = core.step
 
-        def fail_when_running() -> None:
-            until(lambda: any(e.num_generated > 3 for e in running(frontend)), "no request")
+        def fail_when_running(tokens_each: int = 1) -> None:
+            if not any(echoed.num_generated > 3 for echoed in running(frontend)):
+                original(tokens_each)
+                return
             [client] = core.running
             [index] = core.running[client]
             reason = FinishedRequest(
@@ -145,13 +147,11 @@ def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
                 FinishReason.ERROR,
                 message="bad luck in /srv/models/x/y.py at 0x7f3412345678",
             )
-            core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=[reason]))
             core.running[client].clear()
+            core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=[reason]))
 
-        failing = threading.Thread(target=fail_when_running)
-        failing.start()
+        core.step = fail_when_running
         response = frontend.post(COMPLETIONS, prompt=PROMPT, max_tokens=400, stream=True)
-        failing.join()
         assert response.status_code == 200
         *chunks, last = sse_events(response.text)
         assert chunks and last["error"]["type"] == "internal_server_error"
