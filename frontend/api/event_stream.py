@@ -131,7 +131,8 @@ class EventStream:
         keep_alive = asyncio.create_task(self._keep_alive())
         group.on_news = connection.on_writable = self._write_news
         try:
-            connection.write_chunk(first)
+            if first:
+                connection.write_chunk(first)
             self._write_news()
             await self._ended
         finally:
@@ -144,15 +145,24 @@ class EventStream:
             return
         try:
             body = self._chunks.encode(group.take_news())
+            if body:
+                self._was_silent = False
+                connection.write_chunk(body)
         except Exception as error:
-            if not self._ended.done():
-                self._ended.set_exception(error)
+            self._end(error)
             return
-        if body:
-            self._was_silent = False
-            connection.write_chunk(body)
-        if not group.num_unfinished and not self._ended.done():
+        if not group.num_unfinished:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        """Nothing is written from here on, though the task may hear of it later."""
+        self._group.on_news = self._connection.on_writable = None
+        if self._ended.done():
+            return
+        if error is None:
             self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
 
     async def _keep_alive(self) -> None:
         """Proxies drop a connection that says nothing; comments are not seen by the client."""
