@@ -360,7 +360,7 @@ async def test_a_token_that_cannot_be_decoded_fails_its_sequence_alone() -> None
     group = harness.group(SamplingParams(stop=("STOP",)), SamplingParams(stop=("STOP",)))
     harness.feed({0: [-1], 1: TOKENS[:1]})
     harness.feed({1: TOKENS[1:2]}, finished(1, FinishReason.LENGTH))
-    news = dict(await group.next())
+    news = dict(await read_next(group))
     assert (news[0].finish_reason, news[1].finish_reason) == ("error", "length")
     assert news[0].error == "the tokens could not be decoded"
     assert news[1].token_ids == TOKENS[:2]
