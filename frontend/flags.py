@@ -25,6 +25,7 @@ from .flag_values import (
     size,
     text_or_json_list,
 )
+from .model_options import CHECKPOINT_QUANTIZATIONS
 
 MAX_SEED = 2**63 - 1
 
@@ -79,8 +80,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--quantization -q",
             "model.quantization",
-            "quantise weights at load that are not quantised yet (CPU)",
-            choices=("int8", "int4"),
+            "int8 and int4 quantise at load what is not quantised yet (CPU); the others say what the checkpoint must be quantised with",
+            choices=("int8", "int4", *CHECKPOINT_QUANTIZATIONS),
         ),
         Flag(
             "--seed",

@@ -14,7 +14,7 @@ from ..protocol.gguf import GGUFFile
 from ..protocol.gguf_config import gguf_to_hf_config
 from ..protocol.model_dimensions import ModelDimensions
 from .console import Console
-from .model_options import ModelOptions, ResolvedModel
+from .model_options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .model_source import find_checkpoint, find_tokenizer
 from .tokenizer import tokenizer_json_path
 
@@ -71,13 +71,28 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             max_model_len=_max_model_len(text, options.max_model_len, source),
             eos_token_ids=tuple(dict.fromkeys((*eos, *_token_ids(generation), *_token_ids(text)))),
             dtype=options.dtype,
-            quantization=options.quantization,
+            quantization=_quantization_at_load(options.quantization, config, path),
             seed=options.seed,
             hf_overrides=options.hf_overrides,
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),
         dimensions=_dimensions(text),
+    )
+
+
+def _quantization_at_load(asked: str | None, config: Json, path: Path) -> str | None:
+    """Return what the worker shall do: nothing if the checkpoint is quantized as asked."""
+    if asked not in CHECKPOINT_QUANTIZATIONS:
+        return asked
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    found = quantization.get("quant_method")
+    if found == CHECKPOINT_QUANTIZATIONS[asked]:
+        return None
+    raise ConfigError(
+        f"--quantization {asked}: the weights of {path} are "
+        + (f"quantized with {found!r}" if found else "not quantized")
+        + "; leave the option out to serve them as they are"
     )
 
 

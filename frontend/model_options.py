@@ -7,6 +7,16 @@ import msgspec
 from ..protocol.config import ModelConfig
 from ..protocol.model_dimensions import ModelDimensions
 
+CHECKPOINT_QUANTIZATIONS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "fp8": "fp8",
+    "compressed-tensors": "compressed-tensors",
+}
+"""What `--quantization` may say of a checkpoint that is quantized -> `quant_method` in its config."""
+
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The model as asked for; None leaves the choice to the checkpoint.

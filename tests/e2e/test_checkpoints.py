@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.quantized_checkpoints import quantize_directory
 from support.server import Server
 from support.tiny_checkpoints import TEXT, gemma3_gguf, qwen3_directory
 
@@ -63,6 +64,25 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
         _, tokens = server.post("/tokenize", {"prompt": TEXT})
         _, text = server.post("/detokenize", {"tokens": tokens["tokens"]})
         assert text["prompt"].removeprefix("<bos>") == TEXT
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("awq", ("--cpu-backend", "native", "--quantization", "awq")),
+        ("gptq-act-order", ("--cpu-backend", "torch")),
+        ("fp8-blocks", ("--cpu-backend", "native")),
+        ("compressed-int4", ("--tensor-parallel-size", "2")),
+    ],
+)
+def test_a_quantised_checkpoint_serves_the_values_it_stands_for(
+    tmp_path: Path, name: str, flags: tuple[str, ...]
+) -> None:
+    path, model = qwen3_directory(tmp_path)
+    model.load_state_dict(quantize_directory(path, name), strict=False)
+    prompt = [random.Random(9).randrange(4, 300) for _ in range(40)]
+    with Server(str(path), *EXACT, *flags) as server:
+        assert serve_greedy(server, prompt, 40) == greedy(model, prompt, 40)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

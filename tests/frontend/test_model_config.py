@@ -56,6 +56,18 @@ def test_what_the_config_says_of_the_models_size(tmp_path: Path) -> None:
     assert resolve(write(tmp_path / "o", config=LLAMA)).dimensions is None
 
 
+def test_a_checkpoint_is_quantized_as_asked_or_refused(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    path = write(tmp_path / "m", config=LLAMA | quantized)
+    assert resolve(path, quantization="gptq_marlin").config.quantization is None
+    with pytest.raises(ConfigError, match=r"--quantization awq: .* are quantized with 'gptq'"):
+        resolve(path, quantization="awq")
+    path = write(tmp_path / "n", config=LLAMA)
+    assert resolve(path, quantization="int4").config.quantization == "int4"
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .* are not quantized"):
+        resolve(path, quantization="fp8")
+
+
 def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m", config=LLAMA)
     monkeypatch.chdir(tmp_path)

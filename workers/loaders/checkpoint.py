@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...protocol.errors import CheckpointError
+from ..quantization.matrix import QuantizedMatrix
 
 
 class Checkpoint(ABC):
@@ -47,6 +48,12 @@ class Checkpoint(ABC):
         quantized tensors. Raises `CheckpointError` if there is no tensor of that name, ValueError
         if it has no such part.
         """
+
+    def quantized(
+        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+    ) -> QuantizedMatrix | None:
+        """Read what `tensor` does without dequantizing it; None for a tensor that is not stored quantized."""
+        return None
 
     def missing(self, name: str) -> CheckpointError:
         return CheckpointError(

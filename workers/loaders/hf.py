@@ -9,38 +9,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...protocol.errors import CheckpointError
+from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
+from .quantized_modules import QuantizedModules
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Other things that live beside a model: Mistral's own layout of the same weights, and LoRA.
 _NOT_THE_MODEL = ("consolidated", "adapter_")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
 class HFCheckpoint(Checkpoint):
-    """A directory with ``config.json`` and the weights as safetensors."""
+    """A directory with ``config.json`` and the weights as safetensors.
+
+    The matrix of a quantized module is the tensor ``weight`` of that module, whatever tensors it is made of.
+    """
 
     def __init__(self, path: Path) -> None:
         config = _read_json(path / "config.json", "every model directory has one; download it")
-        quantization = config.get("quantization_config") or config.get("compression_config")
-        if quantization:
-            raise CheckpointError(
-                path,
-                f"checkpoints quantized with {quantization.get('quant_method', 'an unnamed method')!r} "
-                "are not supported; take the original weights, or a GGUF file to run quantized",
-            )
         super().__init__(path, config)
         self._shards: dict[str, Any] = {}
         expected = _expected_shards(path)
@@ -55,12 +42,23 @@ class HFCheckpoint(Checkpoint):
                 raise CheckpointError(
                     file, f"there is no tensor {name!r}, which {_INDEX} says is here; download both"
                 )
+        self._modules = QuantizedModules.of(config, self)
 
     def names(self) -> Collection[str]:
-        return self._shards.keys()
+        return self.stored_names() if self._modules is None else self._modules.names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._view(name).get_shape())
+        if self._modules is not None and name in self._modules:
+            return self._modules.shape(name)
+        return self.stored_shape(name)
+
+    def quantized(
+        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+    ) -> QuantizedMatrix | None:
+        if self._modules is None or name not in self._modules:
+            return None
+        part = range(*part_of(self.shape(name), dim, start, stop))
+        return self._modules.matrix(name, dim, part)
 
     def tensor(
         self,
@@ -71,23 +69,46 @@ class HFCheckpoint(Checkpoint):
         start: int | None = None,
         stop: int | None = None,
     ) -> torch.Tensor:
-        view = self._view(name)
-        stored = _DTYPES.get(view.get_dtype())
-        if stored is None:
+        matrix = self.quantized(name, dim=dim, start=start, stop=stop)
+        if matrix is not None:
+            return matrix.dequantize(dtype or torch.float32)
+        stored = self.stored_dtype(name)
+        if stored not in _DTYPES:
             raise CheckpointError(
                 self.path,
-                f"tensor {name!r} is {view.get_dtype()}, which is not supported; take the original "
+                f"tensor {name!r} is {stored}, which is not supported; take the original "
                 "weights in a 16 or 32-bit type",
             )
-        shape = tuple(view.get_shape())
-        first, last = part_of(shape, dim, start, stop)
-        if shape:
-            mapped = view[(slice(None),) * dim + (slice(first, last),)]
+        part = range(*part_of(self.stored_shape(name), dim, start, stop))
+        return self.load(name, *(None,) * dim, part, dtype=dtype)
+
+    def stored_names(self) -> Collection[str]:
+        """The names of the tensors in the files."""
+        return self._shards.keys()
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._view(name).get_shape())
+
+    def stored_dtype(self, name: str) -> str:
+        """As safetensors spells it."""
+        dtype: str = self._view(name).get_dtype()
+        return dtype
+
+    def load(
+        self, name: str, *parts: range | None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Read what lies in these ranges of a tensor's dimensions, as it is stored or converted to `dtype`."""
+        view = self._view(name)
+        if view.get_shape():
+            every = slice(None)
+            mapped = view[
+                tuple(every if p is None else slice(p.start, p.stop) for p in parts or (None,))
+            ]
         else:
             mapped = self._shards[name].get_tensor(name)
         self.bytes_read += mapped.nbytes
         # A copy, so that a file overwritten later cannot change or crash a running model.
-        return torch.empty(mapped.shape, dtype=dtype or stored).copy_(mapped)
+        return torch.empty(mapped.shape, dtype=dtype or mapped.dtype).copy_(mapped)
 
     def _view(self, name: str) -> Any:
         shard = self._shards.get(name)

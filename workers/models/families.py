@@ -16,7 +16,6 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "gelu_new": "gelu_tanh",
 }
 _UNSUPPORTED = {
-    "quantization_config": "quantised checkpoints",
     "num_local_experts": "mixtures of experts",
     "num_experts": "mixtures of experts",
     "use_bidirectional_attention": "bidirectional attention",

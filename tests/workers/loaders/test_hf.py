@@ -155,12 +155,6 @@ def test_a_bad_config(sharded: Path, content: str | None) -> None:
     refused(sharded, str(config), "download it")
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors"])
-def test_quantized_checkpoints_are_refused_by_name(tmp_path: Path, method: str) -> None:
-    config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
-    refused(write_model(tmp_path, {"a": torch.ones(2)}, config), f"'{method}'", "not supported")
-
-
 def test_an_eight_bit_tensor_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, {"a": torch.ones(2).to(torch.float8_e4m3fn)})
     with pytest.raises(CheckpointError, match=r"tensor 'a' is F8_E4M3"):

@@ -96,7 +96,6 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
             {"architectures": None, "model_type": None},
             "architecture of model_type None is not supported",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
         ({"num_local_experts": 8}, "mixtures of experts are not supported"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),

@@ -1,0 +1,230 @@
+"""Quantises checkpoints into the formats of other tools, each written from its definition, by plain rounding.
+
+O output features, D input features, G groups of a row. A format takes a matrix [O, D] to the tensors of its module and to the
+matrix that these stand for, float32 [O, D].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+BLOCK = 48
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+Stored = tuple[dict[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    config: dict[str, Any]
+    store: Callable[[Tensor], Stored]
+
+
+def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
+    """Rewrite a checkpoint's linear modules in the format `name`; return what its weights are then, by tensor."""
+    files = sorted(directory.glob("*.safetensors"))
+    tensors = {key: value for file in files for key, value in load_file(file).items()}
+    for file in files:
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    stored, meaning = {}, {}
+    for key, tensor in tensors.items():
+        module, _, last = key.rpartition(".")
+        if last == "weight" and module.endswith("_proj"):
+            parts, meaning[key] = FORMATS[name].store(tensor.float())
+            stored |= {
+                f"{module}.{part}": x.clone(memory_format=torch.contiguous_format)
+                for part, x in parts.items()
+            }
+        else:
+            stored[key] = meaning[key] = tensor
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = FORMATS[name].config
+    (directory / "config.json").write_text(json.dumps(config))
+    return meaning
+
+
+def _integers(
+    w_OD: Tensor, bits: int, *, symmetric: bool = False, groups_D: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round to `bits`: values int64 [O, D], zeros int64 [O, G], scales float16 [O, G], and the matrix they stand for."""
+    columns = w_OD.shape[1]
+    groups_D = torch.arange(columns) // GROUP if groups_D is None else groups_D
+    one_hot_DG = torch.nn.functional.one_hot(groups_D).bool()
+    spread = w_OD.unsqueeze(2).expand(-1, -1, one_hot_DG.shape[1])
+    low_OG = spread.masked_fill(~one_hot_DG, 0).amin(1)
+    high_OG = spread.masked_fill(~one_hot_DG, 0).amax(1)
+    levels = 2**bits - 1
+    if symmetric:
+        scale_OG = (torch.maximum(-low_OG, high_OG) * 2 / levels).half()
+        zero_OG = torch.full_like(low_OG, 2 ** (bits - 1)).long()
+    else:
+        scale_OG = ((high_OG - low_OG) / levels).half()
+        zero_OG = (-low_OG / scale_OG.float()).round().clamp(0, levels).long()
+    scale_OD, zero_OD = scale_OG.float()[:, groups_D], zero_OG[:, groups_D]
+    q_OD = ((w_OD / scale_OD).round() + zero_OD).clamp(0, levels).long()
+    return q_OD, zero_OG, scale_OG, (q_OD - zero_OD) * scale_OD
+
+
+def _pack(fields: Tensor, bits: int) -> Tensor:
+    """Put neighbours of the last dimension into int32 words, the first lowest."""
+    count = 32 // bits
+    words = fields.unflatten(-1, (-1, count)) << torch.arange(0, 32, bits)
+    return words.sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def _awq(w_OD: Tensor) -> Stored:
+    q_OD, zero_OG, scale_OG, meaning_OD = _integers(w_OD, 4)
+
+    def packed(x_OX: Tensor) -> Tensor:
+        return _pack(x_OX.T.unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1), 4)
+
+    tensors = {"qweight": packed(q_OD), "qzeros": packed(zero_OG), "scales": scale_OG.T}
+    return tensors, meaning_OD
+
+
+def _gptq(
+    bits: int, *, symmetric: bool, act_order: bool, v2: bool = False
+) -> Callable[..., Stored]:
+    def store(w_OD: Tensor) -> Stored:
+        groups_D = torch.arange(w_OD.shape[1]) // GROUP
+        if act_order:
+            groups_D = groups_D[torch.randperm(len(groups_D), generator=torch.manual_seed(3))]
+        q_OD, zero_OG, scale_OG, meaning_OD = _integers(
+            w_OD, bits, symmetric=symmetric, groups_D=groups_D
+        )
+        # Without this the first version could not store it.
+        zero_OG = zero_OG if v2 else zero_OG.clamp(min=1)
+        meaning_OD = (q_OD - zero_OG[:, groups_D]) * scale_OG.float()[:, groups_D]
+        tensors = {
+            "qweight": _pack(q_OD, bits).T,
+            "qzeros": _pack((zero_OG if v2 else zero_OG - 1).T, bits),
+            "scales": scale_OG.T,
+            "g_idx": groups_D.int(),
+            # AutoGPTQ writes one for every module.
+            "bias": torch.zeros(len(w_OD), dtype=torch.float16),
+        }
+        return tensors, meaning_OD
+
+    return store
+
+
+def _packed_integers(w_OD: Tensor) -> Stored:
+    q_OD, zero_OG, scale_OG, _ = _integers(w_OD, 4)
+    tensors = {
+        "weight_packed": _pack(q_OD, 4),
+        "weight_zero_point": _pack(zero_OG.T, 4).T,
+        "weight_scale": scale_OG.bfloat16(),
+        "weight_shape": torch.tensor(w_OD.shape),
+    }
+    groups_D = torch.arange(w_OD.shape[1]) // GROUP
+    scale_OD = scale_OG.bfloat16().float()[:, groups_D]
+    return tensors, (q_OD - zero_OG[:, groups_D]) * scale_OD
+
+
+def _int8(w_OD: Tensor) -> Stored:
+    scale_O1 = w_OD.abs().amax(1, keepdim=True) / 127
+    q_OD = (w_OD / scale_O1).round()
+    return {"weight": q_OD.to(torch.int8), "weight_scale": scale_O1}, q_OD * scale_O1
+
+
+def _float8(scale_of: Callable[[Tensor], Tensor], **others: Tensor) -> Callable[[Tensor], Stored]:
+    def store(w_OD: Tensor) -> Stored:
+        scale = scale_of(w_OD)
+        q_OD = (w_OD / scale).to(torch.float8_e4m3fn)
+        return {"weight": q_OD, "weight_scale": scale, **others}, q_OD.float() * scale
+
+    return store
+
+
+def _float8_blocks(w_OD: Tensor) -> Stored:
+    rows, columns = w_OD.shape
+    row_block, column_block = torch.arange(rows) // BLOCK, torch.arange(columns) // BLOCK
+    scale = torch.zeros(int(row_block[-1]) + 1, int(column_block[-1]) + 1)
+    index = row_block[:, None] * scale.shape[1] + column_block
+    scale.view(-1).scatter_reduce_(0, index.flatten(), w_OD.abs().flatten(), "amax")
+    scale /= 448
+    scale_OD = scale[row_block][:, column_block]
+    q_OD = (w_OD / scale_OD).to(torch.float8_e4m3fn)
+    return {"weight": q_OD, "weight_scale_inv": scale}, q_OD.float() * scale_OD
+
+
+def _compressed(
+    stored_as: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored_as,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _gptq_config(bits: int, **others: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, **others}
+
+
+_E4M3 = {"num_bits": 8, "type": "float"}
+
+FORMATS = {
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
+    "gptq": Format(
+        _gptq_config(4, sym=True, desc_act=False), _gptq(4, symmetric=True, act_order=False)
+    ),
+    "gptq-asymmetric": Format(
+        _gptq_config(4, sym=False, desc_act=False), _gptq(4, symmetric=False, act_order=False)
+    ),
+    "gptq-act-order": Format(
+        _gptq_config(4, sym=False, desc_act=True), _gptq(4, symmetric=False, act_order=True)
+    ),
+    "gptq-8": Format(
+        _gptq_config(8, sym=True, checkpoint_format="gptq_v2"),
+        _gptq(8, symmetric=True, act_order=False, v2=True),
+    ),
+    "fp8": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        _float8(lambda w_OD: w_OD.abs().max() / 448),
+    ),
+    "fp8-static": Format(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        _float8(lambda w_OD: w_OD.abs().max().reshape(1) / 448, input_scale=torch.tensor([0.02])),
+    ),
+    "fp8-blocks": Format(
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+        _float8_blocks,
+    ),
+    "compressed-fp8": Format(
+        _compressed(
+            "float-quantized",
+            {**_E4M3, "strategy": "channel"},
+            {**_E4M3, "strategy": "token", "dynamic": True},
+        ),
+        _float8(lambda w_OD: w_OD.abs().amax(1, keepdim=True) / 448),
+    ),
+    "compressed-int8": Format(
+        _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}), _int8
+    ),
+    "compressed-int4": Format(
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+        ),
+        _packed_integers,
+    ),
+}

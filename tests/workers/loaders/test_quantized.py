@@ -1,0 +1,132 @@
+"""Checkpoints that other tools quantised, and parts of them, are what they stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.protocol.errors import CheckpointError
+from engine.workers.loaders import open_checkpoint
+from safetensors.torch import load_file, save_file
+from support.quantized_checkpoints import BLOCK, FORMATS, GROUP, quantize_directory
+from torch import Tensor
+
+torch.set_num_threads(1)
+
+ROWS, COLUMNS = 80, 96
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        NAME: torch.randn(ROWS, COLUMNS, generator=generator),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(COLUMNS, ROWS, generator=generator)[
+            :, :64
+        ].contiguous(),
+        "model.embed_tokens.weight": torch.randn(8, 16, generator=generator),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return tmp_path
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_module_is_one_tensor_with_the_values_it_stands_for(directory: Path, name: str) -> None:
+    meaning = quantize_directory(directory, name)
+    checkpoint = open_checkpoint(directory)
+    assert set(checkpoint.names()) == set(meaning)
+    for tensor, expected in meaning.items():
+        assert checkpoint.shape(tensor) == tuple(expected.shape)
+        assert close(checkpoint.tensor(tensor), expected)
+    assert checkpoint.quantized(NAME) is not None
+    assert checkpoint.quantized("model.embed_tokens.weight") is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("dim", "start", "stop"), [(0, 8, 48), (0, 3, 21), (1, 32, 64), (1, 24, 80)]
+)
+def test_a_part_is_that_part_of_the_whole(
+    directory: Path, name: str, dim: int, start: int, stop: int
+) -> None:
+    expected = quantize_directory(directory, name)[NAME].narrow(dim, start, stop - start)
+    found = open_checkpoint(directory).tensor(NAME, dim=dim, start=start, stop=stop)
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_a_part_no_more_is_read_than_it_needs(directory: Path, name: str) -> None:
+    quantize_directory(directory, name)
+    whole, half = open_checkpoint(directory), open_checkpoint(directory)
+    whole.tensor(NAME)
+    half.tensor(NAME, stop=ROWS // 2)
+    # The order of the columns and one number of a module are read in any case.
+    assert half.bytes_read <= whole.bytes_read / 2 + 4 * COLUMNS + BLOCK
+
+
+def test_groups_that_a_part_cuts_become_smaller(directory: Path) -> None:
+    quantize_directory(directory, "gptq")
+    matrix = open_checkpoint(directory).quantized(NAME, dim=1, start=16, stop=80)
+    assert matrix is not None
+    assert (GROUP, matrix.group_size, matrix.scale_OG.shape) == (32, 16, (ROWS, 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"bits": 4}, "an unnamed method"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+             "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}},
+            "format 'nvfp4-pack-quantized'",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 groups"),
+    ],
+)  # fmt: skip
+def test_an_unsupported_scheme_is_refused_by_name(
+    directory: Path, config: dict[str, Any], problem: str
+) -> None:
+    content = {"model_type": "llama", "quantization_config": config}
+    (directory / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(directory)
+    message = str(refusal.value)
+    assert problem in message
+    assert "compressed-tensors" in message, "what is supported"
+
+
+def test_a_config_that_promises_what_the_weights_are_not(directory: Path) -> None:
+    content = {"quantization_config": FORMATS["awq"].config}
+    (directory / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="no module has a tensor 'qweight' of type I32"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("awq", "qzeros"), ("gptq", "scales"), ("fp8-blocks", "weight_scale_inv")]
+)
+def test_a_module_that_contradicts_itself(directory: Path, name: str, tensor: str) -> None:
+    quantize_directory(directory, name)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    broken = NAME.replace("weight", tensor)
+    tensors[broken] = tensors[broken][:1].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=rf"'{broken}' has shape \[1, \d+\], needed is"):
+        open_checkpoint(directory).tensor(NAME)
+    del tensors[broken]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=rf"{tensor.removesuffix('_inv')}.* is missing"):
+        open_checkpoint(directory).tensor(NAME)

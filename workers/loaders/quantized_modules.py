@@ -1,0 +1,91 @@
+"""The quantized linear modules of a safetensors checkpoint, each as if it were a tensor `weight`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from ...protocol.errors import CheckpointError
+from ..quantization.config import quantization_scheme
+from ..quantization.matrix import QuantizedMatrix
+from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
+
+if TYPE_CHECKING:
+    from .hf import HFCheckpoint
+
+# Scales for a float8 KV cache, which the weights' scheme may come with.
+_KV_CACHE_SCALE = re.compile(r".*\.([qkv]_scale|[qkv]_proj\.output_scale)")
+
+
+class QuantizedModules:
+    """`names` are those of the checkpoint's tensors with the tensors of each quantized module replaced by its `weight`."""
+
+    def __init__(self, scheme: QuantizationScheme, checkpoint: HFCheckpoint) -> None:
+        self._scheme = scheme
+        stored = frozenset(checkpoint.stored_names())
+        self._modules = {
+            f"{module}.weight": _stored_module(checkpoint, stored, module)
+            for module, _, tensor in (name.rpartition(".") for name in stored)
+            if tensor == scheme.marker
+            and checkpoint.stored_dtype(f"{module}.{tensor}") in scheme.marker_dtypes
+        }
+        if not self._modules:
+            raise CheckpointError(
+                checkpoint.path,
+                f"the config says that the weights are quantized, but no module has a tensor {scheme.marker!r} "
+                f"of type {' or '.join(scheme.marker_dtypes)}; download the model again",
+            )
+        companions = {scheme.marker, *scheme.companions}
+        self.names = frozenset(
+            name
+            for name in stored
+            if not _KV_CACHE_SCALE.fullmatch(name)
+            and not (
+                f"{name.rpartition('.')[0]}.weight" in self._modules
+                and (name.rpartition(".")[2] in companions or _is_empty_bias(checkpoint, name))
+            )
+        ) | frozenset(self._modules)
+
+    @classmethod
+    def of(cls, config: dict[str, Any], checkpoint: HFCheckpoint) -> QuantizedModules | None:
+        """Return None for a checkpoint that is not quantized."""
+        quantization = config.get("quantization_config") or config.get("compression_config")
+        if not quantization:
+            return None
+        try:
+            return cls(quantization_scheme(quantization), checkpoint)
+        except UnsupportedScheme as scheme:
+            raise CheckpointError(
+                checkpoint.path,
+                f"checkpoints quantized with {scheme} are not supported, but {SUPPORTED} are; take one of "
+                "those, the original weights, or a GGUF file",
+            ) from scheme
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def shape(self, name: str) -> tuple[int, int]:
+        return self._scheme.matrix_shape(self._modules[name])
+
+    def matrix(self, name: str, dim: int, part: range) -> QuantizedMatrix:
+        """Read the rows (`dim` 0) or columns (1) `part` of a module's matrix."""
+        num_rows, num_columns = self.shape(name)
+        rows, columns = (part, range(num_columns)) if dim == 0 else (range(num_rows), part)
+        return self._scheme.matrix(self._modules[name], rows, columns)
+
+
+def _stored_module(checkpoint: HFCheckpoint, stored: frozenset[str], module: str) -> StoredModule:
+    def shape(tensor: str) -> tuple[int, ...] | None:
+        name = f"{module}.{tensor}"
+        return checkpoint.stored_shape(name) if name in stored else None
+
+    def load(tensor: str, *parts: range | None) -> Any:
+        return checkpoint.load(f"{module}.{tensor}", *parts)
+
+    return StoredModule(module, shape, load, functools.partial(CheckpointError, checkpoint.path))
+
+
+def _is_empty_bias(checkpoint: HFCheckpoint, name: str) -> bool:
+    """Whether the tensor is a bias of nothing but zeros, which some quantizers add to every module."""
+    return name.endswith(".bias") and not checkpoint.load(name).any()

@@ -1,0 +1,94 @@
+"""GPTQ: 4 or 8-bit integers, packed along the inputs; Frantar et al., "GPTQ" (2022).
+
+Of AutoGPTQ's layout, with D input and O output features in G groups of inputs, and F = 32 / bits fields in a word: `qweight` int32
+[D / F, O], `qzeros` int32 [G, O / F], `scales` float16 [G, O] and, for each input, its group in `g_idx` int32 [D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .matrix import QuantizedMatrix
+from .scheme import (
+    ColumnGroups,
+    QuantizationScheme,
+    StoredModule,
+    UnsupportedScheme,
+    covering,
+    in_group_order,
+    shape_of,
+    unpack_bytes,
+    within,
+)
+
+
+class GPTQScheme(QuantizationScheme):
+    marker = "qweight"
+    marker_dtypes = frozenset({"I32"})
+    companions = frozenset({"qzeros", "scales", "g_idx"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        bits = config.get("bits")
+        if bits not in (4, 8):
+            raise UnsupportedScheme(f"gptq with bits {bits!r}")
+        self._bits = int(bits)
+        self._fields = 32 // self._bits
+        self._group_size = int(config.get("group_size", 128))
+        # The first version stores zeros less one.
+        self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        num_words, num_rows = shape_of(module, "qweight")
+        return num_rows, num_words * self._fields
+
+    def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        num_rows, num_columns = self.matrix_shape(module)
+        fields, bits = self._fields, self._bits
+        group_size = self._group_size if self._group_size > 0 else num_columns
+        num_groups = -(-num_columns // group_size)
+        group_of_column = self._group_of_column(module, num_columns, group_size)
+        groups = ColumnGroups.of(columns, group_size, num_columns)
+        stored = groups.stored if group_of_column is None else None
+
+        words = module.read(
+            "qweight", (num_columns // fields, num_rows), covering(columns, fields), rows
+        )
+        values_OD = unpack_bytes(words.T.contiguous(), bits)[:, within(columns, fields)]
+        zero_words = module.read(
+            "qzeros", (num_groups, num_rows // fields), stored, covering(rows, fields)
+        )
+        zeros_GO = unpack_bytes(zero_words, bits)[:, within(rows, fields)]
+        scales_GO = module.read("scales", (num_groups, num_rows), stored, rows)
+        # Eight bits and one more than the largest zero do not fit into a byte; no quantizer makes that.
+        zeros_OG = (zeros_GO + self._zero_shift).T.contiguous()
+        scales_OG = scales_GO.T.contiguous()
+        if group_of_column is not None:
+            whole = QuantizedMatrix(values_OD, bits, scales_OG, group_size, zeros_OG)
+            return in_group_order(whole, group_of_column[columns.start : columns.stop])
+        return QuantizedMatrix(
+            values_OD.contiguous(),
+            bits,
+            groups.expand(scales_OG),
+            groups.size,
+            groups.expand(zeros_OG),
+        )
+
+    @staticmethod
+    def _group_of_column(
+        module: StoredModule, num_columns: int, group_size: int
+    ) -> torch.Tensor | None:
+        """Return the group of each column, int64 [D], or None if they are in order."""
+        if not module.has("g_idx"):
+            return None
+        groups = module.read("g_idx", (num_columns,)).long()
+        if torch.equal(groups, torch.arange(num_columns) // group_size):
+            return None
+        num_groups = -(-num_columns // group_size)
+        if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+            raise module.problem(
+                f"'{module.name}.g_idx' has groups {int(groups.min())} to {int(groups.max())}, "
+                f"there are {num_groups}"
+            )
+        return groups

@@ -1,0 +1,131 @@
+"""One form for the quantized matrices of every checkpoint format.
+
+O output features, D input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class ActivationScheme(Enum):
+    """In what the rows that a matrix is multiplied with are rounded to float8 before it."""
+
+    NONE = "none"
+    STATIC = "static"
+    """All values share the matrix's `input_scale`."""
+    TOKEN = "token"
+    """The values of a token share a scale, which its largest one sets."""
+    GROUP = "group"
+    """The same, of every group of columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [O, D] whose elements are (value - zero) * scale + offset.
+
+    `values_OD` are uint8 below 2 ** `bits`, or float8_e4m3fn where `bits` is None. Scale, zero and offset are one number for
+    `group_size` neighbouring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG` are of any float type,
+    the zeros uint8, or one number for all. Where `column_order_D` is given, `values_OD[:, i]` is the column `column_order_D[i]` of the matrix.
+    """
+
+    values_OD: Tensor
+    bits: int | None
+    scale_OG: Tensor
+    group_size: int
+    zero_OG: Tensor | int = 0
+    offset_OG: Tensor | None = None
+    column_order_D: Tensor | None = None
+    activations: ActivationScheme = ActivationScheme.NONE
+    input_scale: float | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values_OD.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix [O, D], computed in float32 and rounded once."""
+        x_OD = self.values_OD.float()
+        zero = self.zero_OG
+        x_OD -= zero if isinstance(zero, int) else self._of_columns(zero.float())
+        x_OD *= self._of_columns(self.scale_OG.float())
+        if self.offset_OG is not None:
+            x_OD += self._of_columns(self.offset_OG.float())
+        if self.column_order_D is not None:
+            x_OD = torch.empty_like(x_OD).index_copy_(1, self.column_order_D, x_OD)
+        return x_OD.to(dtype)
+
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device)
+
+        return replace(
+            self,
+            values_OD=self.values_OD.to(device),
+            scale_OG=self.scale_OG.to(device),
+            zero_OG=self.zero_OG if isinstance(self.zero_OG, int) else self.zero_OG.to(device),
+            offset_OG=moved(self.offset_OG),
+            column_order_D=moved(self.column_order_D),
+        )
+
+    def _of_columns(self, x_OG: Tensor) -> Tensor:
+        if x_OG.shape[1] == 1:
+            return x_OG
+        return x_OG.repeat_interleave(self.group_size, 1)[:, : self.values_OD.shape[1]]
+
+    def _is_alike(self, other: QuantizedMatrix) -> bool:
+        """Whether the rows of both can be those of one matrix."""
+        return (
+            (self.bits, self.group_size, self.activations, self.input_scale)
+            == (other.bits, other.group_size, other.activations, other.input_scale)
+            and self.values_OD.shape[1] == other.values_OD.shape[1]
+            and self.scale_OG.dtype == other.scale_OG.dtype
+            and (
+                self.zero_OG == other.zero_OG
+                if isinstance(self.zero_OG, int) and isinstance(other.zero_OG, int)
+                else isinstance(self.zero_OG, Tensor) and isinstance(other.zero_OG, Tensor)
+            )
+            and (self.offset_OG is None) == (other.offset_OG is None)
+            and _are_equal(self.column_order_D, other.column_order_D)
+        )
+
+
+def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ...]:
+    """Return matrices of the same columns, one below the other, as few as can be: neighbours that are alike become one."""
+    merged: list[QuantizedMatrix] = []
+    run: list[QuantizedMatrix] = []
+    for matrix in matrices:
+        if run and not run[-1]._is_alike(matrix):
+            merged.append(_concatenated(run))
+            run = []
+        run.append(matrix)
+    return (*merged, _concatenated(run))
+
+
+def _concatenated(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    zeros = [m.zero_OG for m in matrices if isinstance(m.zero_OG, Tensor)]
+    offsets = [m.offset_OG for m in matrices if m.offset_OG is not None]
+    values = [m.values_OD for m in matrices]
+    return replace(
+        first,
+        # Of float8 torch concatenates only the bytes.
+        values_OD=torch.cat([x.view(torch.uint8) for x in values]).view(values[0].dtype),
+        scale_OG=torch.cat([m.scale_OG for m in matrices]),
+        zero_OG=torch.cat(zeros) if zeros else first.zero_OG,
+        offset_OG=torch.cat(offsets) if offsets else None,
+    )
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)

@@ -1,0 +1,151 @@
+"""How quantized checkpoints store the matrices of their linear modules: what all formats have in common.
+
+O output features, D input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from .matrix import QuantizedMatrix
+
+SUPPORTED = (
+    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits) and compressed-tensors "
+    "(float-quantized, int-quantized, pack-quantized with 4 and 8 bits)"
+)
+"""What a message says in place of a scheme that is not."""
+
+
+class UnsupportedScheme(ValueError):
+    """A `quantization_config` asks for something that is not supported; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModule:
+    """The tensors of one linear module, by the last part of their names.
+
+    `shape` returns None for one that is not there. `load` reads the part of one that lies in these ranges of its dimensions;
+    None means all of a dimension. `problem` makes the error for a module that contradicts itself.
+    """
+
+    name: str
+    shape: Callable[[str], tuple[int, ...] | None]
+    load: Callable[..., Tensor]
+    problem: Callable[[str], Exception]
+
+    def has(self, tensor: str) -> bool:
+        return self.shape(tensor) is not None
+
+    def read(self, tensor: str, expected: tuple[int, ...], *parts: range | None) -> Tensor:
+        """Return part of a tensor that must have the shape `expected`."""
+        found = self.shape(tensor)
+        if found != expected:
+            stored = "is missing" if found is None else f"has shape {list(found)}"
+            raise self.problem(
+                f"the tensor '{self.name}.{tensor}' {stored}, needed is {list(expected)}"
+            )
+        return self.load(tensor, *parts)
+
+
+class QuantizationScheme(ABC):
+    """One format. A module is quantized if it has a tensor `marker` of one of `marker_dtypes`, safetensors' names."""
+
+    marker: str
+    marker_dtypes: frozenset[str]
+    companions: frozenset[str]
+    """The other tensors that a quantized module may have, its bias aside."""
+
+    @abstractmethod
+    def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return O and D."""
+
+    @abstractmethod
+    def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of the module's matrix, and no more than they need."""
+
+
+def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
+    """Return the shape of a matrix that must be there."""
+    found = module.shape(tensor)
+    if found is None or len(found) != 2:
+        stored = "is missing" if found is None else f"has {len(found)} dimensions, not 2"
+        raise module.problem(f"the tensor '{module.name}.{tensor}' {stored}")
+    return found[0], found[1]
+
+
+def covering(part: range, size: int) -> range:
+    """Return the units of `size` elements that hold the elements `part`."""
+    return range(part.start // size, -(-part.stop // size))
+
+
+def within(part: range, size: int) -> slice:
+    """Return where the elements `part` are among those of `covering(part, size)`."""
+    start = part.start // size * size
+    return slice(part.start - start, part.stop - start)
+
+
+def unpack_bytes(words: Tensor, bits: int) -> Tensor:
+    """Split contiguous int32 words [..., n] into fields of 4 or 8 bits, lowest first: uint8 [..., n * 32 / bits]."""
+    as_bytes = words.view(torch.uint8)
+    if bits == 8:
+        return as_bytes
+    return torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnGroups:
+    """The groups that the columns `part` of a matrix meet.
+
+    Where a part begins or ends within a group, it has smaller ones: each of the checkpoint's becomes several.
+    """
+
+    part: range
+    stored: range
+    size: int
+    repeats: int
+
+    @classmethod
+    def of(cls, part: range, group_size: int, num_columns: int) -> ColumnGroups:
+        stored = covering(part, group_size)
+        if len(stored) == 1:
+            return cls(part, stored, len(part), 1)
+        size = gcd(group_size, part.start)
+        if part.stop != num_columns:
+            size = gcd(size, part.stop)
+        return cls(part, stored, size, group_size // size)
+
+    def expand(self, x_OG: Tensor) -> Tensor:
+        """Return what the stored groups have, for those of the part."""
+        if self.repeats == 1:
+            return x_OG
+        first = (self.part.start - self.stored.start * self.size * self.repeats) // self.size
+        count = -(-len(self.part) // self.size)
+        return x_OG.repeat_interleave(self.repeats, 1)[:, first : first + count].contiguous()
+
+
+def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> QuantizedMatrix:
+    """Return a matrix whose columns belong to groups in any order with the columns of each together.
+
+    `matrix` has the scales and zeros of all groups. Where the columns are a part of which groups have unequal shares, each column becomes a group.
+    """
+    order_D = torch.argsort(group_of_column_D, stable=True)
+    groups, counts = torch.unique_consecutive(group_of_column_D[order_D], return_counts=True)
+    size = int(counts[0])
+    is_even = bool((counts[:-1] == size).all()) and int(counts[-1]) <= size
+    if not is_even:
+        groups, size, order_D = group_of_column_D, 1, torch.arange(len(group_of_column_D))
+    zero = matrix.zero_OG
+    return QuantizedMatrix(
+        matrix.values_OD[:, order_D],
+        matrix.bits,
+        matrix.scale_OG[:, groups],
+        size,
+        zero if isinstance(zero, int) else zero[:, groups],
+        column_order_D=order_D if is_even else None,
+    )
