@@ -1,0 +1,51 @@
+"""Every kernel compiles for Hopper, into what one of its multiprocessors has."""
+
+from support.triton_compile import compile_for_hopper
+
+
+def launch_all() -> None:
+    import torch
+    from engine.workers.cuda.quantized_linear import QuantizedLinear
+    from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix
+
+    rows, columns = 1024, 4096
+
+    def matrix(
+        bits: int | None,
+        group_size: int,
+        activations: ActivationScheme = ActivationScheme.NONE,
+        *,
+        zeros: bool = False,
+        offsets: bool = False,
+    ) -> QuantizedMatrix:
+        groups = columns // group_size
+        dtype = torch.uint8 if bits else torch.float8_e4m3fn
+        return QuantizedMatrix(
+            torch.zeros(rows, columns).to(dtype),
+            bits,
+            torch.zeros(rows, groups, dtype=torch.float16 if bits else torch.float32),
+            group_size,
+            torch.zeros(rows, groups, dtype=torch.uint8) if zeros else 8,
+            torch.zeros(rows, groups, dtype=torch.float16) if offsets else None,
+            activations=activations,
+        )
+
+    for kind in (
+        matrix(4, 128, zeros=True),
+        matrix(4, 32, offsets=True),
+        matrix(6, 16),
+        matrix(8, columns),
+        matrix(None, 128, ActivationScheme.GROUP),
+        matrix(None, columns, ActivationScheme.TOKEN),
+        matrix(None, columns),
+    ):
+        linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
+        for num_tokens in (1, 500):
+            linear(torch.zeros(num_tokens, columns).bfloat16())
+
+
+def test_every_kernel_fits() -> None:
+    kernels = compile_for_hopper(__file__, "launch_all")
+    assert len({kernel.name for kernel in kernels}) == 3
+    assert not [kernel for kernel in kernels if not kernel.fits]
+    assert not [kernel for kernel in kernels if kernel.stack_bytes]

@@ -1,0 +1,176 @@
+"""Products with quantised matrices are those with the numbers that they stand for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.workers.cuda.float8 import Rounding
+from engine.workers.cuda.quantized_linear import QuantizedLinear, can_keep
+from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
+from support.triton_interpreter import interpret_without_gpu
+from torch import Tensor
+
+DEVICE = interpret_without_gpu()
+
+
+def random_matrix(
+    bits: int | None,
+    rows: int = 48,
+    columns: int = 192,
+    group_size: int = 64,
+    *,
+    zeros: bool = False,
+    offsets: bool = False,
+    activations: ActivationScheme = ActivationScheme.NONE,
+) -> QuantizedMatrix:
+    groups = -(-columns // group_size)
+    zero: Tensor | int = 0 if bits is None else 1 << (bits - 1)
+    if bits is None:
+        values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    else:
+        values = torch.randint(0, 1 << bits, (rows, columns)).to(torch.uint8)
+        if zeros:
+            zero = torch.randint(0, 1 << bits, (rows, groups)).to(torch.uint8)
+    return QuantizedMatrix(
+        values,
+        bits,
+        torch.rand(rows, groups).add_(0.5).to(torch.float32 if bits is None else torch.float16),
+        group_size,
+        zero,
+        torch.randn(rows, groups).half() if offsets else None,
+        activations=activations,
+        input_scale=0.03 if activations is ActivationScheme.STATIC else None,
+    ).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def check(matrix: QuantizedMatrix, num_tokens: int, dtype: torch.dtype = torch.float32) -> None:
+    x = torch.randn(num_tokens, matrix.shape[1], device=DEVICE).to(dtype)
+    bias = torch.randn(matrix.shape[0], device=DEVICE).to(dtype)
+    expected = x.float() @ matrix.dequantize(torch.float32).T + bias.float()
+    found = QuantizedLinear([matrix], bias, dtype)(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert found.dtype == dtype
+    assert (found.float() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 192])
+def test_integers(bits: int, group_size: int) -> None:
+    check(random_matrix(bits, group_size=group_size), 3)
+
+
+@pytest.mark.parametrize(("zeros", "offsets"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("group_size", [32, 128, 192])
+def test_integers_with_zeros_and_offsets(group_size: int, zeros: bool, offsets: bool) -> None:
+    check(random_matrix(4, group_size=group_size, zeros=zeros, offsets=offsets), 5)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 192])
+def test_float8_weights_alone(group_size: int) -> None:
+    check(random_matrix(None, group_size=group_size), 4, torch.float16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 33, 65, 130])
+def test_any_number_of_tokens(num_tokens: int) -> None:
+    check(random_matrix(4, rows=70, columns=160, group_size=32), num_tokens, torch.float16)
+
+
+def test_a_part_of_a_group_at_the_end() -> None:
+    check(random_matrix(4, columns=200, group_size=64), 3)
+
+
+def test_columns_in_another_order() -> None:
+    matrix = random_matrix(4, group_size=64)
+    check(replace(matrix, column_order_D=torch.randperm(matrix.shape[1], device=DEVICE)), 3)
+
+
+def test_a_group_size_that_is_no_power_of_two() -> None:
+    check(random_matrix(8, group_size=96), 3)
+    assert not can_keep(random_matrix(8, group_size=24))
+
+
+@pytest.mark.parametrize("columns", [1536, 1500])
+def test_the_sum_is_the_same_however_many_tokens_share_the_step(columns: int) -> None:
+    """Few tokens are split among programs, many are not."""
+    matrix = random_matrix(4, rows=16, columns=columns, group_size=128)
+    linear = QuantizedLinear([matrix], None, torch.float32)
+    x = torch.randn(70, columns, device=DEVICE)
+    together = linear(x)
+    alone = torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])])
+    if DEVICE.type == "cuda":
+        assert torch.equal(alone, together)
+    # The interpreter's own products of two shapes are not the same to the bit.
+    assert (alone - together).abs().max() <= 1e-6 * together.abs().max()
+    check(matrix, 2)
+
+
+@pytest.mark.parametrize("scheme", [ActivationScheme.TOKEN, ActivationScheme.GROUP])
+def test_activations_are_rounded_with_the_largest_number_as_large_as_it_can_be(
+    scheme: ActivationScheme,
+) -> None:
+    size = 64 if scheme is ActivationScheme.GROUP else 150
+    x = torch.randn(5, 150, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]
+    rows = Rounding(size)(x)
+    assert rows.scale_TG is not None
+    for group, part in enumerate(x.split(size, 1)):
+        scale = rows.scale_TG[:, group, None]
+        assert torch.allclose(scale * 448, part.abs().amax(1, keepdim=True))
+        values = rows.values_TD.split(size, 1)[group].float()
+        # Three bits after the point; below 2 ** -6 the steps are of 2 ** -9.
+        step = part.abs().clamp(min=scale * 2**-6) / 8
+        is_close = (values * scale - part).abs() <= step
+        # The interpreter loses the carry of what is rounded up to the next power of two.
+        is_carried = torch.frexp(part / scale).mantissa.abs() > 31 / 32
+        assert (is_close | (is_carried & (DEVICE.type == "cpu"))).all()
+
+
+def test_what_is_too_large_for_a_scale_becomes_the_largest_number() -> None:
+    x = torch.tensor([[1.0, -50.0, 50.0, 44.8]], device=DEVICE)
+    rows = Rounding(None, 0.1)(x)
+    assert rows.scale_TG is None
+    assert rows.values_TD.float().tolist() == [[10.0, -448.0, 448.0, 448.0]]
+
+
+@pytest.mark.parametrize(
+    "scheme", [ActivationScheme.TOKEN, ActivationScheme.STATIC, ActivationScheme.GROUP]
+)
+def test_float8_activations(scheme: ActivationScheme) -> None:
+    group_size = 64 if scheme is ActivationScheme.GROUP else 192
+    matrix = random_matrix(None, group_size=group_size, activations=scheme)
+    linear = QuantizedLinear([matrix], None, torch.float32)
+    assert linear.rounding is not None
+    x = torch.randn(9, 192, device=DEVICE) * 3
+    rows = linear.rounding(x)
+    scale_TG = torch.full((9, 1), 0.03) if rows.scale_TG is None else rows.scale_TG
+    scale_TD = scale_TG.repeat_interleave(192 // scale_TG.shape[1], 1)
+    expected = (rows.values_TD.float() * scale_TD) @ matrix.dequantize(torch.float32).T
+    for found in (linear(x), linear(rows)):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_float8_of_nothing_but_zeros() -> None:
+    matrix = random_matrix(None, group_size=192, activations=ActivationScheme.TOKEN)
+    found = QuantizedLinear([matrix], None, torch.float32)(torch.zeros(2, 192, device=DEVICE))
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_matrices_below_one_another() -> None:
+    kinds = [
+        random_matrix(4, rows=20),
+        random_matrix(4, rows=12),
+        random_matrix(6, rows=8),
+        random_matrix(None, rows=8, group_size=192, activations=ActivationScheme.TOKEN),
+    ]
+    merged = merge_rows(kinds)
+    assert [matrix.shape[0] for matrix in merged] == [32, 8, 8]
+    x, bias = torch.randn(3, 192, device=DEVICE), torch.randn(48, device=DEVICE)
+    found = QuantizedLinear(merged, bias, torch.float32)(x)
+    weights = torch.cat([kind.dequantize(torch.float32) for kind in kinds])
+    expected = x @ weights.T + bias
+    assert (found - expected)[:, :40].abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - expected)[:, 40:].abs().max() <= 5e-2 * expected.abs().max()

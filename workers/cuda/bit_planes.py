@@ -1,0 +1,61 @@
+"""Integers of a few bits, packed for kernels.
+
+O rows, D columns. A plane holds `bits` (1, 2, 4 or 8) of each element. Its bytes are in runs of 32, a run for 32 * 8 / `bits`
+columns: the lowest bits of byte i are the column i of those, the next ones the column 32 + i, and so on. So neighbouring threads
+read neighbouring bytes, and no bits have to change places.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RUN = tl.constexpr(32)
+
+
+def pack_plane(values_OD: Tensor, bits: int) -> Tensor:
+    """Pack uint8 values below 2 ** `bits`: uint8 [O, bytes], with zeros after the last column."""
+    fields = 8 // bits
+    span = RUN.value * fields
+    padding = -values_OD.shape[1] % span
+    if padding:
+        values_OD = torch.nn.functional.pad(values_OD, (0, padding))
+    packed = torch.zeros(
+        len(values_OD), values_OD.shape[1] // fields, dtype=torch.uint8, device=values_OD.device
+    )
+    runs = packed.unflatten(1, (-1, RUN.value))
+    values = values_OD.unflatten(1, (-1, fields, RUN.value))
+    for field in range(fields):
+        runs |= values[:, :, field] << (field * bits)
+    return packed
+
+
+def planes_of(bits: int) -> tuple[int, int]:
+    """Return the bits of an element's low and high plane; 0 is a plane that is not there."""
+    return (bits, 0) if bits in (4, 8) else (4, bits - 4)
+
+
+@triton.jit
+def load_plane(row_ptr, columns, mask, BITS: tl.constexpr):
+    """Load the bits of these columns of the rows that begin at `row_ptr`: int32."""
+    FIELDS: tl.constexpr = 8 // BITS
+    byte = (columns // (RUN * FIELDS)) * RUN + columns % RUN
+    packed = tl.load(row_ptr + byte, mask=mask, other=0).to(tl.int32)
+    return (packed >> ((columns // RUN) % FIELDS * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def load_integers(low_ptr, high_ptr, columns, mask, BITS: tl.constexpr, HIGH_BITS: tl.constexpr):
+    """Load elements of which the low plane has `BITS`, and the high one `HIGH_BITS` if not 0: int32."""
+    values = load_plane(low_ptr, columns, mask, BITS)
+    if HIGH_BITS:
+        values |= load_plane(high_ptr, columns, mask, HIGH_BITS) << BITS
+    return values
+
+
+@triton.jit
+def integers_to_floats(values):
+    """Convert integers of [0, 2 ** 23) to float32 by way of its bits: the instruction for it is too slow."""
+    return (values | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
