@@ -1,6 +1,6 @@
-"""Rounding the rows of an activation to float8 (e4m3), with a scale of their own.
+"""Rounding the rows of an activation to float8 (e4m3), with scales of their own, in the kernel that computes them.
 
-T tokens, D features, G groups of a row.
+T tokens, D features, G groups of a row, C columns of a group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 FLOAT8_MAX = tl.constexpr(448.0)
+_PART_OF_A_ROW = 2048
 
 
 class Float8Rows(NamedTuple):
@@ -23,79 +24,117 @@ class Float8Rows(NamedTuple):
     scale_TG: Tensor | None
 
 
-@triton.jit
-def to_float8(x, scale):
-    """Return x / scale in float8; what is too large becomes the largest number."""
-    return tl.clamp(x / scale, -FLOAT8_MAX, FLOAT8_MAX).to(tl.float8e4nv)
-
-
-@triton.jit
-def float8_scale(x, axis: tl.constexpr):
-    """Return the scale with which the largest of `x` along an axis becomes the largest number in float8."""
-    # Of rows without any value but zero it is small, yet not zero.
-    return tl.maximum(tl.max(tl.abs(x), axis), 1e-10) / FLOAT8_MAX
-
-
-@triton.jit
-def _quantize_kernel(
-    x_ptr,
-    x_stride,
-    values_ptr,
-    scale_ptr,
-    input_scale,
-    num_columns,
-    group_size,
-    BLOCK: tl.constexpr,
-    IS_STATIC: tl.constexpr,
-):
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = group * group_size
-    scale = input_scale
-    if not IS_STATIC:
-        largest = tl.full((BLOCK,), 0.0, tl.float32)
-        for start in range(0, group_size, BLOCK):
-            inside = start + tl.arange(0, BLOCK)
-            mask = (inside < group_size) & (first + inside < num_columns)
-            x = tl.load(x_ptr + token * x_stride + first + inside, mask=mask, other=0.0)
-            largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-        scale = float8_scale(largest, 0)
-        tl.store(scale_ptr + token * tl.num_programs(1) + group, scale)
-    for start in range(0, group_size, BLOCK):
-        inside = start + tl.arange(0, BLOCK)
-        mask = (inside < group_size) & (first + inside < num_columns)
-        x = tl.load(x_ptr + token * x_stride + first + inside, mask=mask, other=0.0)
-        y = to_float8(x.to(tl.float32), scale)
-        tl.store(values_ptr + token * num_columns + first + inside, y, mask=mask)
+Rows = Tensor | Float8Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounds rows, with a scale for every `group_size` columns of each, or of each row, or all with `input_scale`.
+    """With a scale for every `group_size` columns of a row, for a whole row, or with `input_scale` for all.
 
-    Of what is rounded with `input_scale` the rows have no scale: the matrix has it.
+    `group_size` is a power of two. What is rounded with `input_scale` has no scales: the matrix has it.
     """
 
     group_size: int | None = None
     input_scale: float | None = None
 
     def __call__(self, x_TD: Tensor) -> Float8Rows:
-        num_tokens, num_columns = x_TD.shape
-        group_size = self.group_size or num_columns
-        num_groups = triton.cdiv(num_columns, group_size)
-        values_TD = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
+        """Round rows whose last dimension is contiguous."""
+        num_columns = x_TD.shape[1]
+        out = RowOutput.of(x_TD, num_columns, self)
+        if len(x_TD):
+            _round_kernel[out.grid](x_TD, x_TD.stride(0), *out.arguments, **out.constants)
+        assert isinstance(out.rows, Float8Rows)
+        return out.rows
+
+
+@triton.jit
+def store_row(
+    y_GC,
+    out_ptr,
+    scale_ptr,
+    input_scale,
+    groups_G,
+    columns_GC,
+    num_columns,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Store float32 groups of the row of this program, rounded as `RowOutput` says."""
+    token = tl.program_id(0).to(tl.int64)
+    mask_GC = columns_GC < num_columns
+    if SCALES == "given":
+        y_GC = tl.clamp(y_GC / input_scale, -FLOAT8_MAX, FLOAT8_MAX)
+    elif SCALES == "found":
+        # Of groups without any value but zero it is small, yet not zero.
+        scale_G = tl.maximum(tl.max(tl.abs(y_GC), 1), 1e-10) / FLOAT8_MAX
+        num_groups = tl.cdiv(num_columns, GROUP)
+        tl.store(scale_ptr + token * num_groups + groups_G, scale_G, mask=groups_G < num_groups)
+        y_GC = tl.clamp(y_GC / scale_G[:, None], -FLOAT8_MAX, FLOAT8_MAX)
+    out_row = out_ptr + token * num_columns
+    tl.store(out_row + columns_GC, y_GC.to(out_ptr.dtype.element_ty), mask=mask_GC)
+
+
+class RowOutput:
+    """What a kernel that computes rows is launched with: memory for them, and how much of a row a program has.
+
+    A program has `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr, scale_ptr, input_scale and num_columns.
+    """
+
+    def __init__(
+        self, x_TD: Tensor, num_columns: int, rounding: Rounding | None, columns_at_once: int
+    ) -> None:
+        num_tokens = len(x_TD)
+        scales, group_size = "none", columns_at_once
         scale_TG = None
-        if self.input_scale is None:
-            scale_TG = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TD.device)
-        if num_tokens:
-            _quantize_kernel[(num_tokens, num_groups)](
-                x_TD,
-                x_TD.stride(0),
-                values_TD,
-                scale_TG,
-                self.input_scale or 1.0,
-                num_columns,
-                group_size,
-                BLOCK=min(triton.next_power_of_2(group_size), 4096),
-                IS_STATIC=self.input_scale is not None,
-            )
-        return Float8Rows(values_TD, scale_TG)
+        if rounding is not None and rounding.input_scale is not None:
+            scales = "given"
+        elif rounding is not None:
+            scales = "found"
+            group_size = rounding.group_size or triton.next_power_of_2(num_columns)
+            shape = (num_tokens, triton.cdiv(num_columns, group_size))
+            scale_TG = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
+        num_groups = max(1, columns_at_once // group_size)
+        dtype = x_TD.dtype if rounding is None else torch.float8_e4m3fn
+        out_TD = torch.empty(num_tokens, num_columns, dtype=dtype, device=x_TD.device)
+        self.rows: Rows = out_TD if rounding is None else Float8Rows(out_TD, scale_TG)
+        self.grid = (num_tokens, triton.cdiv(num_columns, num_groups * group_size))
+        input_scale = 1.0 if rounding is None else rounding.input_scale or 1.0
+        self.arguments = (out_TD, scale_TG, input_scale, num_columns)
+        self.constants = {
+            "NUM_GROUPS": num_groups,
+            "GROUP": group_size,
+            "SCALES": scales,
+            "num_warps": min(16, max(1, num_groups * group_size // 512)),
+        }
+
+    @classmethod
+    def of(cls, x_TD: Tensor, num_columns: int, rounding: Rounding | None) -> RowOutput:
+        """A program has a part of a row, or all of it if a scale is for all of it."""
+        row = triton.next_power_of_2(num_columns)
+        return cls(x_TD, num_columns, rounding, min(row, _PART_OF_A_ROW))
+
+    @classmethod
+    def of_whole_rows(cls, x_TD: Tensor, rounding: Rounding | None) -> RowOutput:
+        num_columns = x_TD.shape[1]
+        return cls(x_TD, num_columns, rounding, triton.next_power_of_2(num_columns))
+
+
+@triton.jit
+def _round_kernel(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    scale_ptr,
+    input_scale,
+    num_columns,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    groups_G = tl.program_id(1) * NUM_GROUPS + tl.arange(0, NUM_GROUPS)
+    columns_GC = groups_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
+    x_GC = tl.load(x_row + columns_GC, mask=columns_GC < num_columns, other=0.0).to(tl.float32)
+    store_row(
+        x_GC, out_ptr, scale_ptr, input_scale, groups_G, columns_GC, num_columns, GROUP, SCALES
+    )

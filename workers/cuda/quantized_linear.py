@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..quantization.matrix import ActivationScheme, QuantizedMatrix
 from .bit_planes import integers_to_floats, load_integers, pack_plane, planes_of
-from .float8 import Float8Rows, Rounding
+from .float8 import Float8Rows, Rounding, Rows
 
 _SMALLEST_GROUP = 16
 _SMALLEST_FLOAT8_GROUP = 32
@@ -239,10 +239,9 @@ class PackedMatrix:
         self.rounding: Rounding | None = None
         if matrix.activations is not ActivationScheme.NONE:
             self.rounding = Rounding(None, matrix.input_scale)
-            if matrix.activations is ActivationScheme.GROUP:
-                self.rounding = Rounding(self._group_size, None)
-                if self._num_groups > 1:
-                    self._block_columns = min(_BLOCK_COLUMNS, self._group_size)
+            if matrix.activations is ActivationScheme.GROUP and self._num_groups > 1:
+                self.rounding = Rounding(self._group_size)
+                self._block_columns = min(_BLOCK_COLUMNS, self._group_size)
         # What is scaled after the product costs less, and is not rounded before it.
         if self._offset_OG is not None:
             self._scaled = "elements"
@@ -369,7 +368,7 @@ class QuantizedLinear:
         roundings = {part.rounding for part in self._parts}
         self.rounding = roundings.pop() if len(roundings) == 1 else None
 
-    def __call__(self, x: Tensor | Float8Rows) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         if isinstance(x, Tensor) and self.rounding is not None:
             x = self.rounding(x)
         values_TD = x if isinstance(x, Tensor) else x.values_TD

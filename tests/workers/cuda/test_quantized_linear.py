@@ -115,7 +115,7 @@ def test_activations_are_rounded_with_the_largest_number_as_large_as_it_can_be(
 ) -> None:
     size = 64 if scheme is ActivationScheme.GROUP else 150
     x = torch.randn(5, 150, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]
-    rows = Rounding(size)(x)
+    rows = Rounding(64 if scheme is ActivationScheme.GROUP else None)(x)
     assert rows.scale_TG is not None
     for group, part in enumerate(x.split(size, 1)):
         scale = rows.scale_TG[:, group, None]
