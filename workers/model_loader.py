@@ -23,6 +23,7 @@ from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
 from .models.decoder import Decoder
 from .models.families import model_spec
+from .models.layers import LayerKernels
 from .models.shard import ModelShard
 from .models.spec import ModelSpec
 from .parallel_state import ParallelState
@@ -157,4 +158,19 @@ def load_model(
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
     torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
-    return Decoder(spec, checkpoint, attention_backend(**shape), **common)
+    return Decoder(
+        spec,
+        checkpoint,
+        attention_backend(**shape),
+        kernels=_layer_kernels(dtype, device),
+        **common,
+    )
+
+
+def _layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels:
+    if device.type != "cuda":
+        return LayerKernels()
+    # Triton comes with torch for CUDA; on a CPU there need be none.
+    from .cuda.layers import TritonKernels
+
+    return TritonKernels(dtype, has_float8=torch.cuda.get_device_capability(device) >= (8, 9))

@@ -10,7 +10,15 @@ from engine.workers.models.families import model_spec
 from support.batches import Scheduled, attention_batch, positions
 
 
-def load_decoder(path, *, dtype=torch.float32, max_model_len=256, block_size=4, on_progress=None):
+def load_decoder(
+    path,
+    *,
+    dtype=torch.float32,
+    max_model_len=256,
+    block_size=4,
+    kernels=None,
+    on_progress=None,
+):
     checkpoint = open_checkpoint(path)
     spec = model_spec(checkpoint.config, path)
     device = torch.device("cpu")
@@ -29,6 +37,7 @@ def load_decoder(path, *, dtype=torch.float32, max_model_len=256, block_size=4, 
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
+        kernels=kernels,
         on_progress=on_progress,
     )
 

@@ -9,6 +9,7 @@ Bytes are worked on eight at a time, as int64 words; values of a byte never spil
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ...protocol.gguf import BLOCK_SIZES
 from ...protocol.gguf import GGMLQuantizationType as T
+from ..quantization.matrix import QuantizedMatrix
 
 # torch forks threads from 32768 elements on. Work is cut below that: a fork and join costs more
 # than one such operation, whose data is still in the cache. Before they become floats, four
@@ -53,6 +55,25 @@ def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) 
         first = start * blocks_per_row
         unpack(staged.view(-1, block_bytes), out_blocks[first : first + len(rows) * blocks_per_row])
     return out
+
+
+def unpack_matrix(raw_Rb: npt.NDArray[np.uint8], ggml_type: T) -> QuantizedMatrix:
+    """Return the matrix of R rows of whole blocks as integers with float16 scales and offsets.
+
+    Those of types with scales of scales are rounded to it. Raises KeyError for a type that is not in `BLOCK_TYPES`.
+    """
+    block = BLOCK_TYPES[ggml_type]
+    num_rows = len(raw_Rb)
+    blocks_Bb = torch.from_numpy(np.array(raw_Rb)).view(-1, BLOCK_SIZES[ggml_type][1])
+    q_BGN, scale_BG1, offset_BG1 = block.unpack(blocks_Bb)
+    return QuantizedMatrix(
+        q_BGN.reshape(num_rows, -1).view(torch.uint8) + block.zero,
+        block.bits,
+        scale_BG1.reshape(num_rows, -1).half(),
+        q_BGN.shape[2],
+        block.zero,
+        None if offset_BG1 is None else offset_BG1.reshape(num_rows, -1).half(),
+    )
 
 
 def _stored_as(stored: torch.dtype) -> Callable[[Tensor, Tensor], None]:
@@ -197,19 +218,33 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
     return q.view(torch.int8).view(-1, 16, 16), scale.unsqueeze(2), None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """Integers from -`zero` to 2 ** `bits` - 1 - `zero`, and the function that finds them."""
+
+    bits: int
+    zero: int
+    unpack: Callable[[Tensor], _Unpacked]
+
+
+BLOCK_TYPES = {
+    T.Q8_0: BlockType(8, 128, _q8_0),
+    T.Q4_0: BlockType(4, 8, _q4_0),
+    T.Q4_1: BlockType(4, 0, _q4_1),
+    T.Q5_0: BlockType(5, 16, _q5_0),
+    T.Q5_1: BlockType(5, 0, _q5_1),
+    T.Q2_K: BlockType(4, 0, _q2_k),
+    T.Q3_K: BlockType(4, 4, _q3_k),
+    T.Q4_K: BlockType(4, 0, _q4_k),
+    T.Q5_K: BlockType(5, 0, _q5_k),
+    T.Q6_K: BlockType(6, 32, _q6_k),
+}
+"""The quantized types. Two and three bits count as four, which kernels have."""
+
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as(torch.float32),
     T.F16: _stored_as(torch.float16),
     T.BF16: _stored_as(torch.bfloat16),
-    T.Q8_0: _quantized(_q8_0),
-    T.Q4_0: _quantized(_q4_0),
-    T.Q4_1: _quantized(_q4_1),
-    T.Q5_0: _quantized(_q5_0),
-    T.Q5_1: _quantized(_q5_1),
-    T.Q2_K: _quantized(_q2_k),
-    T.Q3_K: _quantized(_q3_k),
-    T.Q4_K: _quantized(_q4_k),
-    T.Q5_K: _quantized(_q5_k),
-    T.Q6_K: _quantized(_q6_k),
+    **{ggml_type: _quantized(block.unpack) for ggml_type, block in BLOCK_TYPES.items()},
 }
 """The types that can be dequantized; the function writes blocks to a tensor ``[B, block size]``."""

@@ -11,8 +11,9 @@ import torch
 from ...protocol.errors import CheckpointError
 from ...protocol.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.gguf_config import gguf_to_hf_config
+from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
-from .dequantize import DEQUANTIZABLE, dequantize
+from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
 
 _MODULES = {
     "token_embd": "model.embed_tokens",
@@ -157,6 +158,25 @@ class GGUFCheckpoint(Checkpoint):
             values = values.sub_(1).to(dtype)
         values = values[:, columns].contiguous()
         return values if len(tensor.shape) == 2 else values[:, 0]
+
+    def quantized(
+        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+    ) -> QuantizedMatrix | None:
+        tensor = self._tensor(name)
+        if tensor.ggml_type not in BLOCK_TYPES:
+            return None
+        first, last = part_of(tensor.shape, dim, start, stop)
+        if dim == 0:
+            raw = self.raw(name, first, last)
+        else:
+            block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
+            if first % block_size or last % block_size:
+                # Such a part has no whole blocks, and is dequantized.
+                return None
+            raw = self.raw(name)
+            raw = raw[:, first // block_size * block_bytes : last // block_size * block_bytes]
+        self.bytes_read += raw.size
+        return unpack_matrix(raw, tensor.ggml_type)
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)

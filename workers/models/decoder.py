@@ -15,8 +15,8 @@ from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
 from ..sampling import SamplingMetadata, choose_tokens
-from .layers import GATED_ACTIVATIONS, HeadNorm, RMSNorm, linear
-from .parallel_layers import VocabParallelEmbedding, VocabParallelHead, row_parallel_linear
+from .layers import HeadNorm, LayerKernels, Linear, RMSNorm
+from .parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from .rope import RotaryEmbedding, RotaryTables
 from .shard import ModelShard
 from .spec import LayerSpec, ModelSpec
@@ -41,8 +41,10 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         shard: ModelShard | None = None,
+        kernels: LayerKernels | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
+        kernels = kernels or LayerKernels()
         self.spec = spec
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
@@ -52,6 +54,7 @@ class Decoder:
             dtype,
             device,
             has_head=not spec.tie_word_embeddings,
+            can_keep=kernels.can_keep,
             shard=shard,
             on_progress=on_progress,
         )
@@ -66,11 +69,11 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._layers = [
-            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention, shard)
+            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention, shard, kernels)
             for i, layer in zip(shard.layers, layers, strict=True)
         ]
         if shard.is_last:
-            self._norm = RMSNorm(
+            self._norm = kernels.norm(
                 weights.read("norm.weight", spec.hidden_size).float() + spec.norm_weight_offset,
                 spec.norm_eps,
             )
@@ -78,6 +81,7 @@ class Decoder:
                 embedding_vD if spec.tie_word_embeddings else weights.read_head(*vocabulary, part),
                 spec,
                 tensor_parallel,
+                kernels,
             )
         weights.finish()
         self._ropes = {
@@ -105,14 +109,16 @@ class Decoder:
             if self._embedding_scale != 1.0:
                 x_TD *= self._embedding_scale
         tables = {rope: embedding.tables(positions_T) for rope, embedding in self._ropes.items()}
+        block_TD = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            x_TD = layer.forward(
+            block_TD = layer.forward(
                 x_TD,
+                block_TD,
                 None if layer.rope is None else tables[layer.rope],
                 kv_cache,
                 attn_metadata[layer.kv_cache_group],
             )
-        return self._norm(x_TD) if self.shard.is_last else x_TD
+        return added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
@@ -141,6 +147,15 @@ class Decoder:
         """There is nothing that decodes faster than `forward_and_sample`."""
 
 
+def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
+    """Add a block's output to the residual stream, in place, and return the norm of the stream if there is one."""
+    if block_TD is None:
+        return x_TD if norm is None else norm(x_TD)
+    if norm is None:
+        return x_TD.add_(block_TD, alpha=spec.residual_multiplier)
+    return norm.of_sum(x_TD, block_TD, spec.residual_multiplier)
+
+
 class DecoderLayer:
     """Attention and MLP, each between its norms, on the residual stream."""
 
@@ -152,38 +167,41 @@ class DecoderLayer:
         prefix: str,
         attention: AttentionBackend,
         shard: ModelShard,
+        kernels: LayerKernels,
     ) -> None:
-        def norm(name: str | None) -> RMSNorm | None:
+        def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
             weight_D = weights.read(f"{prefix}{name}.weight", spec.hidden_size)
-            return RMSNorm(weight_D.float() + spec.norm_weight_offset, spec.norm_eps)
+            return kernels.norm(weight_D.float() + spec.norm_weight_offset, spec.norm_eps, consumer)
 
         self.rope = layer.rope
         self.kv_cache_group = layer.kv_cache_group
-        self._attention_input_norm = norm(spec.norms.attention_input)
-        self._attention = Attention(spec, layer, weights, f"{prefix}self_attn.", attention, shard)
+        self._spec = spec
+        self._attention = Attention(
+            spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
+        )
+        self._attention_input_norm = norm(spec.norms.attention_input, self._attention.qkv)
         self._attention_output_norm = norm(spec.norms.attention_output)
-        self._mlp_input_norm = norm(spec.norms.mlp_input)
-        self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard)
+        self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels)
+        self._mlp_input_norm = norm(spec.norms.mlp_input, self._mlp.gate_up)
         self._mlp_output_norm = norm(spec.norms.mlp_output)
-        self._residual_multiplier = spec.residual_multiplier
 
     def forward(
-        self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+        self,
+        x_TD: Tensor,
+        block_TD: Tensor | None,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
     ) -> Tensor:
-        norm = self._attention_input_norm
-        block_TD = self._attention.forward(
-            x_TD if norm is None else norm(x_TD), tables, kv_cache, attn_metadata
-        )
+        """Add `block_TD`, the output of the block before, to the stream `x_TD`; return that of the MLP, to be added."""
+        x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+        block_TD = self._attention.forward(x, tables, kv_cache, attn_metadata)
         if self._attention_output_norm is not None:
             block_TD = self._attention_output_norm(block_TD)
-        x_TD.add_(block_TD, alpha=self._residual_multiplier)
-        norm = self._mlp_input_norm
-        block_TD = self._mlp.forward(x_TD if norm is None else norm(x_TD))
-        if self._mlp_output_norm is not None:
-            block_TD = self._mlp_output_norm(block_TD)
-        return x_TD.add_(block_TD, alpha=self._residual_multiplier)
+        block_TD = self._mlp.forward(added(x_TD, block_TD, self._spec, self._mlp_input_norm))
+        return block_TD if self._mlp_output_norm is None else self._mlp_output_norm(block_TD)
 
 
 class Attention:
@@ -197,6 +215,7 @@ class Attention:
         prefix: str,
         backend: AttentionBackend,
         shard: ModelShard,
+        kernels: LayerKernels,
     ) -> None:
         self._backend = backend
         self._head_dim = spec.head_dim
@@ -215,18 +234,19 @@ class Attention:
             [query_size, kv_size, kv_size],
             [queries, keys, keys],
         )
-        self._qkv = linear(
-            weights.read_rows(prefix, "weight", rows, spec.hidden_size),
+        self.qkv = kernels.linear(
+            weights.read_matrix_rows(prefix, rows, spec.hidden_size),
             weights.read_rows(prefix, "bias", rows) if spec.qkv_bias else None,
         )
-        self._output = row_parallel_linear(
-            weights.read(
+        self._output = RowParallelLinear(
+            weights.read_matrix(
                 f"{prefix}o_proj.weight", spec.hidden_size, query_size, part=queries, dim=1
             ),
             weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
             if spec.attention_output_bias
             else None,
             shard.tensor_parallel,
+            kernels,
         )
         self._head_norm: HeadNorm | None = None
         self._full_norm: FullNorm | None = None
@@ -239,10 +259,10 @@ class Attention:
         return range(heads.start * self._head_dim, heads.stop * self._head_dim)
 
     def forward(
-        self, x_TD: Tensor, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+        self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_THK = self._qkv(x_TD).unflatten(-1, (-1, self._head_dim))
+        qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))
         qk_THK, v_TGK = qkv_THK.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if self._full_norm is not None:
             qk_THK = self._full_norm(qk_THK)
@@ -302,7 +322,12 @@ class MLP:
     """Gated feed-forward block."""
 
     def __init__(
-        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+        self,
+        spec: ModelSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
     ) -> None:
         hidden, intermediate = spec.hidden_size, spec.intermediate_size
         part = shard.tensor_parallel.part(intermediate)
@@ -311,16 +336,19 @@ class MLP:
             [intermediate] * 2,
             [part] * 2,
         )
-        self._gate_up = linear(
-            weights.read_rows(prefix, "weight", rows, hidden),
+        self.gate_up = kernels.linear(
+            weights.read_matrix_rows(prefix, rows, hidden),
             weights.read_rows(prefix, "bias", rows) if spec.mlp_bias else None,
         )
-        self._down = row_parallel_linear(
-            weights.read(f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1),
+        self._down = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1
+            ),
             weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
             shard.tensor_parallel,
+            kernels,
         )
-        self._gated_activation = GATED_ACTIVATIONS[spec.activation]
+        self._gated_activation = kernels.gated_activation(spec.activation, self._down)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self._down(self._gated_activation(self._gate_up(x_TD)))
+    def forward(self, x: Any) -> Tensor:
+        return self._down(self._gated_activation(self.gate_up(x)))

@@ -3,11 +3,19 @@
 T tokens, D hidden size, F intermediate size, O output features, K head dimension.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..quantization.matrix import QuantizedMatrix, Weight
+
+Linear = Callable[[Any], Tensor]
+GatedActivation = Callable[[Tensor], Any]
 
 
 class RMSNorm:
@@ -20,8 +28,12 @@ class RMSNorm:
         self.eps = eps
         self.shape = weight.shape[-1:]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Any:
         return torch.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+
+    def of_sum(self, x: Tensor, block: Tensor, multiplier: float) -> Any:
+        """Add `block` * `multiplier` to `x`, in place, and return the norm of that."""
+        return self(x.add_(block, alpha=multiplier))
 
 
 class HeadNorm:
@@ -38,7 +50,31 @@ class HeadNorm:
         return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
 
 
-def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+class LayerKernels:
+    """What computes the layers' operations: torch, on any device.
+
+    A kernel of another kind may hand what it computes to the product that follows, `consumer`, in that one's own form.
+    """
+
+    def can_keep(self, matrix: QuantizedMatrix) -> bool:
+        """Whether products with the matrix need not have it dequantized."""
+        return False
+
+    def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
+        """Return x_TD -> x @ weight.T + bias. The weight is quantized only if `can_keep` said that it can be."""
+        assert isinstance(weight, Tensor)
+        return linear(weight, bias_O)
+
+    def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
+        """`weight_D` is float32."""
+        return RMSNorm(weight_D, eps)
+
+    def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
+        """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
+        return GATED_ACTIVATIONS[name]
+
+
+def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:
     """Return x_TD -> x @ weight.T + bias for fixed weights.
 
     bfloat16 weights on the CPU are kept in oneDNN's own blocked layout, which spares every call
@@ -53,7 +89,7 @@ def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor]
     return lambda x_TD: F.linear(x_TD, weight_OD, bias_O)
 
 
-def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OD)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     # oneDNN adds up long rows in another order when there is only one of them. Two cost no more,

@@ -6,30 +6,36 @@ share of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..quantization.matrix import Weight
 from ..tensor_parallel import TensorParallel
-from .layers import linear
+from .layers import LayerKernels
 from .spec import ModelSpec
 
 
-def row_parallel_linear(
-    weight_OI: Tensor, bias_O: Tensor | None, tensor_parallel: TensorParallel
-) -> Callable[[Tensor], Tensor]:
-    """Return x_TI -> x @ weight.T + bias, of which each rank has a part of the inputs."""
-    if tensor_parallel.size == 1:
-        return linear(weight_OI, bias_O)
-    multiply = linear(weight_OI)
+class RowParallelLinear:
+    """x_TI -> x @ weight.T + bias, of which each rank has a part of the inputs."""
 
-    def forward(x_TI: Tensor) -> Tensor:
-        y_TO = tensor_parallel.sum(multiply(x_TI))
-        return y_TO if bias_O is None else y_TO.add_(bias_O)
+    def __init__(
+        self,
+        weight: Weight,
+        bias_O: Tensor | None,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+    ) -> None:
+        is_alone = tensor_parallel.size == 1
+        self.own = kernels.linear(weight, bias_O if is_alone else None)
+        self._bias_O = None if is_alone else bias_O
+        self._tensor_parallel = tensor_parallel
 
-    return forward
+    def __call__(self, x: Any) -> Tensor:
+        y_TO = self._tensor_parallel.sum(self.own(x))
+        return y_TO if self._bias_O is None else y_TO.add_(self._bias_O)
 
 
 class VocabParallelEmbedding:
@@ -53,8 +59,14 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """The output projection, of which each rank has the rows of a part of the vocabulary."""
 
-    def __init__(self, weight_vD: Tensor, spec: ModelSpec, tensor_parallel: TensorParallel) -> None:
-        self._multiply = linear(weight_vD)
+    def __init__(
+        self,
+        weight: Weight,
+        spec: ModelSpec,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+    ) -> None:
+        self._multiply = kernels.linear(weight)
         self._parts = tensor_parallel.parts(spec.vocab_size)
         self._spec = spec
         self._tensor_parallel = tensor_parallel

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...protocol.errors import CheckpointError
 from ..loaders.checkpoint import Checkpoint
+from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from .shard import ModelShard
 
 ProgressCallback = Callable[[int, int], None]
@@ -48,7 +49,7 @@ class WeightReader:
     """The text decoder's tensors, under whatever prefix the checkpoint keeps them.
 
     `has_head` says whether the output projection is a tensor of its own. Of the tensors only those are expected to
-    be read that `shard` has a part of; by default all.
+    be read that `shard` has a part of; by default all. Quantized matrices are kept so if `can_keep` says that they can be.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class WeightReader:
         device: torch.device,
         *,
         has_head: bool,
+        can_keep: Callable[[QuantizedMatrix], bool] = lambda matrix: False,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
+        self._can_keep = can_keep
         self._is_tied = not has_head
         self._names = set(checkpoint.names())
         embedding = next((name for name in sorted(self._names) if name.endswith(_EMBEDDING)), None)
@@ -94,9 +97,26 @@ class WeightReader:
         parts = [self.read(f"{prefix}{r.name}.{suffix}", r.total, *rest, part=r.part) for r in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Tensor:
+    def read_matrix(
+        self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0
+    ) -> Weight:
+        """As `read`, for products: quantized if it can be."""
+        return self._stacked([self._read_matrix(self._prefix + name, (rows, columns), part, dim)])
+
+    def read_matrix_rows(self, prefix: str, rows: Sequence[Rows], columns: int) -> Weight:
+        """As `read_rows`, for products: quantized if all of them can be."""
+        names = (f"{self._prefix}{prefix}{r.name}.weight" for r in rows)
+        shapes = ((r.total, columns) for r in rows)
+        return self._stacked(
+            [
+                self._read_matrix(name, shape, r.part)
+                for name, shape, r in zip(names, shapes, rows, strict=True)
+            ]
+        )
+
+    def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
         """Return the output projection of a model that does not tie it to the embedding, or rows of it."""
-        return self._read(self._head, (vocab_size, hidden_size), part)
+        return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
         """Return what these heads' keys and values are to be divided by in an FP8 cache, float32 [2, G], if it is known.
@@ -132,6 +152,26 @@ class WeightReader:
         tensor = self.checkpoint.tensor(name, self.dtype, dim=dim, start=start, stop=stop)
         self._mark_read(name)
         return tensor.to(self.device)
+
+    def _read_matrix(
+        self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0
+    ) -> Tensor | QuantizedMatrix:
+        self._check(name, shape)
+        start, stop = (None, None) if part is None else (part.start, part.stop)
+        matrix = self.checkpoint.quantized(name, dim=dim, start=start, stop=stop)
+        if matrix is None or not self._can_keep(matrix):
+            return self._read(name, shape, part, dim)
+        self._mark_read(name)
+        return matrix.to(self.device)
+
+    def _stacked(self, parts: Sequence[Tensor | QuantizedMatrix]) -> Weight:
+        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+        if len(quantized) == len(parts):
+            return merge_rows(quantized)
+        tensors = [
+            part if isinstance(part, Tensor) else part.dequantize(self.dtype) for part in parts
+        ]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._names:

@@ -38,7 +38,7 @@ class Float8Scheme(QuantizationScheme):
             scale_OG, group_size = self._scale_of_blocks(module, shape, rows, columns)
         input_scale = None
         if self._activations is ActivationScheme.STATIC:
-            input_scale = _number(module, "input_scale")
+            input_scale = float(_number(module, "input_scale"))
         return QuantizedMatrix(
             weight_OD,
             None,
@@ -55,7 +55,7 @@ class Float8Scheme(QuantizationScheme):
             # Of one output it does not matter which it is.
             scale = module.read("weight_scale", found, rows).float()
             return scale.reshape(-1, 1)
-        return torch.full((len(rows), 1), _number(module, "weight_scale"))
+        return _number(module, "weight_scale").expand(len(rows), 1)
 
     def _scale_of_blocks(
         self, module: StoredModule, shape: tuple[int, int], rows: range, columns: range
@@ -72,7 +72,7 @@ class Float8Scheme(QuantizationScheme):
         return groups.expand(scale_OG), groups.size
 
 
-def _number(module: StoredModule, tensor: str) -> float:
+def _number(module: StoredModule, tensor: str) -> Tensor:
     """Read a tensor of one number."""
     found = module.shape(tensor)
-    return float(module.read(tensor, (1,) if found == (1,) else ()).float())
+    return module.read(tensor, (1,) if found == (1,) else ()).float().reshape(())

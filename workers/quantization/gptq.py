@@ -83,7 +83,7 @@ class GPTQScheme(QuantizationScheme):
         if not module.has("g_idx"):
             return None
         groups = module.read("g_idx", (num_columns,)).long()
-        if torch.equal(groups, torch.arange(num_columns) // group_size):
+        if torch.equal(groups, torch.arange(num_columns, device=groups.device) // group_size):
             return None
         num_groups = -(-num_columns // group_size)
         if int(groups.min()) < 0 or int(groups.max()) >= num_groups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,6 +95,10 @@ class QuantizedMatrix:
             and (self.offset_OG is None) == (other.offset_OG is None)
             and _are_equal(self.column_order_D, other.column_order_D)
         )
+
+
+Weight: TypeAlias = Tensor | tuple[QuantizedMatrix, ...]
+"""A matrix [O, D] as it is kept: all of it in one tensor, or quantized, the rows of one matrix below those of the other."""
 
 
 def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ...]:

@@ -139,7 +139,8 @@ def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> Quanti
     size = int(counts[0])
     is_even = bool((counts[:-1] == size).all()) and int(counts[-1]) <= size
     if not is_even:
-        groups, size, order_D = group_of_column_D, 1, torch.arange(len(group_of_column_D))
+        groups, size = group_of_column_D, 1
+        order_D = torch.arange(len(groups), device=groups.device)
     zero = matrix.zero_OG
     return QuantizedMatrix(
         matrix.values_OD[:, order_D],

@@ -1,0 +1,88 @@
+"""Whole models with Triton's kernels give the logits that they give with torch's."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine.protocol.gguf import GGMLQuantizationType
+from engine.workers.cuda.layers import TritonKernels
+from engine.workers.cuda.quantized_linear import QuantizedLinear
+from support.decoders import Runner, load_decoder
+from support.gguf_writer import write_gguf
+from support.quantized_checkpoints import quantize_directory
+from support.tiny_checkpoints import (
+    gemma3_gguf,
+    qwen3_directory,
+    random_model,
+    sentencepiece_tokenizer,
+)
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+
+
+def logits(path: Path, kernels: TritonKernels | None) -> torch.Tensor:
+    """Of a prompt in two chunks and a token after it."""
+    prompt = random.Random(4).choices(range(4, 300), k=21)
+    runner = Runner(load_decoder(path, kernels=kernels))
+    return torch.cat([runner.step({0: prompt[a:b]})[0] for a, b in ((0, 12), (12, 20), (20, 21))])
+
+
+def kernels(*, has_float8: bool = True) -> TritonKernels:
+    return TritonKernels(torch.float32, has_float8=has_float8)
+
+
+def check(path: Path, tolerance: float = 2e-5) -> None:
+    expected = logits(path, None)
+    assert (logits(path, kernels()) - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_norms_and_activations_of_gemma(tmp_path: Path) -> None:
+    check(gemma3_gguf(tmp_path)[0])
+
+
+def test_multiplied_residuals_and_an_untied_head(tmp_path: Path) -> None:
+    sizes = SIZES | {"residual_multiplier": 0.22, "tie_word_embeddings": False}
+    del sizes["head_dim"]
+    model = random_model("GraniteConfig", "GraniteForCausalLM", sizes, sentencepiece_tokenizer())
+    model.save_pretrained(tmp_path)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "gptq-8", "compressed-int8"])
+def test_integers(tmp_path: Path, name: str) -> None:
+    path, _ = qwen3_directory(tmp_path)
+    quantize_directory(path, name)
+    decoder = load_decoder(path, kernels=kernels())
+    assert isinstance(decoder._layers[0]._attention.qkv, QuantizedLinear)
+    check(path)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-static", "fp8-blocks", "compressed-fp8"])
+def test_float8(tmp_path: Path, name: str) -> None:
+    """Here the activations are rounded as well, to three bits."""
+    path, _ = qwen3_directory(tmp_path)
+    quantize_directory(path, name)
+    check(path, 0.2)
+    expected = logits(path, None)
+    assert torch.allclose(logits(path, kernels(has_float8=False)), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("ggml_type", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_gguf(tmp_path: Path, ggml_type: str) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    sizes = SIZES | {"tie_word_embeddings": False}
+    model = random_model("LlamaConfig", "LlamaForCausalLM", sizes, tokenizer)
+    path = write_gguf(
+        tmp_path / "model.gguf", model, tokenizer, ggml_type=GGMLQuantizationType[ggml_type]
+    )
+    # Scales of scales are rounded to float16.
+    check(path, 3e-3)

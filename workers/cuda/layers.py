@@ -1,0 +1,68 @@
+"""The layers' operations as Triton kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..models.layers import GatedActivation, LayerKernels, Linear, RMSNorm
+from ..models.parallel_layers import RowParallelLinear
+from ..quantization.matrix import QuantizedMatrix, Weight
+from .float8 import Rounding, Rows
+from .gated_activation import gated_activation
+from .norm import rms_norm
+from .quantized_linear import QuantizedLinear, can_keep
+
+
+class TritonKernels(LayerKernels):
+    """Quantized matrices stay so; products with others are torch's. What is computed for a product that wants float8 is rounded on the way.
+
+    `has_float8` says whether the device computes with float8.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, has_float8: bool) -> None:
+        self._dtype = dtype
+        self._has_float8 = has_float8
+
+    def can_keep(self, matrix: QuantizedMatrix) -> bool:
+        return (matrix.bits is not None or self._has_float8) and can_keep(matrix)
+
+    def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
+        if isinstance(weight, Tensor):
+            return super().linear(weight, bias_O)
+        return QuantizedLinear(weight, bias_O, self._dtype)
+
+    def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
+        return _Norm(weight_D, eps, _rounding(consumer))
+
+    def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
+        return partial(gated_activation, name, rounding=_rounding(consumer))
+
+
+class _Norm(RMSNorm):
+    __slots__ = ("_rounding",)
+
+    def __init__(self, weight_D: Tensor, eps: float, rounding: Rounding | None) -> None:
+        super().__init__(weight_D, eps)
+        self._rounding = rounding
+
+    def __call__(self, x_TD: Tensor) -> Rows:
+        return rms_norm(x_TD, self.weight, self.eps, rounding=self._rounding)
+
+    def of_sum(self, x_TD: Tensor, block_TD: Tensor, multiplier: float) -> Rows:
+        return rms_norm(
+            x_TD,
+            self.weight,
+            self.eps,
+            block_TD=block_TD,
+            multiplier=multiplier,
+            rounding=self._rounding,
+        )
+
+
+def _rounding(consumer: Linear | None) -> Rounding | None:
+    if isinstance(consumer, RowParallelLinear):
+        consumer = consumer.own
+    return consumer.rounding if isinstance(consumer, QuantizedLinear) else None
