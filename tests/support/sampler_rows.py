@@ -8,15 +8,21 @@ from engine.workers.sampling import Sampler, SamplerOutput, choose_tokens
 from engine.workers.sampling.sampler import ChooseTokens
 
 EOS = 2
+CPU = torch.device("cpu")
 
 
 class Rows:
     """Requests in a sampler, by slot. Slot s has `prompt` tokens 3, 4, 5 unless told otherwise."""
 
     def __init__(
-        self, vocab_size: int, num_slots: int = 80, choose: ChooseTokens = choose_tokens
+        self,
+        vocab_size: int,
+        num_slots: int = 80,
+        choose: ChooseTokens = choose_tokens,
+        device: torch.device = CPU,
     ) -> None:
-        self.sampler = Sampler(num_slots, vocab_size, torch.device("cpu"), choose)
+        self.sampler = Sampler(num_slots, vocab_size, device, choose)
+        self.device = device
         self.lengths = np.zeros(num_slots, np.int32)
 
     def add(
@@ -38,7 +44,9 @@ class Rows:
         grammar: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> SamplerOutput:
         slots_S = np.array(slots, np.int32)
-        output = self.sampler.sample(logits.clone(), slots_S, self.lengths[slots_S], grammar)
+        output = self.sampler.sample(
+            logits.to(self.device, copy=True), slots_S, self.lengths[slots_S], grammar
+        )
         self.lengths[slots_S] += 1
         return output
 

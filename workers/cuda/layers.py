@@ -7,13 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...protocol.arrays import Int32Array
 from ..models.layers import GatedActivation, LayerKernels, Linear, RMSNorm
 from ..models.parallel_layers import RowParallelLinear
 from ..quantization.matrix import QuantizedMatrix, Weight
+from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
 from .gated_activation import gated_activation
 from .norm import rms_norm
 from .quantized_linear import QuantizedLinear, can_keep
+from .sampling import choose_tokens
 
 
 class TritonKernels(LayerKernels):
@@ -39,6 +42,11 @@ class TritonKernels(LayerKernels):
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
         return partial(gated_activation, name, rounding=_rounding(consumer))
+
+    def choose_tokens(
+        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        return choose_tokens(logits_SV, metadata, positions_S)
 
 
 class _Norm(RMSNorm):

@@ -14,7 +14,7 @@ from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
-from ..sampling import SamplingMetadata, choose_tokens
+from ..sampling import SamplingMetadata
 from .layers import HeadNorm, LayerKernels, Linear, RMSNorm
 from .parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from .rope import RotaryEmbedding, RotaryTables
@@ -49,6 +49,7 @@ class Decoder:
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = dtype
+        self.choose_tokens = kernels.choose_tokens
         weights = WeightReader(
             checkpoint,
             dtype,
@@ -139,9 +140,7 @@ class Decoder:
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
-        return hidden_TD, choose_tokens(logits_SV, metadata, positions_S)
-
-    choose_tokens = staticmethod(choose_tokens)
+        return hidden_TD, self.choose_tokens(logits_SV, metadata, positions_S)
 
     def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> None:
         """There is nothing that decodes faster than `forward_and_sample`."""

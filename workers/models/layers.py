@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.arrays import Int32Array
 from ..quantization.matrix import QuantizedMatrix, Weight
+from ..sampling import SamplingMetadata, choose_tokens
 
 Linear = Callable[[Any], Tensor]
 GatedActivation = Callable[[Tensor], Any]
@@ -51,7 +53,7 @@ class HeadNorm:
 
 
 class LayerKernels:
-    """What computes the layers' operations: torch, on any device.
+    """What computes the layers' operations and chooses tokens: torch, on any device.
 
     A kernel of another kind may hand what it computes to the product that follows, `consumer`, in that one's own form.
     """
@@ -72,6 +74,12 @@ class LayerKernels:
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
         """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
         return GATED_ACTIVATIONS[name]
+
+    def choose_tokens(
+        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        """See `sampling.choose_tokens`."""
+        return choose_tokens(logits_SV, metadata, positions_S)
 
 
 def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:

@@ -48,6 +48,18 @@ class RowGroup:
 
 
 @dataclass(slots=True)
+class RowParameters:
+    """What each row asks for, on the device, for a kernel that chooses the tokens of all of them; see `SamplingState`."""
+
+    is_greedy_S: torch.Tensor
+    inverse_temperature_S: torch.Tensor
+    top_k_S: torch.Tensor
+    top_p_S: torch.Tensor
+    min_p_margin_S: torch.Tensor
+    seed_S: torch.Tensor
+
+
+@dataclass(slots=True)
 class LogprobRows:
     """The rows that report log-probabilities, with their slots and numbers of alternatives.
 
@@ -124,6 +136,20 @@ class SamplingMetadata:
     def groups(self) -> list[RowGroup]:
         """The rows by how their tokens are chosen, for `choose_tokens`."""
         return _row_groups(self.state, self.slots_S)
+
+    @cached_property
+    def parameters(self) -> RowParameters:
+        """The rows one by one."""
+        state, slots_S = self.state, self.slots_S
+        columns = (
+            state.is_greedy,
+            state.inverse_temperature,
+            state.top_k,
+            state.top_p,
+            state.min_p_margin,
+            state.seed,
+        )
+        return RowParameters(*(_to_device(column[slots_S], state) for column in columns))
 
     @property
     def needs_logits(self) -> bool:

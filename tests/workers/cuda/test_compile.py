@@ -4,18 +4,27 @@ from support.triton_compile import compile_for_hopper
 
 
 def launch_all() -> None:
+    import numpy as np
     import torch
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import gated_activation
     from engine.workers.cuda.norm import rms_norm
     from engine.workers.cuda.quantized_linear import QuantizedLinear
+    from engine.workers.cuda.sampling import choose_tokens
     from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix
+    from engine.workers.sampling import SamplingMetadata
+    from engine.workers.sampling.state import SamplingState
 
     x = torch.zeros(4, 8192).bfloat16()
     for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
         rms_norm(x, torch.ones(8192), 1e-6, block_TD=x.clone(), rounding=rounding)
         for name in ("silu", "gelu_tanh"):
             gated_activation(name, torch.zeros(4, 2 * 14336).bfloat16(), rounding)
+
+    for vocab_size in (32000, 151936):
+        state = SamplingState(2, vocab_size, torch.device("cpu"))
+        metadata = SamplingMetadata.of(state, np.arange(2))
+        choose_tokens(torch.zeros(2, vocab_size), metadata, np.zeros(2, np.int32))
 
     rows, columns = 1024, 4096
 
@@ -55,6 +64,6 @@ def launch_all() -> None:
 
 def test_every_kernel_fits() -> None:
     kernels = compile_for_hopper(__file__, "launch_all")
-    assert len({kernel.name for kernel in kernels}) == 5
+    assert len({kernel.name for kernel in kernels}) == 7
     assert not [kernel for kernel in kernels if not kernel.fits]
     assert not [kernel for kernel in kernels if kernel.stack_bytes]

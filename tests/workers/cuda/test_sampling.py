@@ -1,0 +1,131 @@
+"""The kernels choose the tokens that the torch sampler chooses."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from engine.protocol.arrays import int32_view
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.cuda import sampling
+from engine.workers.cuda.sampling import choose_tokens
+from engine.workers.sampling.random import Stream, uniforms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sampler_rows import Rows
+from support.triton_interpreter import interpret_without_gpu
+
+DEVICE = interpret_without_gpu()
+VOCAB_SIZES = (33, 1000, 9000)
+NUM_ROWS = 4
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 40, "top_p": 0.95, "temperature": 0.8},
+    {"top_k": 90, "temperature": 2.0},
+    {"top_k": 700, "temperature": 2.0},
+    {"top_k": 500, "top_p": 0.98, "temperature": 5.0, "min_p": 0.001},
+    {"top_p": 0.7},
+    {"top_p": 0.99, "temperature": 4.0},
+    {"top_p": 1e-9},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+    {"top_p": 0.9, "min_p": 0.05},
+]
+
+
+def random_logits(vocab_size: int, seed: int = 1, num_rows: int = NUM_ROWS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * 3
+
+
+def both_choose(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
+    samplers = (
+        Rows(logits.shape[1], choose=choose_tokens, device=DEVICE),
+        Rows(logits.shape[1]),
+    )
+    slots = list(range(len(params)))
+    for rows in samplers:
+        for slot, each in enumerate(params):
+            rows.add(slot, each)
+    found, expected = (rows.tokens(logits, slots) for rows in samplers)
+    return found, expected
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("kwargs", PARAMS, ids=str)
+def test_the_same_tokens_as_the_torch_sampler(kwargs: dict[str, Any], vocab_size: int) -> None:
+    params = [SamplingParams(seed=seed, **kwargs) for seed in range(NUM_ROWS)]
+    found, expected = both_choose(random_logits(vocab_size), params)
+    assert found == expected
+
+
+@given(
+    top_k=st.sampled_from([0, 1, 2, 40, 256, 257, 900]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.3, 1.0]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 9.0]),
+    levels=st.sampled_from([1, 3, 50]),
+    seed=st.integers(0, 2**62),
+)
+@settings(max_examples=25, deadline=None)
+def test_ties_go_to_the_lower_id(
+    top_k: int, top_p: float, min_p: float, temperature: float, levels: int, seed: int
+) -> None:
+    params = SamplingParams(
+        top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, seed=seed
+    )
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, levels, (2, 600), generator=generator).float() / levels
+    found, expected = both_choose(logits, [params, params])
+    assert found == expected
+
+
+def test_rows_that_ask_for_different_things() -> None:
+    params = [SamplingParams(seed=seed, **kwargs) for seed, kwargs in enumerate(PARAMS)]
+    found, expected = both_choose(random_logits(1000, num_rows=len(params)), params)
+    assert found == expected
+
+
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}])
+def test_rows_without_a_token(kwargs: dict[str, Any]) -> None:
+    logits = random_logits(100, num_rows=5)
+    logits[0, 7] = float("nan")
+    logits[1, 99] = float("inf")
+    logits[2] = float("-inf")
+    logits[3] = float("-inf")
+    logits[3, 8] = -0.0
+    rows = Rows(100, choose=choose_tokens, device=DEVICE)
+    for slot in range(5):
+        rows.add(slot, SamplingParams(seed=slot, **kwargs))
+    output = rows.sample(logits, list(range(5)))
+    tokens = int32_view(output.sampled_token_ids).tolist()
+    assert tokens[:4] == [0, 0, 0, 8]
+    assert int32_view(output.nan_slots).tolist() == [0, 1]
+    assert [slot for slot, _ in output.failed_slots] == [2]
+
+
+@triton.jit
+def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, uniform: tl.constexpr):
+    row = tl.program_id(0)
+    noise = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    tl.store(out_ptr + row, noise)
+
+
+def test_the_noise_is_that_of_the_cpu_to_the_bit() -> None:
+    generator = np.random.default_rng(0)
+    seeds = generator.integers(-(2**63), 2**63, 50)
+    positions = generator.integers(0, 2**40, 50)
+    found = torch.empty(50, dtype=torch.float64, device=DEVICE)
+    _uniform_kernel[(50,)](
+        torch.from_numpy(seeds).to(DEVICE),
+        torch.from_numpy(positions).to(DEVICE),
+        found,
+        sampling._uniform,
+    )
+    assert np.array_equal(found.cpu().numpy(), uniforms(seeds, positions, Stream.TOKEN))

@@ -1,0 +1,310 @@
+"""The next token of every row of logits, chosen by one program a row, as `workers.sampling.choose_tokens` does.
+
+The noise, the weights and so the choices are those of the torch code. Only the exponential may differ in the last bit from that of
+another device, which changes a choice about once in 10 ** 7 tokens.
+
+S rows of the batch, V vocabulary, N blocks of 32 neighbouring tokens, D tokens that are ranked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...protocol.arrays import Int32Array
+from ..sampling.choice import NOT_A_NUMBER, NOTHING_ALLOWED
+from ..sampling.metadata import SamplingMetadata
+from ..sampling.random import Stream
+from .row_search import (
+    LOWEST_LEVEL,
+    level_of,
+    level_that_exceeds,
+    logit_of,
+    measure_of_row,
+    nth_of_level,
+    positions_of_largest,
+    random_target,
+    share_of,
+    token_at_weight,
+    weight_of,
+)
+
+_BLOCK = tl.constexpr(32)
+_BLOCKS_AT_ONCE = 64
+_DEPTH = 256
+"""How many of a row's best tokens are ranked; filters that keep more take some hundred microseconds longer."""
+
+_TILE = 4096
+_NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
+_NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
+_TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
+
+
+@triton.jit
+def _block_max_kernel(
+    logits_ptr, stride, block_max_ptr, vocab_size, num_blocks, BLOCKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    ids = blocks_N[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    # What is not a number shall not get lost in a maximum, and is told from infinity by nobody.
+    logits = tl.where(logits != logits, float("inf"), logits)
+    tl.store(
+        block_max_ptr + row * num_blocks + blocks_N, tl.max(logits, 1), mask=blocks_N < num_blocks
+    )
+
+
+@triton.jit
+def _uniform(seed, position):
+    """Return the noise of a token, float64 in [0, 1), as `workers.sampling.random.uniforms` does."""
+    zero = position.to(tl.uint32) * 0
+    low, high = position.to(tl.uint32), (position.to(tl.uint64) >> 32).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, low, high, zero + _TOKEN_STREAM, zero)
+    bits = (first.to(tl.uint64) << 21) | (second.to(tl.uint64) >> 11)
+    return bits.to(tl.float64) * (1.0 / (1 << 53))
+
+
+@triton.jit
+def _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH: tl.constexpr):
+    """Write the ids of the `DEPTH` best tokens to a list, in the order of ids.
+
+    The blocks with the largest maxima hold them.
+    """
+    place_N = positions_of_largest(level_of(max_N), DEPTH)
+    tl.store(list_ptr + place_N, blocks_N, mask=place_N >= 0)
+    tl.debug_barrier()
+    chosen_D = tl.load(list_ptr + tl.arange(0, DEPTH))
+    tl.debug_barrier()
+    ids = (chosen_D[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]).reshape(DEPTH * _BLOCK)
+    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+    place = positions_of_largest(level_of(logits), DEPTH)
+    tl.store(list_ptr + place, ids, mask=place >= 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rank_keys(row_ptr, vocab_size, ids):
+    """Return logits, and keys that order tokens by logit, then by lower id."""
+    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+    return logits, (level_of(logits).to(tl.int64) << 32) + (0x7FFFFFFF - ids)
+
+
+@triton.jit
+def _sample_best(
+    row_ptr,
+    vocab_size,
+    list_ptr,
+    top_k,
+    top_p,
+    total,
+    uniform,
+    peak,
+    inverse_temperature,
+    floor,
+    DEPTH: tl.constexpr,
+):
+    """Return a token of the listed ones, and whether they are enough. With a top-k it defines the total."""
+    ids_D = tl.load(list_ptr + tl.arange(0, DEPTH))
+    logits_D, keys_D = _rank_keys(row_ptr, vocab_size, ids_D)
+    weights_D = weight_of(logits_D, peak, inverse_temperature, floor)
+    rank_D = tl.zeros((DEPTH,), tl.int32)
+    before_D = tl.zeros((DEPTH,), tl.int64)
+    for start in range(0, DEPTH, 16):
+        others = tl.load(list_ptr + start + tl.arange(0, 16))
+        logits, keys = _rank_keys(row_ptr, vocab_size, others)
+        weights = weight_of(logits, peak, inverse_temperature, floor)
+        is_before = keys[None, :] > keys_D[:, None]
+        rank_D += tl.sum(is_before.to(tl.int32), 1)
+        before_D += tl.sum(tl.where(is_before, weights[None, :], 0), 1)
+    if top_k < vocab_size:
+        total = tl.sum(tl.where(rank_D < top_k, weights_D, 0), 0)
+    needed = share_of(total, top_p)
+    is_enough = (top_k <= DEPTH) | (tl.sum(weights_D, 0) >= needed)
+    is_kept = (rank_D < top_k) & (before_D < needed)
+    target = random_target(uniform, tl.sum(tl.where(is_kept, weights_D, 0), 0))
+    is_it = (before_D <= target) & (target < before_D + weights_D)
+    return tl.sum(tl.where(is_it, ids_D, 0).to(tl.int64), 0), is_enough
+
+
+@triton.jit
+def _sample_any(
+    row_ptr,
+    vocab_size,
+    top_k,
+    top_p,
+    total,
+    uniform,
+    peak,
+    inverse_temperature,
+    floor,
+    TILE: tl.constexpr,
+):
+    """Return a token of as many as top-k and top-p keep."""
+    last = tl.full((), LOWEST_LEVEL, tl.int64)
+    if top_k < vocab_size:
+        last, num_above = level_that_exceeds(
+            row_ptr, vocab_size, top_k - 1, last, peak, inverse_temperature, floor, True, TILE
+        )
+        above = measure_of_row(
+            row_ptr, vocab_size, last + 1, peak, inverse_temperature, floor, False, TILE
+        )
+        weight = weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor)
+        total = above + (top_k - num_above) * weight
+    needed = share_of(total, top_p)
+    last, above = level_that_exceeds(
+        row_ptr, vocab_size, needed - 1, last, peak, inverse_temperature, floor, False, TILE
+    )
+    weight = tl.maximum(weight_of(logit_of(last.to(tl.int32)), peak, inverse_temperature, floor), 1)
+    target = random_target(uniform, above + tl.cdiv(needed - above, weight) * weight)
+    level, above = level_that_exceeds(
+        row_ptr, vocab_size, target, last, peak, inverse_temperature, floor, False, TILE
+    )
+    weight = tl.maximum(
+        weight_of(logit_of(level.to(tl.int32)), peak, inverse_temperature, floor), 1
+    )
+    return nth_of_level(row_ptr, vocab_size, level, (target - above) // weight, TILE)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    stride,
+    block_max_ptr,
+    num_blocks,
+    lists_ptr,
+    is_greedy_ptr,
+    inverse_temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_margin_ptr,
+    seed_ptr,
+    positions_ptr,
+    tokens_ptr,
+    vocab_size,
+    NUM_BLOCKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    blocks_N = tl.arange(0, NUM_BLOCKS)
+    max_N = tl.load(
+        block_max_ptr + row * num_blocks + blocks_N,
+        mask=blocks_N < num_blocks,
+        other=float("-inf"),
+    )
+    peak = tl.max(max_N, 0)
+    token = tl.zeros((), tl.int64)
+    if peak == float("inf"):
+        token += _NOT_A_NUMBER
+    elif peak == float("-inf"):
+        token += _NOTHING_ALLOWED
+    elif tl.load(is_greedy_ptr + row):
+        block = tl.min(tl.where(max_N == peak, blocks_N, NUM_BLOCKS), 0)
+        ids = block * _BLOCK + tl.arange(0, _BLOCK)
+        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        token += tl.min(tl.where(logits == peak, ids, NUM_BLOCKS * _BLOCK), 0)
+    else:
+        inverse_temperature = tl.load(inverse_temperature_ptr + row)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        floor = peak + tl.load(min_p_margin_ptr + row)
+        uniform = _uniform(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
+        has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+        total = tl.zeros((), tl.int64)
+        if not has_top_k:
+            total += measure_of_row(
+                row_ptr,
+                vocab_size,
+                tl.full((), LOWEST_LEVEL, tl.int64),
+                peak,
+                inverse_temperature,
+                floor,
+                False,
+                TILE,
+            )
+        if has_top_k | has_top_p:
+            is_enough = top_k <= DEPTH
+            if is_enough | (not has_top_k):
+                list_ptr = lists_ptr + row * DEPTH
+                _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH)
+                found, is_enough = _sample_best(
+                    row_ptr,
+                    vocab_size,
+                    list_ptr,
+                    top_k,
+                    top_p,
+                    total,
+                    uniform,
+                    peak,
+                    inverse_temperature,
+                    floor,
+                    DEPTH,
+                )
+                token = found
+            if not is_enough:
+                token = _sample_any(
+                    row_ptr,
+                    vocab_size,
+                    top_k,
+                    top_p,
+                    total,
+                    uniform,
+                    peak,
+                    inverse_temperature,
+                    floor,
+                    TILE,
+                )
+        else:
+            target = random_target(uniform, total)
+            token = token_at_weight(
+                row_ptr, vocab_size, target, peak, inverse_temperature, floor, TILE
+            )
+    tl.store(tokens_ptr + row, token)
+
+
+def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array) -> Tensor:
+    """Return the next token of each row, or what is in its place, int64 [S]; see `workers.sampling.choose_tokens`.
+
+    `logits_SV` is float32, its last dimension contiguous.
+    """
+    num_rows, vocab_size = logits_SV.shape
+    device = logits_SV.device
+    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if not num_rows:
+        return tokens_S
+    rows = metadata.parameters
+    num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
+    block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
+    lists_SD = torch.empty(num_rows, _DEPTH, dtype=torch.int32, device=device)
+    _block_max_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
+        logits_SV,
+        logits_SV.stride(0),
+        block_max_SN,
+        vocab_size,
+        num_blocks,
+        BLOCKS=_BLOCKS_AT_ONCE,
+    )
+    _choose_kernel[(num_rows,)](
+        logits_SV,
+        logits_SV.stride(0),
+        block_max_SN,
+        num_blocks,
+        lists_SD,
+        rows.is_greedy_S,
+        rows.inverse_temperature_S,
+        rows.top_k_S,
+        rows.top_p_S,
+        rows.min_p_margin_S,
+        rows.seed_S,
+        torch.from_numpy(positions_S).to(device, torch.int64),
+        tokens_S,
+        vocab_size,
+        NUM_BLOCKS=max(_DEPTH, triton.next_power_of_2(num_blocks)),
+        DEPTH=_DEPTH,
+        TILE=min(_TILE, max(128, triton.next_power_of_2(vocab_size))),
+        num_warps=8,
+    )
+    return tokens_S
