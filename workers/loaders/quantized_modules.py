@@ -14,8 +14,8 @@ from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, U
 if TYPE_CHECKING:
     from .hf import HFCheckpoint
 
-# Scales for a float8 KV cache, which the weights' scheme may come with.
-_KV_CACHE_SCALE = re.compile(r".*\.([qkv]_scale|[qkv]_proj\.output_scale)")
+# For attention in float8, which the weights' scheme may come with.
+_UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
 
 
 class QuantizedModules:
@@ -40,7 +40,7 @@ class QuantizedModules:
         self.names = frozenset(
             name
             for name in stored
-            if not _KV_CACHE_SCALE.fullmatch(name)
+            if not _UNUSED_SCALE.fullmatch(name)
             and not (
                 f"{name.rpartition('.')[0]}.weight" in self._modules
                 and (name.rpartition(".")[2] in companions or _is_empty_bias(checkpoint, name))

@@ -1,0 +1,231 @@
+"""Times the Triton kernels around attention on a GPU beside the roofline measured in the same run.
+
+    scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear] [--json]
+
+A kernel's fraction is the time that its bytes would take at the speed of a copy, or its operations at that of a bf16 product,
+whichever is longer, over the time that it took. Without a GPU the cases are tiny and the kernels interpreted: that shows that
+the program works, and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from engine.protocol.sampling_params import SamplingParams  # noqa: E402
+from engine.workers.cuda.float8 import Rounding  # noqa: E402
+from engine.workers.cuda.gated_activation import gated_activation  # noqa: E402
+from engine.workers.cuda.norm import rms_norm  # noqa: E402
+from engine.workers.cuda.quantized_linear import QuantizedLinear  # noqa: E402
+from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
+from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
+from engine.workers.sampling import Sampler  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter multiplies no bfloat16 matrices.
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+REPEATS = 50 if HAS_GPU else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`gigabytes` and `teraflops` are what a call cannot do without."""
+
+    name: str
+    run: Callable[[], object]
+    gigabytes: float
+    teraflops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    name: str
+    microseconds: float
+    gb_per_s: float
+    tflops: float
+    roofline: float
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The median of `REPEATS` calls, each after the L2 cache was overwritten."""
+    run()
+    if not HAS_GPU:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return statistics.median(times)
+
+
+def measured_roofline() -> tuple[float, float]:
+    """Gigabytes a second of a copy, and teraflops a second of a bf16 product."""
+    size = (1 << 30) if HAS_GPU else (1 << 20)
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    n = 8192 if HAS_GPU else 64
+    a = torch.randn(n, n, device=DEVICE).to(DTYPE)
+    b = torch.randn(n, n, device=DEVICE).to(DTYPE)
+    return (
+        2 * size / 1e9 / seconds(lambda: target.copy_(source)),
+        2 * n**3 / 1e12 / seconds(lambda: a @ b.T),
+    )
+
+
+def matrices(rows: int, columns: int) -> Iterator[tuple[str, QuantizedMatrix]]:
+    def integers(bits: int, group: int, **others: Any) -> QuantizedMatrix:
+        values = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8, device=DEVICE)
+        scale = torch.rand(rows, columns // group, device=DEVICE).half()
+        return QuantizedMatrix(values, bits, scale, group, **others)
+
+    def float8(group: int, activations: ActivationScheme) -> QuantizedMatrix:
+        values = torch.randn(rows, columns, device=DEVICE).to(torch.float8_e4m3fn)
+        scale = torch.rand(rows, columns // group, device=DEVICE)
+        return QuantizedMatrix(values, None, scale, group, activations=activations)
+
+    groups = columns // 128
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8, device=DEVICE)
+    offsets = torch.rand(rows, columns // 32, device=DEVICE).half()
+    yield "AWQ, GPTQ 4 bits", integers(4, 128, zero_OG=zeros)
+    yield "Q4_K", integers(4, 32, offset_OG=offsets)
+    yield "Q6_K", integers(6, 16, zero_OG=32)
+    yield "int8", integers(8, columns, zero_OG=128)
+    yield "fp8", float8(columns, ActivationScheme.TOKEN)
+    yield "fp8 blocks", float8(128, ActivationScheme.GROUP)
+
+
+def linear_cases(rows: int, columns: int) -> Iterator[Case]:
+    tokens = (1, 16, 64, 2048) if HAS_GPU else (1, 20)
+    weight = torch.randn(rows, columns, device=DEVICE).to(DTYPE)
+    for count in tokens:
+        x = torch.randn(count, columns, device=DEVICE).to(DTYPE)
+        flops = 2 * count * rows * columns / 1e12
+        traffic = count * (rows + columns) * DTYPE.itemsize
+
+        yield Case(
+            f"{DTYPE}".removeprefix("torch.") + f" x {count}",
+            partial(torch.nn.functional.linear, x, weight),
+            (weight.nbytes + traffic) / 1e9,
+            flops,
+        )
+    for name, matrix in matrices(rows, columns):
+        bits = 8 if matrix.bits is None else matrix.bits
+        size = rows * columns * bits / 8 + matrix.scale_OG.nbytes
+        linear = QuantizedLinear([matrix], None, DTYPE)
+        for count in tokens:
+            x = torch.randn(count, columns, device=DEVICE).to(DTYPE)
+            traffic = count * (rows + columns) * DTYPE.itemsize
+
+            # Where the activations are float8, twice the operations of bf16 are possible.
+            speedup = 1 if linear.rounding is None else 2
+            flops = 2 * count * rows * columns / 1e12 / speedup
+            yield Case(f"{name} x {count}", partial(linear, x), (size + traffic) / 1e9, flops)
+
+
+def row_cases(rows: int, columns: int) -> Iterator[Case]:
+    for tokens in (64, 8192) if HAS_GPU else (2,):
+        x, block = torch.randn(2, tokens, columns, device=DEVICE).to(DTYPE)
+        weight = torch.ones(columns, device=DEVICE)
+        gate_up = torch.randn(tokens, 2 * rows, device=DEVICE).to(DTYPE)
+        for rounding, out_bytes in ((None, DTYPE.itemsize), (Rounding(), 1)):
+            norm = partial(rms_norm, x, weight, 1e-6, block_TD=block, rounding=rounding)
+            activation = partial(gated_activation, "silu", gate_up, rounding)
+            suffix = f" x {tokens}" + (" to float8" if rounding else "")
+
+            moved = tokens * columns * (3 * DTYPE.itemsize + out_bytes)
+            yield Case("add, norm" + suffix, norm, moved / 1e9)
+            moved = tokens * rows * (2 * DTYPE.itemsize + out_bytes)
+            yield Case("silu, multiply" + suffix, activation, moved / 1e9)
+
+
+def sampling_cases(vocab_size: int) -> Iterator[Case]:
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {},
+        "top-k 50": {"top_k": 50},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-p 0.99, hot": {"top_p": 0.99, "temperature": 3.0},
+    }
+    for num_rows in (1, 64, 256) if HAS_GPU else (2,):
+        logits = torch.randn(num_rows, vocab_size, device=DEVICE) * 3
+        positions = np.zeros(num_rows, np.int32)
+        for name, wishes in kinds.items():
+            sampler = Sampler(num_rows, vocab_size, DEVICE)
+            for slot in range(num_rows):
+                params = SamplingParams(seed=slot, **wishes)
+                sampler.add(slot, params, np.zeros(1, np.int32), ())
+            metadata = sampler.describe(np.arange(num_rows, dtype=np.int32))
+
+            yield Case(
+                f"{name} x {num_rows}",
+                partial(choose_tokens, logits, metadata, positions),
+                logits.nbytes / 1e9,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=14336 if HAS_GPU else 80)
+    parser.add_argument("--columns", type=int, default=4096 if HAS_GPU else 256)
+    parser.add_argument("--vocab", type=int, default=151936 if HAS_GPU else 500)
+    parser.add_argument("--only", choices=("linear", "rows", "sampling"))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth, speed = measured_roofline()
+    cases = {
+        "linear": lambda: linear_cases(arguments.rows, arguments.columns),
+        "rows": lambda: row_cases(arguments.rows, arguments.columns),
+        "sampling": lambda: sampling_cases(arguments.vocab),
+    }
+    timings = []
+    for kind in [arguments.only] if arguments.only else cases:
+        for case in cases[kind]():
+            took = seconds(case.run)
+            least = max(case.gigabytes / bandwidth, case.teraflops / speed)
+            timings.append(
+                Timing(
+                    case.name,
+                    took * 1e6,
+                    case.gigabytes / took,
+                    case.teraflops / took,
+                    least / took,
+                )
+            )
+    if arguments.json:
+        found = {"gb_per_s": bandwidth, "tflops": speed, "timings": [asdict(t) for t in timings]}
+        print(json.dumps(found))
+        return
+    device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
+    print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
+    for t in timings:
+        print(
+            f"{t.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
+            f"{t.roofline:6.1%} of the roofline"
+        )
+
+
+if __name__ == "__main__":
+    main()
