@@ -17,6 +17,7 @@ from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
 from ..models.shard import ModelShard
 from ..models.weights import ProgressCallback, WeightReader
+from ..quantization.gguf_blocks import as_blocks, block_type
 from .library import native_library
 
 
@@ -140,8 +141,8 @@ class WeightMemory:
 class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder packed, and its vectors as float32.
 
-    Quantized matrices keep their values; those of a type without a packed format become int8 in
-    groups of 32. Matrices of a float type are packed in `dtype`, or quantized if `quantization`
+    Quantized matrices keep their values; those of a GGUF type without a packed format become int8 in
+    groups of 32, those of other formats that GGUF's types cannot hold are dequantized. Matrices of a float type are packed in `dtype`, or quantized if `quantization`
     says so and their rows are whole groups; the embedding and the head to no less than int8.
     """
 
@@ -226,6 +227,10 @@ class NativeWeightReader(WeightReader):
             source_type = self.checkpoint.ggml_type(name)
             if source_type not in _FLOAT_TYPES.values():
                 return _QUANTIZED_FORMATS.get(source_type, WeightFormat.U8)
+        # A few rows tell what all of them are.
+        few = self.checkpoint.quantized(name, stop=min(8, self.checkpoint.shape(name)[0]))
+        if few is not None and (stored_as := block_type(few)) is not None:
+            return _QUANTIZED_FORMATS[stored_as]
         if self._quantization is None or self.checkpoint.shape(name)[1] % GROUP_SIZE:
             return _FLOAT_FORMATS[self.dtype]
         if name == self._head or name.endswith("embed_tokens.weight"):
@@ -240,6 +245,10 @@ class NativeWeightReader(WeightReader):
             source_type = self.checkpoint.ggml_type(name)
             if can_pack(source_type, weight_format):
                 return source_type, self.checkpoint.raw(name, start, stop)
+        elif matrix := self.checkpoint.quantized(name, start=start, stop=stop):
+            stored_as = block_type(matrix)
+            if stored_as is not None and can_pack(stored_as, weight_format):
+                return stored_as, as_blocks(matrix)
         tensor = self.checkpoint.tensor(name, start=start, stop=stop)
         if tensor.dtype not in _FLOAT_TYPES:
             tensor = tensor.float()

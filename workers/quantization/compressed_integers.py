@@ -105,7 +105,7 @@ class CompressedIntegerScheme(QuantizationScheme):
             covering(rows, self._fields),
             stored,
         )
-        fields_GO = unpack_bytes(words.T.contiguous(), self._bits)
+        fields_GO = unpack_bytes(words.T, self._bits)
         return fields_GO[:, within(rows, self._fields)].T.contiguous()
 
 

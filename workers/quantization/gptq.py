@@ -55,7 +55,7 @@ class GPTQScheme(QuantizationScheme):
         words = module.read(
             "qweight", (num_columns // fields, num_rows), covering(columns, fields), rows
         )
-        values_OD = unpack_bytes(words.T.contiguous(), bits)[:, within(columns, fields)]
+        values_OD = unpack_bytes(words.T, bits)[:, within(columns, fields)]
         zero_words = module.read(
             "qzeros", (num_groups, num_rows // fields), stored, covering(rows, fields)
         )

@@ -91,8 +91,8 @@ def within(part: range, size: int) -> slice:
 
 
 def unpack_bytes(words: Tensor, bits: int) -> Tensor:
-    """Split contiguous int32 words [..., n] into fields of 4 or 8 bits, lowest first: uint8 [..., n * 32 / bits]."""
-    as_bytes = words.view(torch.uint8)
+    """Split int32 words [R, n] into fields of 4 or 8 bits, lowest first: uint8 [R, n * 32 / bits]."""
+    as_bytes = words.reshape(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
     if bits == 8:
         return as_bytes
     return torch.stack((as_bytes & 15, as_bytes >> 4), -1).flatten(-2)

@@ -13,6 +13,7 @@ from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightM
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from safetensors.torch import save_file
+from support.quantized_checkpoints import quantize_directory
 
 F = WeightFormat
 
@@ -140,3 +141,28 @@ def test_weight_memory_is_zero_aligned_and_not_shared() -> None:
         part[0] = part[-1] = number + 1
     for number, part in enumerate(parts):
         assert part[0] == part[-1] == number + 1
+
+
+@pytest.mark.parametrize(
+    ("quantized_with", "weight_format"),
+    [
+        ("awq", F.U4_OFFSET),
+        ("gptq", F.U4_OFFSET),
+        ("gptq-asymmetric", F.U4_OFFSET),
+        ("compressed-int4", F.U4_OFFSET),
+        ("compressed-int8", F.U8),
+        ("gptq-act-order", F.F32),
+        ("fp8-blocks", F.F32),
+    ],
+)
+def test_matrices_of_other_quantizers_stay_as_small_as_they_can(
+    tmp_path: Path, quantized_with: str, weight_format: WeightFormat
+) -> None:
+    checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, x_proj__weight=MATRIX[:48])
+    meaning = quantize_directory(tmp_path, quantized_with)["model.x_proj.weight"]
+    reader = NativeWeightReader(open_checkpoint(tmp_path), torch.float32, has_head=False)
+    packed = reader.packed("x_proj.weight", 48, 64)
+    assert packed.format == weight_format
+    found = torch.from_numpy(packed.rows(range(48)))
+    # Scales and offsets are rounded to float16.
+    assert torch.allclose(found, meaning, rtol=1e-3, atol=1e-3)
