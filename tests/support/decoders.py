@@ -9,6 +9,8 @@ from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from support.batches import Scheduled, attention_batch, positions
 
+CPU = torch.device("cpu")
+
 
 def load_decoder(
     path,
@@ -17,11 +19,11 @@ def load_decoder(
     max_model_len=256,
     block_size=4,
     kernels=None,
+    device=CPU,
     on_progress=None,
 ):
     checkpoint = open_checkpoint(path)
     spec = model_spec(checkpoint.config, path)
-    device = torch.device("cpu")
     attention = attention_backend(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType
-from engine.workers.loaders.dequantize import DEQUANTIZABLE, dequantize
+from engine.workers.loaders.dequantize import (
+    BLOCK_TYPES,
+    DEQUANTIZABLE,
+    dequantize,
+    unpack_matrix,
+)
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from gguf.quants import dequantize as reference_dequantize
 
@@ -96,3 +101,20 @@ def test_the_source_is_left_alone() -> None:
     before = raw.copy()
     dequantize(raw, GGMLQuantizationType.F32, torch.float32).zero_()
     assert np.array_equal(raw, before)
+
+
+@pytest.mark.parametrize("ggml_type", list(BLOCK_TYPES), ids=lambda t: t.name)
+def test_integers_with_their_scales_are_the_values(ggml_type: GGMLQuantizationType) -> None:
+    raw = random_blocks(ggml_type, 60)
+    for at in SCALES_AT[ggml_type.name]:
+        # Scales of an ordinary size, whose products with other scales float16 can hold.
+        raw[:, at + 1] = raw[:, at + 1] & 0x83 | 0x24
+    raw = raw.reshape(6, -1)
+    matrix = unpack_matrix(raw, ggml_type)
+    expected = dequantize(raw, ggml_type, torch.float32)
+    assert matrix.bits is not None
+    assert int(matrix.values_OD.max()) < 1 << matrix.bits
+    found = matrix.dequantize(torch.float32)
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+    if "K" not in ggml_type.name:
+        assert torch.equal(found, expected)
