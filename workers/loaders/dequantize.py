@@ -57,14 +57,14 @@ def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) 
     return out
 
 
-def unpack_matrix(raw_Rb: npt.NDArray[np.uint8], ggml_type: T) -> QuantizedMatrix:
-    """Return the matrix of R rows of whole blocks as integers with float16 scales and offsets.
+def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
+    """Return the matrix of R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as integers with float16 scales and offsets.
 
     Those of types with scales of scales are rounded to it. Raises KeyError for a type that is not in `BLOCK_TYPES`.
     """
     block = BLOCK_TYPES[ggml_type]
     num_rows = len(raw_Rb)
-    blocks_Bb = torch.from_numpy(np.array(raw_Rb)).view(-1, BLOCK_SIZES[ggml_type][1])
+    blocks_Bb = raw_Rb.view(-1, BLOCK_SIZES[ggml_type][1])
     q_BGN, scale_BG1, offset_BG1 = block.unpack(blocks_Bb)
     return QuantizedMatrix(
         q_BGN.reshape(num_rows, -1).view(torch.uint8) + block.zero,

@@ -176,7 +176,7 @@ class GGUFCheckpoint(Checkpoint):
             raw = self.raw(name)
             raw = raw[:, first // block_size * block_bytes : last // block_size * block_bytes]
         self.bytes_read += raw.size
-        return unpack_matrix(raw, tensor.ggml_type)
+        return unpack_matrix(torch.from_numpy(np.array(raw)), tensor.ggml_type)
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)

@@ -110,7 +110,7 @@ def test_integers_with_their_scales_are_the_values(ggml_type: GGMLQuantizationTy
         # Scales of an ordinary size, whose products with other scales float16 can hold.
         raw[:, at + 1] = raw[:, at + 1] & 0x83 | 0x24
     raw = raw.reshape(6, -1)
-    matrix = unpack_matrix(raw, ggml_type)
+    matrix = unpack_matrix(torch.from_numpy(raw), ggml_type)
     expected = dequantize(raw, ggml_type, torch.float32)
     assert matrix.bits is not None
     assert int(matrix.values_OD.max()) < 1 << matrix.bits
