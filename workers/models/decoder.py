@@ -20,7 +20,7 @@ from .parallel_layers import VocabParallelEmbedding, VocabParallelHead, row_para
 from .rope import RotaryEmbedding, RotaryTables
 from .shard import ModelShard
 from .spec import LayerSpec, ModelSpec
-from .weights import ProgressCallback, WeightReader, rows_of
+from .weights import ProgressCallback, WeightReader, rows_of, weight_reader
 
 
 class Decoder:
@@ -47,7 +47,7 @@ class Decoder:
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = dtype
-        weights = WeightReader(
+        weights = weight_reader(
             checkpoint,
             dtype,
             device,
