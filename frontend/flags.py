@@ -77,6 +77,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="DTYPE",
         ),
         Flag(
+            "--load-format",
+            "model.load_format",
+            "auto reads the checkpoint; dummy its config alone, and makes up the weights",
+            choices=("auto", "dummy"),
+        ),
+        Flag(
             "--quantization -q",
             "model.quantization",
             "quantise weights at load that are not quantised yet (CPU)",
@@ -451,6 +457,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "device.cpu_backend",
             "auto is native where it can run the model, else plain torch",
             choices=("auto", "native", "torch"),
+        ),
+        Flag(
+            "--enforce-eager",
+            "device.enforce_eager",
+            "capture no CUDA graphs: a quicker start, slower steps",
+            bool,
+        ),
+        Flag(
+            "--max-cudagraph-capture-size --cuda-graph-max-bs",
+            "device.max_cudagraph_capture_size",
+            "tokens of the largest step that is captured as a CUDA graph; 0 captures none",
+            integer(0, 65536),
         ),
         Flag(
             "--null-step-ms",
