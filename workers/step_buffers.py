@@ -47,25 +47,25 @@ class StepBuffers:
         self._batch = batch
         self._num_groups = len(batch.block_tables)
         num_slots, device = batch.num_slots, batch.device
-        size = _starts(self._sizes(max_tokens, num_slots, num_slots))[-1]
+        size = _layout(self._sizes(max_tokens, num_slots, num_slots))[-1].stop
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_tables = [torch.zeros_like(table_NB) for table_NB in batch.device_block_tables]
 
     def fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
         """Start copying the plan to the device, padded to these numbers."""
-        sizes = self._sizes(num_tokens, num_requests, len(plan.sampling_rows))
-        host = torch.empty(
-            _starts(sizes)[-1], dtype=torch.int32, pin_memory=self._integers.device.type == "cuda"
-        )
-        self._pack(plan, [section.numpy() for section in _sections(host, sizes)])
+        layout = _layout(self._sizes(num_tokens, num_requests, len(plan.sampling_rows)))
+        is_cuda = self._integers.device.type == "cuda"
+        host = torch.empty(layout[-1].stop, dtype=torch.int32, pin_memory=is_cuda)
+        array = host.numpy()
+        self._pack(plan, [array[section] for section in layout])
         self._integers[: len(host)].copy_(host, non_blocking=True)
         return self.view(num_tokens, num_requests, len(plan.sampling_rows))
 
     def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
         """Where `fill` writes a step of this size. Its rows are the last of it, so that the rest is where it is without."""
         sizes = self._sizes(num_tokens, num_requests, num_rows)
-        slots_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = _sections(
-            self._integers, sizes
+        slots_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
+            self._integers[section] for section in _layout(sizes)
         )
         groups = [
             DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
@@ -95,14 +95,11 @@ class StepBuffers:
         rows_R[:] = plan.logit_rows
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of these sizes begin, and where all end."""
+def _layout(sizes: Sequence[int]) -> list[slice]:
+    """Where arrays of these sizes lie, one after the other."""
     padded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-    return [*accumulate(padded, initial=0)]
-
-
-def _sections(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return [buffer[start : start + n] for start, n in zip(_starts(sizes), sizes, strict=False)]
+    starts = accumulate(padded, initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _pad(target: Int32Array, values: Int32Array, padding: int) -> None:
