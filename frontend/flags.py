@@ -78,6 +78,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="DTYPE",
         ),
         Flag(
+            "--load-format",
+            "model.load_format",
+            "auto reads the checkpoint; dummy its config alone, and makes up the weights",
+            choices=("auto", "dummy"),
+        ),
+        Flag(
             "--quantization -q",
             "model.quantization",
             "int8 and int4 quantise at load what is not quantised yet (CPU); the others say what the checkpoint must be quantised with",
@@ -452,6 +458,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "device.cpu_backend",
             "auto is native where it can run the model, else plain torch",
             choices=("auto", "native", "torch"),
+        ),
+        Flag(
+            "--enforce-eager",
+            "device.enforce_eager",
+            "capture no CUDA graphs: a quicker start, slower steps",
+            bool,
+        ),
+        Flag(
+            "--max-cudagraph-capture-size --cuda-graph-max-bs",
+            "device.max_cudagraph_capture_size",
+            "tokens of the largest step that is captured as a CUDA graph; 0 captures none",
+            integer(0, 65536),
         ),
         Flag(
             "--null-step-ms",

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ..protocol.config import ModelConfig
+from ..protocol.config import LoadFormat, ModelConfig
 from ..protocol.errors import CheckpointError, ConfigError
 from ..protocol.gguf import GGUFFile
 from ..protocol.gguf_config import gguf_to_hf_config
@@ -71,6 +71,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             max_model_len=_max_model_len(text, options.max_model_len, source),
             eos_token_ids=tuple(dict.fromkeys((*eos, *_token_ids(generation), *_token_ids(text)))),
             dtype=options.dtype,
+            load_format=LoadFormat(options.load_format),
             quantization=_quantization_at_load(options.quantization, config, path),
             seed=options.seed,
             hf_overrides=options.hf_overrides,

@@ -32,6 +32,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     download_dir: str | None = None
     dtype: str = "auto"
+    load_format: str = "auto"
     quantization: str | None = None
     seed: int = 0
     max_model_len: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..protocol.config import LoadFormat
 from ..protocol.errors import CheckpointError, ConfigError
 from .console import Console
 from .default_model import DEFAULT_MODEL, find_packaged_model
@@ -27,15 +28,22 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
         return DEFAULT_MODEL.name, find_packaged_model(DEFAULT_MODEL, console)
     path = Path(model).expanduser()
     if path.exists():
-        return model, _local_checkpoint(path)
+        return model, _local_checkpoint(path, options.load_format == LoadFormat.DUMMY)
     match = _HUB_NAME.fullmatch(model)
     if match is None:
         raise ConfigError(
             f"the model {model!r} does not exist: it is no file or directory here; "
             "a model on the hub is named ORG/NAME"
         )
-    from .hub import fetch_checkpoint
+    from .hub import fetch_checkpoint, fetch_tokenizer
 
+    if options.load_format == LoadFormat.DUMMY:
+        return model, fetch_tokenizer(
+            match["repo"],
+            revision=options.revision,
+            cache_dir=options.download_dir,
+            console=console,
+        )
     return model, fetch_checkpoint(
         match["repo"],
         gguf=match["gguf"],
@@ -66,7 +74,7 @@ def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) ->
     )
 
 
-def _local_checkpoint(path: Path) -> Path:
+def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
     path = path.absolute()
     if path.is_file():
         if path.suffix == ".gguf":
@@ -78,7 +86,7 @@ def _local_checkpoint(path: Path) -> Path:
         raise CheckpointError(path, "not a model; give a checkpoint's directory or a .gguf file")
     ggufs = _gguf_checkpoints(path)
     if (path / "config.json").is_file():
-        if any(path.glob("*.safetensors")):
+        if needs_config_only or any(path.glob("*.safetensors")):
             return path
         if not ggufs:
             raise CheckpointError(path, _missing_weights(path))

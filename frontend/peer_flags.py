@@ -5,15 +5,13 @@ from __future__ import annotations
 HARMLESS = (
     "--trust-remote-code",
     "--no-trust-remote-code",
-    "--enforce-eager",
     "--disable-log-stats",
     "--disable-uvicorn-access-log",
 )
-"""Accepted and ignored, because it is always so: code from a model repository never runs, there are no graphs to
-capture, and no periodic statistics or access log."""
+"""Accepted and ignored, because it is always so: code from a model repository never runs, and there are no periodic
+statistics and no access log."""
 
 ONLY_VALUE = {
-    "--load-format": "auto",
     "--tokenizer-mode": "auto",
     "--cpu-offload-gb": "0",
 }

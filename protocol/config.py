@@ -12,9 +12,10 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 2
-FIRST_EPOCH: Final = 1
+PROTOCOL_VERSION: Final = 3
 """Bumped whenever a message or this configuration changes its encoding."""
+
+FIRST_EPOCH: Final = 1
 
 MAX_STEPS_IN_FLIGHT: Final = 4
 """More are never sent before the output of the first is in."""
@@ -63,13 +64,20 @@ class CPUBackend(enum.StrEnum):
     TORCH = "torch"
 
 
+class LoadFormat(enum.StrEnum):
+    """`AUTO` reads the checkpoint; `DUMMY` its config alone, and makes up the weights."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """What is served.
 
     `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is a directory with a
     tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts prompt plus output tokens.
     `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
-    `dtype` is that of weights that are not quantised; `quantization` ("int8" or "int4") quantises them at load.
+    `load_format` "dummy" takes random weights in place of the checkpoint's. `dtype` is that of weights that are not quantised; `quantization` ("int8" or "int4") quantises them at load.
     `hf_overrides` are merged over the checkpoint's own configuration.
     """
 
@@ -82,6 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: str = "auto"
+    load_format: LoadFormat = LoadFormat.AUTO
     quantization: str | None = None
     seed: int = 0
     hf_overrides: dict[str, object] = {}
@@ -284,6 +293,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 class DeviceConfig(msgspec.Struct, frozen=True):
     """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch.
 
+    On CUDA, steps of up to `max_cudagraph_capture_size` tokens are captured as graphs, unless `enforce_eager`.
+
     On the null device nothing is computed: a step takes `null_step_ms` and its tokens are made up.
     """
 
@@ -291,6 +302,8 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     threads: int = 0
     cpu_backend: CPUBackend = CPUBackend.AUTO
     null_step_ms: float = 10.0
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int = 512
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

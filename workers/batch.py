@@ -14,6 +14,8 @@ import torch
 
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.messages import SchedulerOutput
+from .attention import AttentionBatch
+from .transfers import to_device
 
 
 @dataclass(slots=True)
@@ -39,6 +41,28 @@ class StepPlan:
         return self.query_start_loc[self.sampling_rows + 1] - 1
 
 
+def even_requests(num_tokens: int, num_requests: int) -> StepPlan:
+    """A step that begins the requests of the first slots, which share its tokens and all sample.
+
+    While they have no blocks, they write into the null block.
+    """
+    slots_S = np.arange(num_requests, dtype=np.int32)
+    query_start_loc = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
+    num_scheduled_S = np.diff(query_start_loc)
+    positions_T = np.arange(num_tokens, dtype=np.int32)
+    positions_T -= np.repeat(query_start_loc[:-1], num_scheduled_S)
+    return StepPlan(
+        slots_S,
+        num_scheduled_S,
+        np.zeros(num_requests, np.int32),
+        num_scheduled_S,
+        query_start_loc,
+        np.repeat(slots_S, num_scheduled_S),
+        positions_T,
+        sampling_rows=slots_S,
+    )
+
+
 class PersistentBatch:
     """Slot-indexed state. Token ids live on the device, so that a sampled token never has to leave it."""
 
@@ -54,19 +78,32 @@ class PersistentBatch:
         self.num_slots = num_slots
         self.block_size = block_size
         self.device = device
-        # Rows are touched as they fill: on the CPU untouched pages cost nothing.
-        self.token_ids_NL = torch.empty(
-            (num_slots, max_model_len), dtype=torch.int32, device=device
-        )
-        # The same memory where the host reaches it: numpy indexes a few rows in a tenth of torch's time.
-        self._host_token_ids_NL = self.token_ids_NL.numpy() if device.type == "cpu" else None
+        self.max_model_len = max_model_len
+        # The row after the last slot's is where padding is read and written.
+        shape = (num_slots + 1, max_model_len)
+        self._host_token_ids_NL: Int32Array | None = None
+        if device.type == "cpu":
+            # Rows are touched as they fill: untouched pages of numpy's zeros cost nothing. And numpy indexes a few
+            # rows in a tenth of torch's time.
+            self._host_token_ids_NL = np.zeros(shape, np.int32)
+            self.token_ids_NL = torch.from_numpy(self._host_token_ids_NL)
+        else:
+            self.token_ids_NL = torch.zeros(shape, dtype=torch.int32, device=device)
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
         self.block_tables = [
             np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)
         ]
+        self.device_block_tables: list[torch.Tensor] = []
         self._slots_S: Int32Array = np.zeros(0, np.int32)
+
+    def mirror_block_tables(self) -> None:
+        """From now on `device_block_tables` follow `block_tables`. They have a row more, for padding."""
+        self.device_block_tables = [
+            torch.zeros((len(table) + 1, table.shape[1]), dtype=torch.int32, device=self.device)
+            for table in self.block_tables
+        ]
 
     def forget_requests(self) -> None:
         """The next step names its slots, and they are filled before that."""
@@ -78,7 +115,7 @@ class PersistentBatch:
             tokens = int32_view(new.token_ids)
             slot = new.slot
             # The copy is writable, as torch wants it; the message's own bytes are not.
-            self.token_ids_NL[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+            self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
             self.num_computed_tokens[slot] = new.num_computed_tokens
@@ -86,11 +123,16 @@ class PersistentBatch:
                 blocks = int32_view(block_ids)
                 table[slot, : len(blocks)] = blocks
                 table[slot, len(blocks) :] = 0
+            for table_NB, host_NB in zip(self.device_block_tables, self.block_tables, strict=False):
+                table_NB[slot] = to_device(host_NB[slot].copy(), self.device)
         if output.block_updates:
             updates = int32_view(output.block_updates).reshape(-1, 4)
             for group, table in enumerate(self.block_tables):
                 rows = updates[updates[:, 0] == group]
                 table[rows[:, 1], rows[:, 2]] = rows[:, 3]
+                if self.device_block_tables and len(rows):
+                    slots, columns, blocks = to_device(rows[:, 1:].T.copy(), self.device)
+                    self.device_block_tables[group][slots, columns] = blocks
 
     def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
         """The slots of a step without chunks, if there are any and each has but its last token to compute."""
@@ -136,6 +178,18 @@ class PersistentBatch:
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
         return blocks_T * self.block_size + plan.positions_T % self.block_size
 
+    def attention_batches(self, plan: StepPlan) -> list[AttentionBatch]:
+        """The plan as each KV-cache group sees it."""
+        return [
+            AttentionBatch(
+                query_start_loc=plan.query_start_loc,
+                seq_lens=plan.seq_lens_S,
+                block_table=block_table[plan.slots_S],
+                slot_mapping=self.slot_mapping(plan, group),
+            )
+            for group, block_table in enumerate(self.block_tables)
+        ]
+
     def input_ids(self, plan: StepPlan) -> torch.Tensor:
         """The step's tokens, int32[T] on the device."""
         if self._host_token_ids_NL is not None:
@@ -160,6 +214,5 @@ class PersistentBatch:
             self.token_ids_NL[self._index(slots, columns)] = token_ids.to(torch.int32)
 
     def _index(self, slots: Int32Array, columns: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
-        index = torch.from_numpy(np.stack((slots, columns)).astype(np.int64))
-        rows, columns_of_rows = index.to(self.token_ids_NL.device)
+        rows, columns_of_rows = to_device(np.stack((slots, columns)), self.device)
         return rows, columns_of_rows

@@ -5,10 +5,14 @@ N host blocks, L cache tensors (the layers of a group), P elements of one block 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from ..protocol.arrays import int32_view
+from . import host_memory
+from .transfers import to_device
 
 
 class HostCache:
@@ -21,13 +25,16 @@ class HostCache:
         self._caches = [cache.view(len(cache), -1) for cache in device_caches]
         self._device = device_caches[0].device
         shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
+        dtype = device_caches[0].dtype
+        # Pages that were never written take no memory, unless they are pinned.
+        memory = host_memory.allocate(math.prod(shape) * dtype.itemsize)
+        self._blocks_NLP = torch.from_numpy(memory).view(dtype).view(shape)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            self._blocks_NLP = torch.empty(shape, dtype=device_caches[0].dtype, pin_memory=True)
-        else:
-            # Pages that were never written take no memory.
-            self._blocks_NLP = torch.empty(shape, dtype=device_caches[0].dtype)
+            # Torch's own allocator of pinned memory would round the size up to a power of two.
+            register = torch.cuda.cudart().cudaHostRegister
+            torch.cuda.check_error(register(self._blocks_NLP.data_ptr(), memory.nbytes, 0))
 
     def copy_out(self, pairs: bytes) -> None:
         """Copy blocks to host blocks: int32[k, 2] pairs (from, to)."""
@@ -62,14 +69,15 @@ class HostCache:
             )
         current.wait_stream(self._stream)
         arrived_kLP.record_stream(current)
-        targets_k = targets_k.to(self._device)
+        targets_on_device_k = to_device(targets_k.numpy(), self._device)
         for layer, cache_NP in enumerate(self._caches):
-            cache_NP.index_copy_(0, targets_k, arrived_kLP[:, layer])
+            cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
 
     def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:
         """[k, L, P] on the device."""
-        blocks_k = blocks_k.to(self._device)
-        return torch.stack([cache_NP.index_select(0, blocks_k) for cache_NP in self._caches], 1)
+        blocks_on_device_k = to_device(blocks_k.numpy(), self._device)
+        selected = [cache_NP.index_select(0, blocks_on_device_k) for cache_NP in self._caches]
+        return torch.stack(selected, 1)
 
     @staticmethod
     def _indices(pairs: bytes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import psutil
-import torch
 
 from ..protocol.config import CacheConfig, EngineConfig
 from ..protocol.errors import ConfigError
@@ -13,20 +14,19 @@ from ..protocol.kv_cache_groups import (
     max_request_blocks,
     max_request_tokens,
 )
+from .memory_profile import GIB, MemoryProfile
 
 CPU_SHARE = 0.25
 """Of the free memory, for all workers together; the rest belongs to other work and to the page cache."""
 
-GIB = 1024**3
-
 
 def count_kv_blocks(
     config: EngineConfig,
-    device: torch.device,
     block_bytes: int,
     groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+    profile: MemoryProfile | None = None,
 ) -> int:
-    """Blocks that fit, the null block included.
+    """Blocks that fit, the null block included; into host memory without the `profile` of a GPU's.
 
     Never more than `max_num_seqs` full-length requests can use. Raises ConfigError when not even one
     request of `max_model_len` fits, with the memory that would do and the length that does.
@@ -37,15 +37,20 @@ def count_kv_blocks(
         groups, config.model.max_model_len, max_step_tokens, cache.block_size
     )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
+    remedy = _other_size
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
         origin = "--num-gpu-blocks-override"
     elif cache.kv_cache_memory_bytes is not None:
         num_blocks = min(cache.kv_cache_memory_bytes // block_bytes, useful)
         origin = "--kv-cache-memory-bytes"
-    else:
-        num_blocks = min(_free_bytes(config, device) // block_bytes, useful)
+    elif profile is None:
+        num_blocks = min(free_host_bytes(config) // block_bytes, useful)
         origin = "the free memory"
+    else:
+        num_blocks = min(profile.kv_cache // block_bytes, useful)
+        origin = f"the GPU's memory ({profile})"
+        remedy = partial(_larger_share, profile)
     if num_blocks < blocks_per_request + 1:
         fits = max_request_tokens(
             groups,
@@ -58,9 +63,22 @@ def count_kv_blocks(
         raise ConfigError(
             f"{origin} holds a KV cache of {fits} tokens but one request may have "
             f"{config.model.max_model_len}: it needs {needed / GIB:.2f} GiB "
-            f"(--kv-cache-memory-bytes {needed}), or use --max-model-len {fits}"
+            f"({remedy(needed)}), or use --max-model-len {fits}"
         )
     return int(num_blocks)
+
+
+def _other_size(needed: int) -> str:
+    return f"--kv-cache-memory-bytes {needed}"
+
+
+def _larger_share(profile: MemoryProfile, needed: int) -> str:
+    utilization = profile.utilization_for(needed)
+    if utilization is None:
+        return (
+            "more than the GPU has beside the model; share it among several, --tensor-parallel-size"
+        )
+    return f"--gpu-memory-utilization {utilization:g}"
 
 
 def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
@@ -83,8 +101,6 @@ def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
     return num_bytes // block_bytes
 
 
-def _free_bytes(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.cache.gpu_memory_utilization) - (total - free))
+def free_host_bytes(config: EngineConfig) -> int:
+    """What the KV cache of one worker may take of a machine without a GPU."""
     return int(psutil.virtual_memory().available * CPU_SHARE) // config.parallel.num_workers

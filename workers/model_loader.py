@@ -14,6 +14,7 @@ from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .attention import PagedAttention, attention_backend
+from .attention.graph_break import BreakingAttention
 from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
@@ -100,8 +101,13 @@ def load_model(
     checkpoint: Checkpoint,
     on_progress: Callable[[int, int], None],
     parallel: ParallelState,
+    breaks_graphs: bool = False,
 ) -> Model:
-    """Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot be had."""
+    """With `breaks_graphs` the attention can be left out of graphs that are captured.
+
+    Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot
+    be had.
+    """
     spec = group_layers(
         model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path),
         config.model.max_model_len,
@@ -158,13 +164,10 @@ def load_model(
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
     torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
-    return Decoder(
-        spec,
-        checkpoint,
-        attention_backend(**shape),
-        kernels=_layer_kernels(dtype, device),
-        **common,
-    )
+    attention = attention_backend(**shape)
+    if breaks_graphs:
+        attention = BreakingAttention(attention)
+    return Decoder(spec, checkpoint, attention, kernels=_layer_kernels(dtype, device), **common)
 
 
 def _layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +22,25 @@ from ..protocol.messages import (
     RowLogprobs,
     SchedulerOutput,
 )
+from ..protocol.sampling_params import SamplingParams
 from . import host_memory
-from .attention import AttentionBatch
-from .batch import PersistentBatch, StepPlan
+from .accelerator import Accelerator, CUDAAccelerator
+from .batch import PersistentBatch, StepPlan, even_requests
+from .device_errors import explaining_device_errors
+from .device_forward import DeviceForward
 from .host_cache import HostCache
 from .kv_cache_groups import kv_cache_groups
 from .loaders import Checkpoint
+from .memory_profile import MemoryProfile, profile_memory
 from .model_loader import Decoding, Model, load_model
 from .parallel_state import ParallelState
 from .pipeline import TokenFeed
 from .prompt_logprobs import PromptLogprobs
+from .runner import StepResult
 from .sampling import Sampler, SamplerOutput, SamplingMetadata
+from .transfers import DownloadedOutput
+
+logger = logging.getLogger(__name__)
 
 GrammarSource = Callable[[int], GrammarOutput | None]
 _Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
@@ -45,11 +56,17 @@ class ModelRunner:
         checkpoint: Checkpoint,
         on_progress: Callable[[int, int], None],
         parallel: ParallelState | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        if device.type == "cuda":
+            accelerator = accelerator or CUDAAccelerator(device)
         self._device = device
+        self._accelerator = accelerator
+        self._max_tokens = config.scheduler.max_num_batched_tokens
         self._block_size = config.cache.block_size
         self._parallel = parallel = parallel or ParallelState()
-        self._model = load_model(config, device, checkpoint, on_progress, parallel)
+        use_graphs = accelerator is not None and not config.device.enforce_eager
+        self._model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
         self._spec = self._model.spec
         self._shard = self._model.shard
         self._attention = self._model.attention
@@ -80,6 +97,17 @@ class ModelRunner:
             self._model.choose_tokens,
         )
         self._prompt_logprobs = PromptLogprobs(self._model.compute_logits)
+        self._device_forward: DeviceForward | None = None
+        if accelerator is not None:
+            self._device_forward = DeviceForward(
+                self._model,
+                self._batch,
+                parallel.pipeline,
+                self._windows_by_group,
+                self._max_tokens,
+                accelerator.graph_recorder() if use_graphs else None,
+                config.device.max_cudagraph_capture_size,
+            )
         self._kv_caches: list[torch.Tensor] = []
         self._host_cache: HostCache | None = None
         self._decoding: Decoding | None = None
@@ -96,7 +124,30 @@ class ModelRunner:
         elements = int(np.prod(self._attention.kv_cache_shape(1)))
         return elements * self._attention.dtype.itemsize * self._num_tensors
 
+    @torch.inference_mode()
+    def profile_memory(self, utilization: float) -> MemoryProfile | None:
+        """Run the largest step and capture some graphs, on a KV cache of one block; None on the CPU."""
+        if self._accelerator is None or self._device_forward is None:
+            return None
+        self._allocate(1)
+        profile = profile_memory(
+            self._accelerator,
+            utilization,
+            self._run_largest_step,
+            self._device_forward.captures(),
+        )
+        self._kv_caches = []
+        self._device_forward.use([])
+        self._accelerator.release_memory()
+        return profile
+
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        tensors = self._allocate(num_blocks)
+        if num_host_blocks:
+            self._host_cache = HostCache(num_host_blocks, tensors)
+        self._decoding = self._model.decoding(self._batch, self._kv_caches)
+
+    def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """The n-th layers of all groups share a tensor, for a block belongs to one group."""
         shape = self._attention.kv_cache_shape(num_blocks)
         tensors = [
@@ -104,9 +155,29 @@ class ModelRunner:
         ]
         next_tensor = {group: iter(tensors) for group in self._group_of_layer}
         self._kv_caches = [next(next_tensor[group]) for group in self._group_of_layer]
-        if num_host_blocks:
-            self._host_cache = HostCache(num_host_blocks, tensors)
-        self._decoding = self._model.decoding(self._batch, self._kv_caches)
+        if self._device_forward is not None:
+            self._device_forward.use(self._kv_caches)
+        return tensors
+
+    def _run_largest_step(self) -> None:
+        """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most."""
+        assert self._device_forward is not None
+        num_slots = self._batch.num_slots
+        num_tokens = min(self._max_tokens, num_slots * self._batch.max_model_len)
+        plan = even_requests(num_tokens, min(num_slots, num_tokens))
+        forwarded = self._device_forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            self._parallel.pipeline.send_hidden(hidden_TD.clone())
+            return
+        no_tokens = np.zeros(0, np.int32)
+        params = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+        for slot in plan.slots_S.tolist():
+            self._sampler.add(slot, params, no_tokens, ())
+        logits_RV = self._model.compute_logits(hidden_TD[forwarded.step.logit_rows_R])
+        self._sampler.sample(logits_RV, plan.slots_S, plan.seq_lens_S)
+        for slot in plan.slots_S.tolist():
+            self._sampler.remove(slot)
 
     def forget_requests(self) -> None:
         """Every slot is free again."""
@@ -119,23 +190,28 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
-        for num_tokens in (self._block_size, 1):
-            tokens = np.zeros(num_tokens, np.int32)
-            batch = AttentionBatch(
-                query_start_loc=np.array([0, num_tokens], np.int32),
-                seq_lens=np.array([num_tokens], np.int32),
-                block_table=np.zeros((1, 1), np.int32),
-                slot_mapping=np.arange(num_tokens, dtype=np.int32),
-            )
-            tokens_T = torch.from_numpy(tokens).to(self._device)
-            batches = [batch] * len(self._windows_by_group)
-            hidden_TD = self._model.forward(*self._stage_inputs(tokens_T, tokens_T, batches))
+        if self._device_forward is not None:
+            self._capture_graphs(self._device_forward)
+            return
+        for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
+            hidden_TD = self._model.forward(*self._inputs(even_requests(num_tokens, 1)))
             if self._shard.is_last:
                 self._model.compute_logits(hidden_TD[-1:])
             else:
                 self._parallel.pipeline.send_hidden(hidden_TD)
 
-    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+    def _capture_graphs(self, device_forward: DeviceForward) -> None:
+        began = time.monotonic()
+        captures = [capture for kind in device_forward.captures() for capture in kind]
+        for capture in captures:
+            capture()
+        self._run_largest_step()
+        assert self._accelerator is not None
+        self._accelerator.release_memory()
+        if captures:
+            logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
 
         Only the last of several stages has something to tell; its ranks all sample the same.
@@ -143,6 +219,11 @@ class ModelRunner:
         self._copy_blocks(output)
         self._apply(output)
         self._decoded_rows = rows = self._rows_to_decode(output)
+        if self._accelerator is not None and self._device_forward is not None:
+            with explaining_device_errors(f"in step {output.step}"):
+                return self._execute_on_device(
+                    output, await_grammar, self._accelerator, self._device_forward
+                )
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
         tokens_S, num_failed = self._decoding.step(rows)
@@ -173,11 +254,59 @@ class ModelRunner:
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
         if sampled is None:
-            sampled = self._sample(output, plan, hidden_TD, await_grammar)
+            logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
+            sampled = self._sample(output, logits_RV, slots_R, await_grammar)
         self._batch.append(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._parallel.pipeline.send_tokens(sampled.token_ids)
         return _result(output, sampled, self._prompt_logprobs.finish(slots_R.tolist()))
+
+    @torch.inference_mode()
+    def _execute_on_device(
+        self,
+        output: SchedulerOutput,
+        await_grammar: GrammarSource,
+        accelerator: Accelerator,
+        device_forward: DeviceForward,
+    ) -> StepResult:
+        """Queue the step, and what brings its tokens to the host."""
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        if self._token_feed is not None:
+            self._token_feed.await_tokens(plan.slots_S)
+        forwarded = device_forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            # The next step's hidden states may take the place of these before they are sent.
+            self._hand_on(hidden_TD.clone(), slots_R)
+            return ModelRunnerOutput(output.step)
+        self._prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        make_output = partial(ModelRunnerOutput, output.step)
+        sampled = None
+        if len(slots_R):
+            metadata = self._sampler.describe(slots_R)
+            is_greedy = metadata.is_greedy and not metadata.needs_logits
+            if forwarded.greedy_R is not None and is_greedy and not output.grammar_slots:
+                sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
+            else:
+                logits_RV = forwarded.logits_RV
+                if logits_RV is None:
+                    hidden_RD = hidden_TD[forwarded.step.logit_rows_R]
+                    logits_RV = self._model.compute_logits(hidden_RD)
+                sampled = self._sample(output, logits_RV, slots_R, await_grammar)
+                device_forward.append(forwarded.step, sampled.token_ids)
+            self._batch.reserve(slots_R)
+            if not self._shard.is_first:
+                self._parallel.pipeline.send_tokens(sampled.token_ids)
+            prompt_logprobs = self._prompt_logprobs.finish(slots_R.tolist())
+            make_output = partial(_result, output, sampled, prompt_logprobs)
+        # Without tokens, too, a step has its output when the device is done with it.
+        with accelerator.download() as download:
+            if sampled is not None:
+                sampled.fetch(download)
+        return DownloadedOutput(output.step, download, make_output)
 
     def close(self) -> None:
         """Let the other workers of the replica have what they wait for."""
@@ -230,35 +359,23 @@ class ModelRunner:
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
         """What the model's `forward` takes."""
-        batch = self._batch
         if self._token_feed is not None:
             self._token_feed.await_tokens(plan.slots_S)
-        positions_T = torch.from_numpy(plan.positions_T).to(self._device)
-        batches = [
-            AttentionBatch(
-                query_start_loc=plan.query_start_loc,
-                seq_lens=plan.seq_lens_S,
-                block_table=block_table[plan.slots_S],
-                slot_mapping=batch.slot_mapping(plan, group),
-            )
-            for group, block_table in enumerate(batch.block_tables)
-        ]
-        return self._stage_inputs(batch.input_ids(plan), positions_T, batches)
-
-    def _stage_inputs(
-        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, batches: list[AttentionBatch]
-    ) -> _Inputs:
-        """The first stage begins with the tokens, the others with the hidden states of the stage before."""
-        inputs = token_ids_T
-        if not self._shard.is_first:
+        # The first stage begins with the tokens, the others with the hidden states of the stage before.
+        if self._shard.is_first:
+            inputs = self._batch.input_ids(plan)
+        else:
+            shape = (len(plan.positions_T), self._spec.hidden_size)
             inputs = self._parallel.pipeline.receive_hidden(
-                (len(positions_T), self._spec.hidden_size), self._model.hidden_dtype, self._device
+                torch.empty(shape, dtype=self._model.hidden_dtype)
             )
         metadata = [
             self._attention.build(batch, windows)
-            for batch, windows in zip(batches, self._windows_by_group, strict=True)
+            for batch, windows in zip(
+                self._batch.attention_batches(plan), self._windows_by_group, strict=True
+            )
         ]
-        return inputs, positions_T, self._kv_caches, metadata
+        return inputs, torch.from_numpy(plan.positions_T), self._kv_caches, metadata
 
     def _hand_on(self, hidden_TD: torch.Tensor, slots_R: Int32Array) -> None:
         """The last stage samples for `slots_R`; the first needs the tokens, those between only their number."""
@@ -271,14 +388,11 @@ class ModelRunner:
     def _sample(
         self,
         output: SchedulerOutput,
-        plan: StepPlan,
-        hidden_TD: torch.Tensor,
+        logits_RV: torch.Tensor,
+        slots_R: Int32Array,
         await_grammar: GrammarSource,
     ) -> SamplerOutput:
         """Sample where the logits themselves are needed."""
-        slots_R = plan.slots_S[plan.sampling_rows]
-        hidden_RD = hidden_TD[torch.from_numpy(plan.logit_rows).to(self._device)]
-        logits_RV = self._model.compute_logits(hidden_RD)
         grammar = self._grammar(output, await_grammar)
         return self._sampler.sample(logits_RV, slots_R, self._batch.num_tokens[slots_R], grammar)
 

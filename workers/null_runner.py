@@ -1,6 +1,6 @@
 """A runner without a model: it takes a set time a step and makes up the tokens.
 
-It is for what surrounds the model, to measure its cost and to test its recovery, so it never loads torch.
+As a GPU does, it works through a queue of steps beside the host. It is for what surrounds the model, to measure its cost and to test its recovery, so it never loads torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,21 @@ from ..protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
+class NullOutput:
+    """`ready_at` in seconds of the monotonic clock."""
+
+    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
+        self._output = output
+        self._ready_at = ready_at
+
+    def is_ready(self) -> bool:
+        return time.monotonic() >= self._ready_at
+
+    def output(self) -> ModelRunnerOutput:
+        time.sleep(max(self._ready_at - time.monotonic(), 0))
+        return self._output
+
+
 class NullRunner:
     """Answers like `ModelRunner`. Requests for what only logits can tell fail alone."""
 
@@ -28,6 +43,7 @@ class NullRunner:
         self._seeds = np.zeros(num_slots, np.int64)
         self._needs_logits = np.zeros(num_slots, np.bool_)
         self._slots_S: Int32Array = np.zeros(0, np.int32)
+        self._idle_from = 0.0
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Nothing is kept in blocks."""
@@ -44,9 +60,8 @@ class NullRunner:
 
     def execute(
         self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
-    ) -> ModelRunnerOutput:
-        """The tokens of one step, when the time of a step has passed."""
-        deadline = time.monotonic() + self._step_s
+    ) -> NullOutput:
+        """The tokens of one step, ready when the time of a step has passed since the one before was."""
         for new in output.new_requests:
             params, slot = new.sampling_params, new.slot
             self._num_tokens[slot] = len(new.token_ids) // 4
@@ -63,14 +78,15 @@ class NullRunner:
         self._num_tokens[slots_R] = positions_R + 1
         failed = slots_R[self._needs_logits[slots_R]].tolist()
         if len(self._slots_S):
-            time.sleep(max(deadline - time.monotonic(), 0))
-        return ModelRunnerOutput(
+            self._idle_from = max(self._idle_from, time.monotonic()) + self._step_s
+        result = ModelRunnerOutput(
             output.step,
             sampled_token_ids=int32_bytes(token_ids),
             failed_slots=[
                 (slot, "--device null has no log-probabilities and no grammars") for slot in failed
             ],
         )
+        return NullOutput(result, self._idle_from)
 
     def _advance(self, output: SchedulerOutput) -> Int32Array:
         """Compute what is scheduled. Returns the slots that sample, in the order of the batch."""

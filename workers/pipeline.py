@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..protocol.arrays import Int32Array, Int64Array
 from .batch import PersistentBatch
+from .transfers import to_device
 
 MAX_PENDING_SENDS: Final = 8
 """More than steps are ever in flight, so that waiting for the oldest send never blocks."""
@@ -41,11 +42,8 @@ class Pipeline:
         """Start sending to the next stage; `hidden_TD` must not change from now on."""
         self._send(hidden_TD, self._next)
 
-    def receive_hidden(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Wait for what the stage before sends."""
-        hidden_TD = torch.empty(shape, dtype=dtype, device=device)
+    def receive_hidden(self, hidden_TD: Tensor) -> Tensor:
+        """Fill `hidden_TD` with what the stage before sends, and return it."""
         dist.recv(hidden_TD, self._previous)
         return hidden_TD
 
@@ -115,5 +113,5 @@ class TokenFeed:
         work.wait()
         self._num_received += 1
         is_valid_R = self._first_valid[slots_R] <= self._num_received
-        rows = torch.from_numpy(is_valid_R.nonzero()[0]).to(tokens_R.device)
+        rows = to_device(is_valid_R.nonzero()[0], tokens_R.device)
         self._batch.store(slots_R[is_valid_R], columns_R[is_valid_R], tokens_R[rows])

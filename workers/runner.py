@@ -8,10 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..protocol.config import Device, EngineConfig, ParallelConfig
+from ..protocol.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerMemory
 
 logger = logging.getLogger(__name__)
+
+
+class PendingOutput(Protocol):
+    """The output of a step that a device is computing, while the next one may begin."""
+
+    def is_ready(self) -> bool: ...
+
+    def output(self) -> ModelRunnerOutput:
+        """Wait for it."""
+
+
+StepResult = ModelRunnerOutput | PendingOutput
 
 
 class Runner(Protocol):
@@ -23,7 +35,8 @@ class Runner(Protocol):
 
     def execute(
         self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
-    ) -> ModelRunnerOutput: ...
+    ) -> StepResult:
+        """Begin one step. The outputs are ready in the order of the steps, if they are not there at once."""
 
     def forget_requests(self) -> None:
         """Every slot is free again."""
@@ -47,24 +60,29 @@ def open_runner(
         return
     # torch takes a second to import, which should not delay the first report; without a device it is not needed.
     from .device import open_device
-    from .loaders import open_checkpoint
+    from .device_errors import explaining_device_errors
+    from .loaders import DummyCheckpoint, open_checkpoint
     from .memory import count_host_blocks, count_kv_blocks
     from .model_runner import ModelRunner
     from .parallel_state import explaining_lost_workers, join_replica, leave_replica
 
-    with explaining_lost_workers():
+    with explaining_lost_workers(), explaining_device_errors("at the start"):
         workers_per_core = config.parallel.workers_per_core
         device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
         address = config.rendezvous_address(core_index)
         parallel = join_replica(address, rank, config.parallel, device)
-        checkpoint = open_checkpoint(config.model.path)
+        is_dummy = config.model.load_format is LoadFormat.DUMMY
+        checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
         runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
         if workers_per_core > 1:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
         # Its memory map would count as this process's memory.
         del checkpoint
         groups, block_bytes = runner.kv_cache_groups, runner.block_bytes
-        num_blocks = count_kv_blocks(config, device, block_bytes, groups)
+        profile = runner.profile_memory(config.cache.gpu_memory_utilization)
+        if profile is not None:
+            logger.info("GPU memory, %s", profile)
+        num_blocks = count_kv_blocks(config, block_bytes, groups, profile)
         num_host_blocks = count_host_blocks(config.cache, block_bytes)
         yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
         leave_replica()

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import time
 from collections import deque
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..protocol.messages import (
     AllocateKVCache,
     CoreHello,
     GrammarOutput,
+    ModelRunnerOutput,
     SchedulerOutput,
     Shutdown,
     WorkerCommand,
@@ -32,9 +34,11 @@ from ..protocol.messages import (
 )
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
-from .runner import Runner, open_runner
+from .runner import PendingOutput, Runner, StepResult, open_runner
 
 logger = logging.getLogger(__name__)
+
+NAP_S = 50e-6
 
 
 class Worker:
@@ -61,7 +65,10 @@ class Worker:
             WorkerCommand,
             cluster_key_of(config),
         )
-        self._pending: deque[WorkerCommand] = deque()
+        self._is_output_rank = rank == config.parallel.output_rank
+        self._received: deque[WorkerCommand] = deque()
+        # The steps that were begun and have no output yet.
+        self._computing: deque[PendingOutput] = deque()
 
     def run(self) -> None:
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
@@ -69,18 +76,15 @@ class Worker:
             self._obey(runner, memory)
 
     def _obey(self, runner: Runner, memory: WorkerMemory) -> None:
-        is_output_rank = self._rank == self._config.parallel.output_rank
         self._status.report(Stage.WARMING)
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
                 self._pulse.begin_step()
                 self._crash_if_told_to(command)
-                result = runner.execute(command, self._await_grammar)
-                if is_output_rank:
-                    self._core.send(result)
-                self._pulse.end_step()
+                self._take(runner.execute(command, self._await_grammar))
             elif isinstance(command, CoreHello):
+                self._computing.clear()
                 runner.forget_requests()
                 self._core.send(WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank))
                 self._core.send(memory)
@@ -114,25 +118,57 @@ class Worker:
         ):
             os.kill(os.getpid(), signal.SIGSEGV)
 
+    def _take(self, result: StepResult) -> None:
+        """Send the output of the step that was just begun, or remember that it is still to come."""
+        if not isinstance(result, ModelRunnerOutput):
+            self._computing.append(result)
+            return
+        # Outputs come in the order of the steps.
+        self._send_computed()
+        self._send(result)
+
+    def _send(self, output: ModelRunnerOutput) -> None:
+        if self._is_output_rank:
+            self._core.send(output)
+        self._pulse.end_step()
+        if self._computing:
+            self._pulse.begin_step()
+
+    def _send_computed(self) -> None:
+        """Wait for all steps that were begun."""
+        while self._computing:
+            self._send(self._computing.popleft().output())
+
     def _receive(self) -> WorkerCommand:
-        if self._pending:
-            return self._pending.popleft()
+        """The next command. Until it comes, outputs are sent as they get ready."""
+        if self._received:
+            return self._received.popleft()
+        while self._computing:
+            if self._computing[0].is_ready():
+                self._send(self._computing.popleft().output())
+            elif (command := self._core.receive()) is not None:
+                return command
+            else:
+                # Nothing wakes for both a message and a device.
+                time.sleep(NAP_S)
         command = self._core.receive(block=True)
         assert command is not None
         return command
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
         """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""
-        for command in self._pending:
+        # The core makes them of the tokens of the steps before.
+        self._send_computed()
+        for command in self._received:
             if isinstance(command, GrammarOutput) and command.step == step:
-                self._pending.remove(command)
+                self._received.remove(command)
                 return command
         while True:
             received = self._core.receive(block=True)
             assert received is not None
             if isinstance(received, GrammarOutput) and received.step == step:
                 return received
-            self._pending.append(received)
+            self._received.append(received)
             if isinstance(received, Shutdown | CoreHello):
                 return None
 

@@ -151,7 +151,7 @@ class Core:
             assert time.monotonic() < deadline and self.process.poll() is None
             if (step := self.worker.receive()) is not None:
                 assert isinstance(step, SchedulerOutput)
-                answer = self._runner.execute(step, lambda _: None)
+                answer = self._runner.execute(step, lambda _: None).output()
                 for make_lie in lies_of_worker:
                     self.lie(self.worker.socket, make_lie(answer, self._last_output))
                 self._last_output = encode(answer)
@@ -179,7 +179,7 @@ class Core:
         """Whom the core suspects when its worker answers a request's first step so; it has exited then."""
         self._submit()
         step = self._await(self.worker, SchedulerOutput)
-        answer = self._runner.execute(step, lambda _: None)
+        answer = self._runner.execute(step, lambda _: None).output()
         self.worker.send(msgspec.structs.replace(answer, **nonsense))
         lost = self._await(self.good, ReplicaLost)
         assert self.process.wait(TIMEOUT_S) == 1

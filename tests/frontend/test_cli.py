@@ -210,7 +210,8 @@ def test_values_and_the_spellings_of_the_peers(
         (["--speculative_config={}"], ["--speculative-config is not supported"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
         (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
-        (["--load-format", "dummy"], ["--load-format dummy is not supported", "only auto"]),
+        (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),
+        (["--tokenizer-mode", "slow"], ["--tokenizer-mode slow is not supported", "only auto"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
         (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
         (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
@@ -225,7 +226,7 @@ def test_bad_arguments_get_one_line_with_flag_value_and_limit(
 
 
 def test_flags_of_the_peers_that_change_nothing_are_accepted() -> None:
-    same = ["--trust-remote-code", "--load-format", "auto"]
+    same = ["--trust-remote-code", "--tokenizer-mode", "auto"]
     assert parse(*same) == parse()
 
 

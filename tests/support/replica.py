@@ -25,6 +25,8 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.workers.loaders import open_checkpoint
 from engine.workers.model_runner import ModelRunner
 from engine.workers.parallel_state import join_replica, leave_replica
+from support.host_accelerator import HostAccelerator
+from support.worker_steps import output_of
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 128
@@ -41,10 +43,11 @@ SCORED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, logprobs=2, prompt_
 
 @dataclass(frozen=True)
 class Served:
-    """A checkpoint and how it is executed."""
+    """A checkpoint and how it is executed: by the host, or as by a GPU, with graphs where ranks share no layer."""
 
     path: Path
     backend: CPUBackend = CPUBackend.TORCH
+    is_accelerated: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,25 @@ def _rank(
                 CacheConfig(block_size=BLOCK_SIZE),
                 SchedulerConfig(max_num_seqs=NUM_SLOTS),
                 parallel,
-                DeviceConfig(threads=1, cpu_backend=each.backend),
+                DeviceConfig(
+                    threads=1,
+                    cpu_backend=each.backend,
+                    # A tape does not wait for what other ranks send.
+                    enforce_eager=parallel.tensor_parallel_size > 1,
+                    max_cudagraph_capture_size=16,
+                ),
             )
-            runner = ModelRunner(config, CPU, checkpoint, lambda done, total: None, state)
+            accelerator = HostAccelerator() if each.is_accelerated else None
+            runner = ModelRunner(
+                config, CPU, checkpoint, lambda done, total: None, state, accelerator
+            )
+            runner.profile_memory(0.9)
             num_groups = len(runner.kv_cache_groups)
             runner.allocate_kv_cache(1 + NUM_SLOTS * num_groups * BLOCKS_PER_ROW)
             runner.warm_up()
             tokens, logprobs = [], []
             for step in workload(vocab_size, num_groups):
-                output = runner.execute(step, lambda step: None)
+                output = output_of(runner.execute(step, lambda step: None))
                 tokens.append(int32_view(output.sampled_token_ids).tolist())
                 for row in (*output.prompt_logprobs, *output.logprobs):
                     logprobs += float32_view(row.logprobs).tolist()

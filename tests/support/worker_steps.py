@@ -6,28 +6,63 @@ from pathlib import Path
 
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
+from engine.protocol.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from engine.protocol.sampling_params import SamplingParams
+from engine.workers.accelerator import Accelerator
 from engine.workers.loaders import open_checkpoint
 from engine.workers.model_runner import ModelRunner
+from engine.workers.runner import StepResult
 
 GREEDY = SamplingParams(temperature=0)
+
+
+def output_of(result: StepResult) -> ModelRunnerOutput:
+    """Of a step that may still have to be waited for."""
+    return result if isinstance(result, ModelRunnerOutput) else result.output()
 
 
 class Steps:
     """Sends steps to a runner; requests own fixed, disjoint blocks."""
 
-    def __init__(self, path: Path, vocab_size: int, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int,
+        block_size: int = 4,
+        device: DeviceConfig | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         model = ModelConfig(
             "m", str(path), str(path), ("m",), "qwen3", vocab_size, 128, (1,), dtype="float32"
         )
         config = EngineConfig(
-            "/run", 1, model, CacheConfig(block_size=block_size), SchedulerConfig(max_num_seqs=4)
+            "/run",
+            1,
+            model,
+            CacheConfig(block_size=block_size),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            device=device or DeviceConfig(),
         )
         self.runner = ModelRunner(
-            config, torch.device("cpu"), open_checkpoint(path), lambda done, total: None
+            config,
+            torch.device("cpu"),
+            open_checkpoint(path),
+            lambda done, total: None,
+            accelerator=accelerator,
         )
+        self.runner.profile_memory(0.9)
         self.blocks_per_row = 128 // block_size
         self.num_groups = len(self.runner.kv_cache_groups)
         self.runner.allocate_kv_cache(
@@ -51,7 +86,12 @@ class Steps:
             eos_token_ids=(1,),
         )
 
-    def run(self, slots=None, chunks=(), new=(), removed=(), grammar=None, **copies):
+    def run(self, **step) -> ModelRunnerOutput:
+        return output_of(self.begin(**step))
+
+    def begin(
+        self, slots=None, chunks=(), new=(), removed=(), grammar=None, **copies
+    ) -> StepResult:
         self.step += 1
         output = SchedulerOutput(
             self.step,

@@ -3,12 +3,10 @@ from __future__ import annotations
 import msgspec
 import psutil
 import pytest
-import torch
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.protocol.errors import ConfigError
 from engine.workers.memory import count_kv_blocks
 
-CPU = torch.device("cpu")
 MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
 CONFIG = EngineConfig("/run", 1, MODEL, CacheConfig(block_size=16), SchedulerConfig(max_num_seqs=4))
 
@@ -18,23 +16,23 @@ def config(**cache: int) -> EngineConfig:
 
 
 def test_never_more_than_the_requests_can_use() -> None:
-    assert count_kv_blocks(CONFIG, CPU, block_bytes=1) == 4 * 4 + 1
+    assert count_kv_blocks(CONFIG, block_bytes=1) == 4 * 4 + 1
 
 
 def test_given_bytes_are_a_bound() -> None:
-    assert count_kv_blocks(config(kv_cache_memory_bytes=1000), CPU, block_bytes=100) == 10
+    assert count_kv_blocks(config(kv_cache_memory_bytes=1000), block_bytes=100) == 10
 
 
 def test_given_blocks_are_taken_as_they_are() -> None:
-    assert count_kv_blocks(config(num_blocks_override=7), CPU, block_bytes=100) == 7
+    assert count_kv_blocks(config(num_blocks_override=7), block_bytes=100) == 7
 
 
 def test_a_quarter_of_the_free_memory() -> None:
     block_bytes = psutil.virtual_memory().available // 48
-    assert count_kv_blocks(CONFIG, CPU, block_bytes) in range(10, 15)
+    assert count_kv_blocks(CONFIG, block_bytes) in range(10, 15)
 
 
 def test_too_little_memory_names_what_would_do() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len 32\b.*") as caught:
-        count_kv_blocks(config(kv_cache_memory_bytes=300), CPU, block_bytes=100)
+        count_kv_blocks(config(kv_cache_memory_bytes=300), block_bytes=100)
     assert "--kv-cache-memory-bytes 500" in str(caught.value)

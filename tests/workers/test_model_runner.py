@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.workers import model_loader
+from support.capturable_attention import CapturableAttention
+from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
-from support.worker_steps import Steps
+from support.worker_steps import Steps, output_of
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +22,23 @@ def checkpoint(tmp_path_factory):
     return qwen3_directory(tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture
-def steps(checkpoint) -> Steps:
+def captured(size: int) -> DeviceConfig:
+    return DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=size)
+
+
+EAGER = DeviceConfig(cpu_backend=CPUBackend.TORCH, enforce_eager=True)
+
+
+@pytest.fixture(params=["host", "eager device", "chunk graphs", "decode graphs"])
+def steps(request, monkeypatch, checkpoint) -> Steps:
+    """Graphs of up to 12 tokens, so that some steps are padded and some are too large."""
     path, model = checkpoint
-    return Steps(path, model.config.vocab_size)
+    if request.param == "host":
+        return Steps(path, model.config.vocab_size)
+    device = EAGER if request.param == "eager device" else captured(12)
+    if request.param == "decode graphs":
+        monkeypatch.setattr(model_loader, "attention_backend", CapturableAttention)
+    return Steps(path, model.config.vocab_size, device=device, accelerator=HostAccelerator())
 
 
 def greedy(model, prompt: list[int], count: int) -> list[int]:
@@ -74,9 +91,8 @@ def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) ->
     got = steps.tokens(slots=[0], chunks=[(0, 4)], new=[new])
     for index, block in ((1, 77), (2, 15)):
         output = SchedulerOutput(index + 1, block_updates=int32_bytes([[0, 0, index, block]]))
-        got += int32_view(
-            steps.runner.execute(output, lambda step: None).sampled_token_ids
-        ).tolist()
+        result = output_of(steps.runner.execute(output, lambda step: None))
+        got += int32_view(result.sampled_token_ids).tolist()
         for number in range(3):
             if len(got) < 6:
                 steps.step = 10 * index + number

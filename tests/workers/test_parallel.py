@@ -144,3 +144,15 @@ def test_native_stages_compute_exactly_what_one_worker_does(
     for name, *ranks in zip(checkpoints, *results, strict=True):
         assert_equal(ranks, alone[name], parallel)
         assert ranks[-1].logprobs == alone[name].logprobs
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2)])
+def test_devices_with_queues_of_their_own_compute_the_same(
+    tmp_path: Path, checkpoints: dict[str, Path], alone: dict[str, RankResult], tensor, stages
+) -> None:
+    parallel = ParallelConfig(tensor, stages)
+    names = ("llama", "gemma2")
+    served = [Served(checkpoints[name], is_accelerated=True) for name in names]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(names, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...protocol.arrays import Int32Array
 from ..batch import PersistentBatch
-from ..loaders.checkpoint import Checkpoint
+from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
@@ -62,6 +62,8 @@ class NativeDecoder:
                 "the native CPU backend cannot share a layer among "
                 f"{shard.tensor_parallel.size} workers (--tensor-parallel-size)"
             )
+        if isinstance(checkpoint, DummyCheckpoint):
+            raise NotSupportedNatively("the native CPU backend does not make up weights")
         num_threads = num_threads or _usable_cpus()
         weights = NativeWeightReader(
             checkpoint,

@@ -8,6 +8,7 @@ S rows of the batch, V vocabulary, N blocks of 32 neighbouring tokens, D tokens 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +18,7 @@ from ...protocol.arrays import Int32Array
 from ..sampling.choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.random import Stream
+from ..transfers import to_device
 from .row_search import (
     LOWEST_LEVEL,
     level_of,
@@ -299,7 +301,7 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
         rows.top_p_S,
         rows.min_p_margin_S,
         rows.seed_S,
-        torch.from_numpy(positions_S).to(device, torch.int64),
+        to_device(positions_S.astype(np.int64), device),
         tokens_S,
         vocab_size,
         NUM_BLOCKS=max(_DEPTH, triton.next_power_of_2(num_blocks)),

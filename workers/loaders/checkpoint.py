@@ -1,7 +1,7 @@
 """What the models need of a checkpoint, whatever its format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ class Checkpoint(ABC):
     """A model's config and tensors under Hugging Face's names and conventions.
 
     ``config`` is the content of ``config.json``, or what a GGUF file says in its place.
-    ``bytes_read`` counts the bytes of tensor data that were read so far.
+    ``bytes_read`` counts the bytes of tensor data that were read so far. ``place`` copies a tensor that
+    lies in a file, as a dtype, to where it shall stay.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
         self.bytes_read = 0
+        self.place: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = copy_to_host
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -61,6 +63,11 @@ class Checkpoint(ABC):
             f"there is no tensor {name!r}: the checkpoint is incomplete or not of the architecture "
             "that its config names",
         )
+
+
+def copy_to_host(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy, so that a file overwritten later cannot change or crash a running model."""
+    return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
 def part_of(

@@ -176,7 +176,8 @@ class GGUFCheckpoint(Checkpoint):
             raw = self.raw(name)
             raw = raw[:, first // block_size * block_bytes : last // block_size * block_bytes]
         self.bytes_read += raw.size
-        return unpack_matrix(torch.from_numpy(np.array(raw)), tensor.ggml_type)
+        stored = self.place(torch.from_numpy(np.array(raw)), torch.uint8)
+        return unpack_matrix(stored, tensor.ggml_type)
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)

@@ -107,8 +107,7 @@ class HFCheckpoint(Checkpoint):
         else:
             mapped = self._shards[name].get_tensor(name)
         self.bytes_read += mapped.nbytes
-        # A copy, so that a file overwritten later cannot change or crash a running model.
-        return torch.empty(mapped.shape, dtype=dtype or mapped.dtype).copy_(mapped)
+        return self.place(mapped, dtype or mapped.dtype)
 
     def _view(self, name: str) -> Any:
         shard = self._shards.get(name)

@@ -20,7 +20,7 @@ from .parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabPar
 from .rope import RotaryEmbedding, RotaryTables
 from .shard import ModelShard
 from .spec import LayerSpec, ModelSpec
-from .weights import ProgressCallback, WeightReader, rows_of
+from .weights import ProgressCallback, WeightReader, rows_of, weight_reader
 
 
 class Decoder:
@@ -50,7 +50,7 @@ class Decoder:
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = dtype
         self.choose_tokens = kernels.choose_tokens
-        weights = WeightReader(
+        weights = weight_reader(
             checkpoint,
             dtype,
             device,

@@ -5,12 +5,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
 from ..loaders.checkpoint import Checkpoint
+from ..loaders.dummy import DummyCheckpoint, made_up
+from ..loaders.upload import PinnedUpload
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from .shard import ModelShard
 
@@ -204,3 +207,42 @@ class WeightReader:
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(self.checkpoint.path, problem)
+
+
+class DummyWeightReader(WeightReader):
+    """Makes up every tensor in the shape that is asked for."""
+
+    def __init__(self, checkpoint: DummyCheckpoint, dtype: torch.dtype, device: torch.device):
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self._names = set()
+        self._unread = set()
+        self._prefix = ""
+        self._head = _HEAD
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], part: range | None = None, dim: int = 0
+    ) -> Tensor:
+        if part is not None:
+            shape = (*shape[:dim], len(part), *shape[dim + 1 :])
+        return made_up(name, shape, self.dtype, self.device)
+
+    def _read_matrix(
+        self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0
+    ) -> Tensor:
+        return self._read(name, shape, part, dim)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Any name and any shape will do."""
+
+
+def weight_reader(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, **options: Any
+) -> WeightReader:
+    """Return the reader for the checkpoint's kind; the `options` are `WeightReader`'s."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        return DummyWeightReader(checkpoint, dtype, device)
+    if device.type == "cuda":
+        checkpoint.place = PinnedUpload(device)
+    return WeightReader(checkpoint, dtype, device, **options)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
+from ..transfers import to_device
 
 _ANY = -1
 
@@ -52,7 +53,7 @@ class BadWords:
         self._tails_NT[slot] = _ANY
         tail = output_token_ids[max(0, len(output_token_ids) - length) :].astype(np.int64)
         if len(tail):
-            self._tails_NT[slot, -len(tail) :] = torch.from_numpy(tail).to(self._device)
+            self._tails_NT[slot, -len(tail) :] = to_device(tail, self._device)
 
     def remove(self, slot: int) -> None:
         self._words.pop(slot, None)
@@ -72,7 +73,7 @@ class BadWords:
         tail_rows_B = np.array(tail_rows, np.int64)
         return BadWordRows(
             *(
-                torch.from_numpy(array).to(self._device)
+                to_device(array, self._device)
                 for array in (
                     prefixes_WT,
                     last_W,

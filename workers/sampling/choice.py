@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array
+from ..transfers import to_device
 from .distribution import BlockedLogits, argmax
 from .filters import sample_top_k, sample_top_p, sample_unfiltered
 from .metadata import Method, RowGroup, SamplingMetadata
@@ -31,7 +32,17 @@ def choose_tokens(
     `positions_S` is how many tokens each row has so far, which is the index of the one to be chosen.
     """
     x = BlockedLogits.of(logits_SV)
-    token_ids = _choose(x, metadata, positions_S)
+    return _marked(_choose(x, metadata, positions_S), x)
+
+
+def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
+    """As `choose_tokens`, where every row takes its most likely token."""
+    x = BlockedLogits.of(logits_SV)
+    return _marked(argmax(x), x)
+
+
+def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
+    """With what is in place of tokens that cannot be chosen, in place."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
     return token_ids.masked_fill_(x.peak_R.isnan() | x.peak_R.isposinf(), NOT_A_NUMBER)
 
@@ -42,7 +53,7 @@ def _choose(x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Arra
     if not metadata.is_greedy:
         seeds_S = metadata.state.seed[metadata.slots_S]
         noise = uniforms(seeds_S, positions_S.astype(np.int64), Stream.TOKEN)
-        uniform_S = torch.from_numpy(noise).to(device)
+        uniform_S = to_device(noise, device)
     if len(metadata.groups) == 1:
         return _choose_group(x, metadata.groups[0], uniform_S)
     token_ids = torch.zeros(len(metadata.slots_S), dtype=torch.int64, device=device)

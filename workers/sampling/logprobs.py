@@ -11,6 +11,7 @@ import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.messages import RowLogprobs
+from ..transfers import Download
 from .distribution import (
     WEIGHT_SCALE,
     BlockedLogits,
@@ -31,6 +32,11 @@ class Logprobs:
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor
+
+    def fetch(self, download: Download) -> Logprobs:
+        """The same in host memory, once it has arrived."""
+        tensors = (self.token_ids, self.logprobs, self.ranks)
+        return Logprobs(*(download.copy(tensor) for tensor in tensors))
 
     def rows(self, slots: list[int], counts: list[int]) -> list[RowLogprobs]:
         """One message a row, row i with `counts[i]` alternatives."""

@@ -6,15 +6,22 @@ Shapes: G rows with a mask, K words of a bitmask, S rows of logits, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...protocol.arrays import Int32Array
+from ..transfers import to_device
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_LIMITS_OF_BYTE = torch.from_numpy(np.where(_BITS_OF_BYTE, np.inf, -np.inf).astype(np.float32))
+
+
+@cache
+def _limits_of_byte(device: torch.device) -> torch.Tensor:
+    """float32[256, 8]"""
+    return to_device(np.where(_BITS_OF_BYTE, np.inf, -np.inf).astype(np.float32), device)
 
 
 def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
@@ -30,8 +37,8 @@ def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) 
     Limits, because a minimum is some twenty times faster than filling where a mask says so.
     """
     num_rows, num_words = bitmask_GK.shape
-    bytes_G = torch.from_numpy(np.ascontiguousarray(bitmask_GK).view(np.uint8)).to(device)
-    limits = _LIMITS_OF_BYTE.to(device).index_select(0, bytes_G.flatten().to(torch.int32))
+    bytes_G = to_device(np.ascontiguousarray(bitmask_GK).view(np.uint8), device)
+    limits = _limits_of_byte(device).index_select(0, bytes_G.flatten().to(torch.int32))
     limits_GV = limits.view(num_rows, num_words * 32)[:, :vocab_size]
     missing = vocab_size - limits_GV.shape[1]
     return F.pad(limits_GV, (0, missing), value=float("-inf")) if missing else limits_GV

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
+from ..transfers import to_device
 from .bad_words import BadWordRows
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
@@ -272,4 +273,4 @@ def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:
 
 
 def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:
-    return torch.from_numpy(array).to(state.device)
+    return to_device(array, state.device)

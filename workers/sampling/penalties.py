@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...protocol.arrays import Int32Array, Int64Array
+from ..transfers import to_device
 
 _INITIAL_ENTRIES = 512
 
@@ -49,8 +50,8 @@ class SeenTokens:
         ids, entry = np.unique(tokens, return_inverse=True)
         counts = np.bincount(entry, weights=in_output).astype(np.float32)
         self._reserve(len(ids))
-        self._ids_NL[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int64)).to(self._device)
-        self._counts_NL[slot, : len(ids)] = torch.from_numpy(counts).to(self._device)
+        self._ids_NL[slot, : len(ids)] = to_device(ids.astype(np.int64), self._device)
+        self._counts_NL[slot, : len(ids)] = to_device(counts, self._device)
         self._num_entries_N[slot] = len(ids)
 
     def penalize(self, logits_SV: torch.Tensor, rows: PenaltyRows) -> None:
@@ -71,7 +72,7 @@ class SeenTokens:
         token_P = token_ids_S[rows.rows_P]
         is_same_PL = ids_PL == token_P[:, None]
         num_entries_P = self._num_entries_N[rows.host_slots_P]
-        entry_P = torch.from_numpy(num_entries_P).to(self._device)
+        entry_P = to_device(num_entries_P, self._device)
         self._num_entries_N[rows.host_slots_P] = num_entries_P + 1
         self._reserve(ids_PL.shape[1] + 1)
         self._counts_NL[rows.slots_P, : ids_PL.shape[1]] = counts_PL + is_same_PL
@@ -82,7 +83,7 @@ class SeenTokens:
         """Ids and counts as rectangles [P, L]; a short row is filled up with its first entry."""
         num_entries_P = self._num_entries_N[rows.host_slots_P]
         column_L = torch.arange(int(num_entries_P.max()), device=self._device)
-        last_P1 = torch.from_numpy(num_entries_P - 1).to(self._device)[:, None]
+        last_P1 = to_device(num_entries_P - 1, self._device)[:, None]
         column_PL = torch.where(column_L <= last_P1, column_L, 0)
         slots_P1 = rows.slots_P[:, None]
         return self._ids_NL[slots_P1, column_PL], self._counts_NL[slots_P1, column_PL]

@@ -16,6 +16,7 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
 from ...protocol.messages import I32, RowLogprobs
 from ...protocol.sampling_params import SamplingParams
+from ..transfers import Download, to_device
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED, choose_tokens
 from .logprobs import Logprobs, compute_logprobs
 from .masks import limit, token_limits
@@ -45,10 +46,20 @@ class SamplerOutput:
         metadata: SamplingMetadata,
         logprobs: Logprobs | None = None,
     ) -> None:
-        self.token_ids = chosen_S.clamp(min=0)
         self._chosen_S = chosen_S
         self._metadata = metadata
         self._logprobs = logprobs
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """int64[S] on the device."""
+        return self._chosen_S.clamp(min=0)
+
+    def fetch(self, download: Download) -> None:
+        """Let what the properties tell come to the host; until it has arrived they must not be asked for."""
+        self._chosen_S = download.copy(self._chosen_S)
+        if self._logprobs is not None:
+            self._logprobs = self._logprobs.fetch(download)
 
     @property
     def sampled_token_ids(self) -> I32:
@@ -192,4 +203,4 @@ class Sampler:
         return rows_G[order], bitmask_GK[order]
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)

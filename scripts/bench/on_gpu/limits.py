@@ -1,0 +1,48 @@
+"""What the device can do at best, for steps to be measured against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """The median of `repeats` runs, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes read and written a second by a copy on the device."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds(lambda: target.copy_(source), device)
+
+
+def matmul_flops(device: torch.device, size: int) -> float:
+    """Operations a second of a square bfloat16 product."""
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+def upload_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second from pinned memory to the device."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / seconds(lambda: target.copy_(source, non_blocking=True), device)

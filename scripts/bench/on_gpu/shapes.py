@@ -1,0 +1,86 @@
+"""Models without weights: their configs, and what a step of them must read and multiply."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama or Qwen3 decoder in bfloat16."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+
+    def write(self, directory: Path, max_model_len: int) -> Path:
+        """A directory that `engine serve --load-format dummy` takes, with a tokeniser of single bytes."""
+        architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
+        config: dict[str, Any] = {
+            "architectures": [architecture],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": max_model_len,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "eos_token_id": 1,
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(directory / "tokenizer.json"))
+        return directory
+
+    @property
+    def layer_weights(self) -> int:
+        """The elements of one layer's matrices."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """What a decode step of `batch` requests must read: every matrix once, and all keys and values."""
+        weights = 2 * (self.num_layers * self.layer_weights + self.head_weights)
+        return weights + batch * context * self.kv_token_bytes
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of a prompt: its matrices, half of the square of scores twice, and the head for the last token."""
+        attention = 2 * num_tokens**2 * self.num_heads * self.head_dim
+        layer = 2 * num_tokens * self.layer_weights + attention
+        return self.num_layers * layer + 2 * self.head_weights
+
+
+SHAPES = {
+    "Llama-3.1-8B": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    "Qwen3-0.6B": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
+}
+TINY_SHAPES = {"tiny": Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)}

@@ -1,0 +1,220 @@
+"""A worker's model runner, driven as a worker drives it: the next step begins before the last one's tokens are there."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import (
+    CacheConfig,
+    CPUBackend,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.device import open_device
+from engine.workers.loaders import DummyCheckpoint
+from engine.workers.memory import count_kv_blocks
+from engine.workers.memory_profile import MemoryProfile
+from engine.workers.model_runner import ModelRunner
+from engine.workers.runner import PendingOutput
+from on_gpu.limits import synchronize
+from on_gpu.shapes import Shape
+from torch.autograd import DeviceType
+
+BLOCK_SIZE = 16
+STEPS_IN_FLIGHT = 2
+
+
+class Stepping:
+    """One model; each measurement has requests of its own. `seconds` says what each part of the start took."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        directory: Path,
+        *,
+        device: Device,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        enforce_eager: bool = False,
+    ) -> None:
+        self._shape = shape
+        self._max_model_len = max_model_len
+        path = str(shape.write(directory, max_model_len))
+        config = EngineConfig(
+            "",
+            1,
+            ModelConfig(
+                "m",
+                path,
+                path,
+                ("m",),
+                shape.model_type,
+                shape.vocab_size,
+                max_model_len,
+                (1,),
+                load_format=LoadFormat.DUMMY,
+            ),
+            CacheConfig(block_size=BLOCK_SIZE),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            ),
+            device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH, enforce_eager=enforce_eager),
+        )
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self.device = open_device(config.device)
+        synchronize(self.device)
+        self._part("device")
+        self.runner = ModelRunner(config, self.device, DummyCheckpoint(path), lambda *_: None)
+        synchronize(self.device)
+        self._part("weights")
+        self.profile: MemoryProfile | None = self.runner.profile_memory(0.9)
+        self._part("memory profile")
+        self.num_blocks = count_kv_blocks(
+            config, self.runner.block_bytes, self.runner.kv_cache_groups, self.profile
+        )
+        self.runner.allocate_kv_cache(self.num_blocks)
+        self.runner.warm_up()
+        synchronize(self.device)
+        self._part("cache and graphs")
+        self._step = 0
+        self._pending: deque[PendingOutput] = deque()
+
+    def _part(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._began
+        self._began = now
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of a step in which `batch` requests with `context` tokens each decode."""
+        self._begin_requests(batch, context, steps + 24)
+        for _ in range(20):
+            self.step()
+        self.drain()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.drain()
+        return (time.perf_counter() - begin) / steps
+
+    def prefill(self, num_tokens: int, repeats: int) -> float:
+        """Seconds of one step that computes a whole prompt; the least of several."""
+        times = []
+        for _ in range(repeats + 1):
+            requests = self._requests(1, num_tokens, num_computed=0, num_more=1)
+            synchronize(self.device)
+            begin = time.perf_counter()
+            self.step(
+                new_requests=requests,
+                slots=int32_bytes([0]),
+                chunks=int32_bytes([[0, num_tokens]]),
+                removed_slots=int32_bytes([0]),
+            )
+            self.drain()
+            times.append(time.perf_counter() - begin)
+        return min(times[1:])
+
+    def idle_share(self, batch: int, context: int, steps: int) -> dict[str, float] | None:
+        """The share of time in which no kernel ran: all of it, and that of gaps longer than 5 us. None without a GPU."""
+        if self.device.type != "cuda":
+            return None
+        self._begin_requests(batch, context, steps + 30)
+        for _ in range(20):
+            self.step()
+        self.drain()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(steps):
+                self.step()
+            self.drain()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profiler.events()
+            if event.device_type == DeviceType.CUDA
+        )
+        # The first and the last step have no neighbours.
+        first, last = spans[0][0], max(end for _, end in spans)
+        idle, long_idle, reached = 0.0, 0.0, first
+        for start, end in spans:
+            gap = start - reached
+            if gap > 0:
+                idle += gap
+                long_idle += gap if gap > 5 else 0.0
+            reached = max(reached, end)
+        return {"all": idle / (last - first), "gaps over 5 us": long_idle / (last - first)}
+
+    def num_waits(self, batch: int, context: int) -> int | None:
+        """How often the host waits for the device in a decode step; None without a GPU."""
+        if self.device.type != "cuda":
+            return None
+        self._begin_requests(batch, context, 24)
+        for _ in range(4):
+            self.step()
+        self.drain()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                results = [self._execute() for _ in range(2)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        for result in results:
+            if not isinstance(result, ModelRunnerOutput):
+                result.output()
+        for warning in caught:
+            print("  waits:", str(warning.message).splitlines()[0])
+        return len(caught)
+
+    def step(self, **fields: Any) -> None:
+        result = self._execute(**fields)
+        if not isinstance(result, ModelRunnerOutput):
+            self._pending.append(result)
+        if len(self._pending) == STEPS_IN_FLIGHT:
+            self._pending.popleft().output()
+
+    def drain(self) -> None:
+        while self._pending:
+            self._pending.popleft().output()
+
+    def _execute(self, **fields: Any) -> ModelRunnerOutput | PendingOutput:
+        self._step += 1
+        return self.runner.execute(SchedulerOutput(self._step, **fields), lambda step: None)
+
+    def _begin_requests(self, batch: int, context: int, num_more: int) -> None:
+        """Their keys and values are taken as computed, whatever lies in the cache."""
+        requests = self._requests(batch, context + 1, context, num_more)
+        self.step(new_requests=requests, slots=int32_bytes(range(batch)))
+        self.drain()
+
+    def _requests(
+        self, batch: int, length: int, num_computed: int, num_more: int
+    ) -> list[NewRequestData]:
+        assert length + num_more <= self._max_model_len
+        num_blocks = -(-(length + num_more) // BLOCK_SIZE)
+        assert batch * num_blocks < self.num_blocks, "the KV cache is too small"
+        tokens = np.random.default_rng(1).integers(2, self._shape.vocab_size, length)
+        return [
+            NewRequestData(
+                slot=slot,
+                request_id=(0, slot),
+                token_ids=int32_bytes(tokens),
+                num_prompt_tokens=length,
+                num_computed_tokens=num_computed,
+                block_ids=(int32_bytes(range(1 + slot * num_blocks, 1 + (slot + 1) * num_blocks)),),
+                sampling_params=SamplingParams(temperature=0, ignore_eos=True),
+            )
+            for slot in range(batch)
+        ]

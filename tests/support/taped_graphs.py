@@ -1,0 +1,71 @@
+"""CUDA graphs on the CPU: operations are recorded on a tape, with the tensors that they read and wrote, and done again.
+
+As a graph does, a replay reads and writes the memory of the recording, and knows of Python's numbers only what they were
+then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a graph cannot wait"
+        self.operations.append((func, args, kwargs, result))
+        return result
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, recorded in self.operations:
+            for old, new in zip(
+                tree_leaves(recorded), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
+                # Views and what is done in place are there already.
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class TapedGraphs:
+    """A `GraphRecorder`."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+        self._tape: _Tape | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        yield
+
+    def begin(self) -> None:
+        assert self._tape is None
+        self._tape = _Tape()
+        self._tape.__enter__()
+
+    def forget(self) -> None:
+        """A tape takes no memory but its own."""
+
+    def end(self) -> Any:
+        tape, self._tape = self._tape, None
+        assert tape is not None
+        tape.__exit__(None, None, None)
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            tape.replay()
+
+        return replay

@@ -1,0 +1,50 @@
+"""Graphs, on tapes: what was captured does as much again, in the memory of a step that came later."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from engine.workers.cuda_graphs import GraphBreaker, SizedGraphs, chunk_sizes, decode_sizes
+from support.taped_graphs import TapedGraphs
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 300, 512, 700])
+@pytest.mark.parametrize("sizes_up_to", [decode_sizes, chunk_sizes])
+def test_sizes_rise_to_the_largest_and_leave_little_padding(sizes_up_to, largest: int) -> None:
+    sizes = sizes_up_to(largest)
+    assert sizes[0] == 1 and sizes[-1] == largest
+    assert sizes == sorted(set(sizes))
+    assert all(b <= max(2 * a, a + 8) for a, b in pairwise(sizes))
+
+
+def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
+    x = torch.zeros(8)
+    graphs = SizedGraphs(lambda size: x[:size].add_(1), [4, 1, 8], TapedGraphs(), GraphBreaker())
+    assert graphs.size_for(1) is None
+    for size in (8, 4, 1):
+        graphs.capture(size)
+    assert [graphs.size_for(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
+    x.zero_()
+    graphs.replay(4)
+    assert x.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
+    recorder, breaker = TapedGraphs(), GraphBreaker()
+    x, factor = torch.ones(3), [2.0]
+
+    def run() -> None:
+        x.add_(1)
+        # A number of Python's, which a graph would have remembered.
+        breaker.run_eagerly(lambda: x.mul_(factor[0]))
+        x.add_(1)
+
+    replay = breaker.capture(recorder, run)
+    assert not breaker.is_capturing
+    x.fill_(1)
+    factor[0] = 10.0
+    replay()
+    assert x.tolist() == [21.0] * 3
+    assert recorder.num_recorded == recorder.num_replayed == 2

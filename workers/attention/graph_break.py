@@ -1,0 +1,117 @@
+"""Attention that runs as itself between captured graphs.
+
+T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cuda_graphs import GraphBreaker
+from ..models.layers import HeadNorm
+from ..models.rope import RotaryTables
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer, DeviceBatch
+
+
+@dataclass(slots=True)
+class CurrentMetadata:
+    """The metadata of the step that is being run; what has been captured finds it here."""
+
+    num_tokens: int = 0
+    value: Any = None
+
+
+class BreakingAttention(AttentionBackend):
+    """`backend`; given `CurrentMetadata`, it stays out of the graph that is being captured."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__(
+            num_heads=backend.num_heads,
+            num_kv_heads=backend.num_kv_heads,
+            head_dim=backend.head_dim,
+            block_size=backend.block_size,
+            dtype=backend.dtype,
+            device=backend.device,
+        )
+        self.breaker = GraphBreaker()
+        self._backend = backend
+        # All layers of all graphs write here: each one's result is used up before the next one's is there.
+        self._attended_THK = torch.empty(0)
+
+    @property
+    def is_capturable(self) -> bool:  # type: ignore[override]
+        return self._backend.is_capturable
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return self._backend.kv_cache_shape(num_blocks)
+
+    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
+        return self._backend.build(batch, windows)
+
+    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
+        return self._backend.build_decode(batch, windows)
+
+    def forward(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        if not isinstance(metadata, CurrentMetadata):
+            return self._backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+
+        def attend(real: slice) -> Tensor:
+            q, k, v = q_THK[real], k_TGK[real], v_TGK[real]
+            return self._backend.forward(q, k, v, kv_cache, metadata.value, layer)
+
+        return self._outside_of_graphs(attend, metadata, q_THK)
+
+    def forward_projected(
+        self,
+        qk_THK: Tensor,
+        v_TGK: Tensor,
+        head_norm: HeadNorm | None,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        if not isinstance(metadata, CurrentMetadata):
+            return self._backend.forward_projected(
+                qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer
+            )
+
+        def attend(real: slice) -> Tensor:
+            of_real = None if tables is None else RotaryTables(*(table[real] for table in tables))
+            return self._backend.forward_projected(
+                qk_THK[real], v_TGK[real], head_norm, of_real, kv_cache, metadata.value, layer
+            )
+
+        return self._outside_of_graphs(attend, metadata, qk_THK[:, : self.num_heads])
+
+    def _outside_of_graphs(
+        self, attend: Callable[[slice], Tensor], metadata: CurrentMetadata, q_THK: Tensor
+    ) -> Tensor:
+        """Let `attend` compute the real tokens, now and in each replay; the result is shaped as `q_THK` is."""
+        if len(q_THK) > len(self._attended_THK):
+            assert not self.breaker.is_capturing, "the largest graph runs before it is captured"
+            self._attended_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
+        attended_THK = self._attended_THK[: len(q_THK)]
+
+        def run() -> None:
+            real = slice(metadata.num_tokens)
+            attended_THK[real] = attend(real)
+
+        if self.breaker.is_capturing:
+            self.breaker.run_eagerly(run)
+        else:
+            run()
+        return attended_THK

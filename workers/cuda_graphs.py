@@ -1,0 +1,152 @@
+"""CUDA graphs of a model's forward pass, which launch its kernels without Python between them.
+
+A graph reads and writes memory at the addresses it was captured with, and its shapes are fixed. So there is one for each of
+some sizes, and a step runs in the smallest that holds it. Decoding is one graph where the attention backend can be
+captured. Other steps are graphs of what is between the attentions, which run as themselves: their work depends on every
+request's length. Steps too large for any graph have kernels that take longer than Python takes to launch them.
+
+T tokens, padded to a size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+Replay = Callable[[], object]
+
+
+class GraphRecorder(Protocol):
+    """Records what is launched between `begin` and `end`, while `recording`."""
+
+    def recording(self) -> AbstractContextManager[None]: ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Replay:
+        """Return what launches it again."""
+
+    def forget(self) -> None:
+        """Nothing that was recorded will be launched again."""
+
+
+class CUDAGraphRecorder:
+    """Captures into one memory pool: graphs are replayed one after the other, so they may share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize()
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, may do what a capture forbids.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Replay:
+        graph, self._graph = self._graph, None
+        assert graph is not None
+        graph.capture_end()
+        return graph.replay
+
+    def forget(self) -> None:
+        # The pool goes with the last of its graphs.
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class GraphBreaker:
+    """Lets code that is being captured run something as itself, now and at each replay."""
+
+    def __init__(self) -> None:
+        self._recorder: GraphRecorder | None = None
+        self._segments: list[Replay] = []
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._recorder is not None
+
+    def capture(self, recorder: GraphRecorder, run: Callable[[], None]) -> Replay:
+        """Return what does again what `run` does, in graphs but for what it gives to `run_eagerly`."""
+        self._recorder, self._segments = recorder, []
+        recorder.begin()
+        run()
+        self._segments.append(recorder.end())
+        self._recorder, segments = None, self._segments
+        self._segments = []
+        if len(segments) == 1:
+            return segments[0]
+
+        def replay() -> None:
+            for segment in segments:
+                segment()
+
+        return replay
+
+    def run_eagerly(self, run: Replay) -> None:
+        """Only while capturing."""
+        assert self._recorder is not None
+        self._segments.append(self._recorder.end())
+        run()
+        self._segments.append(run)
+        self._recorder.begin()
+
+
+class SizedGraphs:
+    """The graphs of `run`, which does a step of a given padded size in static memory."""
+
+    def __init__(
+        self,
+        run: Callable[[int], None],
+        sizes: Sequence[int],
+        recorder: GraphRecorder,
+        breaker: GraphBreaker,
+    ) -> None:
+        self._run = run
+        self.sizes = sorted(sizes)
+        self._recorder = recorder
+        self._breaker = breaker
+        self._replays: dict[int, Replay] = {}
+
+    def size_for(self, count: int) -> int | None:
+        """The smallest size that holds `count`; None if there is none, or it has not been captured yet."""
+        index = bisect.bisect_left(self.sizes, count)
+        is_captured = index < len(self.sizes) and self.sizes[index] in self._replays
+        return self.sizes[index] if is_captured else None
+
+    def capture(self, size: int) -> None:
+        """The largest size should come first: the smaller ones then find their memory in the pool."""
+        with self._recorder.recording():
+            # What a kernel allocates or compiles at its first launch cannot be captured.
+            self._run(size)
+            self._replays[size] = self._breaker.capture(self._recorder, lambda: self._run(size))
+
+    def replay(self, size: int) -> None:
+        self._replays[size]()
+
+    def forget(self) -> None:
+        self._replays.clear()
+        self._recorder.forget()
+
+
+def decode_sizes(largest: int) -> list[int]:
+    """1, 2, 4, every 8th up to 256, and then every 16th, none above `largest`, which is one of them."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return sorted({size for size in sizes if size < largest} | {largest})
+
+
+def chunk_sizes(largest: int) -> list[int]:
+    """1, 2, 4 and so on up to 16, and from there also what is midway, none above `largest`, which is one of them."""
+    powers = [1 << n for n in range(largest.bit_length())]
+    midway = [power // 2 * 3 for power in powers if power >= 16]
+    return sorted({size for size in (*powers, *midway) if size < largest} | {largest})

@@ -1,0 +1,61 @@
+"""A checkpoint of which only the config exists: its weights are whatever the model asks for, made up on the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from ...protocol.errors import CheckpointError, ConfigError
+from .checkpoint import Checkpoint
+
+STANDARD_DEVIATION = 0.02
+"""What models are initialised with, so that hidden states stay as large as those of real ones."""
+
+
+class DummyCheckpoint(Checkpoint):
+    """A Hugging Face directory with a `config.json`."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        path = Path(path)
+        if not path.is_dir():
+            raise ConfigError(
+                f"--load-format dummy needs a directory with a config.json, not {path}"
+            )
+        file = path / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(file, f"{error}; download it") from error
+        super().__init__(path, config)
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise self.missing(name)
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        *,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        raise self.missing(name)
+
+
+def made_up(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return random weights; norms and biases, which ranks have in common, are such as change nothing."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STANDARD_DEVIATION)

@@ -1,0 +1,82 @@
+"""What a worker takes of its device's memory beside the KV cache, measured before the cache is sized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .accelerator import Accelerator
+
+GIB = 1024**3
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device."""
+
+    total: int
+    utilization: float
+    non_torch: int
+    weights: int
+    activations: int
+    graphs: int
+
+    @property
+    def taken(self) -> int:
+        return self.non_torch + self.weights + self.activations + self.graphs
+
+    @property
+    def kv_cache(self) -> int:
+        """What is left of the share that may be used; 0 if nothing is."""
+        return max(0, int(self.total * self.utilization) - self.taken)
+
+    def utilization_for(self, kv_cache: int) -> float | None:
+        """The least `--gpu-memory-utilization`, in hundredths, that leaves so much; None if none does."""
+        hundredths = -(-100 * (self.taken + kv_cache) // self.total)
+        return hundredths / 100 if hundredths <= 100 else None
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "the driver, NCCL and others": self.non_torch,
+            "left for the KV cache": self.kv_cache,
+        }
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"of {self.total / GIB:.2f} GiB x {self.utilization:g}: {listed}"
+
+
+def profile_memory(
+    accelerator: Accelerator,
+    utilization: float,
+    run_largest_step: Run,
+    captures: Sequence[Sequence[Run]],
+) -> MemoryProfile:
+    """Measure with the model loaded. Of each kind of graphs the two largest are captured, to tell what all will take.
+
+    The first takes the memory that all of its kind share; every other one little more than its list of kernels.
+    """
+    accelerator.release_memory()
+    weights = accelerator.allocated_memory()
+    accelerator.forget_peak()
+    run_largest_step()
+    activations = accelerator.peak_memory() - weights
+    accelerator.release_memory()
+    non_torch = max(0, accelerator.used_memory() - accelerator.reserved_memory())
+    graphs = 0
+    for kind in captures:
+        first, *others = (_growth(accelerator, capture) for capture in kind[:2])
+        graphs += first + (len(kind) - 1) * sum(others)
+    return MemoryProfile(
+        accelerator.total_memory(), utilization, non_torch, weights, activations, graphs
+    )
+
+
+def _growth(accelerator: Accelerator, capture: Run) -> int:
+    before = accelerator.used_memory()
+    capture()
+    accelerator.release_memory()
+    return max(0, accelerator.used_memory() - before)
