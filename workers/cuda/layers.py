@@ -25,6 +25,8 @@ class TritonKernels(LayerKernels):
     `has_float8` says whether the device computes with float8.
     """
 
+    keeps_quantized = True
+
     def __init__(self, dtype: torch.dtype, *, has_float8: bool) -> None:
         self._dtype = dtype
         self._has_float8 = has_float8

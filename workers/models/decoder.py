@@ -55,7 +55,7 @@ class Decoder:
             dtype,
             device,
             has_head=not spec.tie_word_embeddings,
-            can_keep=kernels.can_keep,
+            can_keep=kernels.can_keep if kernels.keeps_quantized else None,
             shard=shard,
             on_progress=on_progress,
         )

@@ -58,8 +58,11 @@ class LayerKernels:
     A kernel of another kind may hand what it computes to the product that follows, `consumer`, in that one's own form.
     """
 
+    keeps_quantized = False
+    """Whether there are quantized matrices that products need not have dequantized."""
+
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
-        """Whether products with the matrix need not have it dequantized."""
+        """Whether this is one of them."""
         return False
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:

@@ -62,7 +62,7 @@ class WeightReader:
         device: torch.device,
         *,
         has_head: bool,
-        can_keep: Callable[[QuantizedMatrix], bool] = lambda matrix: False,
+        can_keep: Callable[[QuantizedMatrix], bool] | None = None,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
@@ -161,6 +161,8 @@ class WeightReader:
     ) -> Tensor | QuantizedMatrix:
         self._check(name, shape)
         start, stop = (None, None) if part is None else (part.start, part.stop)
+        if self._can_keep is None:
+            return self._read(name, shape, part, dim)
         matrix = self.checkpoint.quantized(name, dim=dim, start=start, stop=stop)
         if matrix is None or not self._can_keep(matrix):
             return self._read(name, shape, part, dim)
