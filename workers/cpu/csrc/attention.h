@@ -42,12 +42,6 @@ struct AttentionState {
   float* values;   // [rows][padded head_dim], weighted
 };
 
-// How far a thread has fetched keys and values ahead of its work.
-struct AttentionAhead {
-  const AttentionTask* task = nullptr;
-  int key = 0;
-};
-
 // What a thread needs to do a task.
 struct AttentionScratch {
   AttentionScratch(int max_rows, int padded_head_dim);
@@ -56,7 +50,6 @@ struct AttentionScratch {
 
   uint32_t* queries;     // [max_rows][head_dim]
   AttentionState part, total;
-  AttentionAhead ahead;
 
  private:
   float* memory_;
@@ -67,8 +60,8 @@ inline int first_key(int position, int window) {
 }
 
 struct AttentionKernels {
-  // Begins to fetch what `task` and those after it read.
-  void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task, AttentionScratch&);
+  // Begins to fetch the first keys that `task` reads.
+  void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
   // Computes the task's partitions one after the other and leaves their combination in `total`.
   void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
                  const AttentionState& total);

@@ -61,7 +61,7 @@ void Program::run_attention(const Op& op, int tile, int thread) {
     tasks[i] = attention_task(op, tasks_->tasks[begin + i]);
     if (i) tasks[i - 1].next = &tasks[i];
   }
-  attention_.fetch(kv_, op.attention, tasks[0], scratch_[thread]->attention);
+  attention_.fetch(kv_, op.attention, tasks[0]);
   for (int i = 0; i < count; i++)
     attend(op, tasks_->tasks[begin + i], tasks[i], *scratch_[thread]);
 }
