@@ -483,7 +483,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--tensor-parallel-size --tp --tp-size -tp",
             "parallel.tensor_parallel_size",
-            "workers that share each layer; on a CPU they run on plain torch",
+            "workers that share each layer",
             integer(1, 1024),
         ),
         Flag(

@@ -25,13 +25,13 @@ from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
-from .recorder import Recorder
+from .recorder import Recorder, intermediate_shares
 from .sampling import sampling_rows
 from .weights import NativeWeightReader
 
 
 class NativeDecoder:
-    """The model of `spec`, or a pipeline stage of it, as a recorded program; `Decoder`'s interface.
+    """The model of `spec`, or a shard of it, as a recorded program; `Decoder`'s interface.
 
     Weights that are stored quantized stay so; `quantization`, "int8" or "int4", quantizes others.
     Hidden states are float32. Uses `num_threads` threads, by default as many as the process may run
@@ -57,11 +57,6 @@ class NativeDecoder:
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = torch.float32
-        if shard.tensor_parallel.size > 1:
-            raise NotSupportedNatively(
-                "the native CPU backend cannot share a layer among "
-                f"{shard.tensor_parallel.size} workers (--tensor-parallel-size)"
-            )
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not make up weights")
         num_threads = num_threads or _usable_cpus()
@@ -74,8 +69,11 @@ class NativeDecoder:
             shard=shard,
             on_progress=on_progress,
         )
-        self._program = NativeProgram(spec, attention, num_threads)
+        share = intermediate_shares(spec, shard.tensor_parallel)[shard.tensor_parallel.rank]
+        self._program = NativeProgram(spec, shard, len(share), attention, num_threads)
         Recorder(self._program, spec, shard, weights, max_model_len).record()
+        if shard.tensor_parallel.size > 1:
+            self._program.join(shard.tensor_parallel)
         self._kv_caches: Sequence[Tensor] = ()
         self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()

@@ -21,6 +21,7 @@ OP_KINDS = (
     "norm_add",
     "final_norm",
     "head",
+    "sum",
 )
 
 
@@ -152,6 +153,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_program_free": (None, [c_void_p]),
     "engine_program_add": (None, [c_void_p, POINTER(Op)]),
     "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float]),
+    "engine_program_exchange_bytes": (c_size_t, [c_void_p, c_int32]),
+    "engine_program_join": (None, [c_void_p, c_void_p, c_int32, c_int32]),
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
     "engine_program_decode": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
     "engine_program_profile": (None, [c_void_p, c_void_p]),

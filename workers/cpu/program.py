@@ -10,8 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.rope import RopeSpec
+from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
+from ..tensor_parallel import TensorParallel
 from .attention import KV_FORMATS, NativeAttention
+from .exchange import share_memory
 from .library import MAX_PARTS, OP_KINDS, DecodeBatch, ModelShape, Op, Step, native_library
 from .weights import PackedWeight
 
@@ -24,7 +27,15 @@ Floats = NDArray[np.float32]
 class NativeProgram:
     """`Program` of `program.h`, with the threads that run it."""
 
-    def __init__(self, spec: ModelSpec, attention: NativeAttention, num_threads: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shard: ModelShard,
+        intermediate_size: int,
+        attention: NativeAttention,
+        num_threads: int,
+    ) -> None:
+        """`intermediate_size` is this shard's."""
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
@@ -33,9 +44,9 @@ class NativeProgram:
             ctypes.byref(
                 ModelShape(
                     spec.hidden_size,
-                    spec.intermediate_size,
-                    spec.num_heads,
-                    spec.num_kv_heads,
+                    intermediate_size,
+                    len(shard.heads(spec)),
+                    len(shard.kv_heads(spec)),
                     spec.head_dim,
                     spec.vocab_size,
                     attention.block_size,
@@ -76,6 +87,18 @@ class NativeProgram:
             *(None if vector is None else vector.ctypes.data for vector in vectors)
         )
         self._library.engine_program_add(self._handle, ctypes.byref(op))
+
+    def join(self, tensor_parallel: TensorParallel) -> None:
+        """Make this the program of one of several ranks, which run the same steps from then on.
+
+        Raises `NotSupportedNatively`, on every rank, where they share no memory.
+        """
+        size = self._library.engine_program_exchange_bytes(self._handle, tensor_parallel.size)
+        memory = np.frombuffer(share_memory(tensor_parallel, size), np.uint8)
+        self._kept.append(memory)
+        self._library.engine_program_join(
+            self._handle, memory.ctypes.data, tensor_parallel.rank, tensor_parallel.size
+        )
 
     def run(self, step: Step) -> bool:
         """Return False, having done nothing, if a token is not in the vocabulary."""

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from ...protocol.gguf import BLOCK_SIZES
 from ..models.rope import RopeSpec
 from ..models.shard import ModelShard
 from ..models.spec import LayerSpec, ModelSpec
+from ..models.weights import rows_of
+from ..tensor_parallel import TensorParallel
 from .library import NotSupportedNatively
 from .program import Floats, NativeProgram
 from .weights import GROUP_SIZE, ActivationKind, NativeWeightReader, PackedWeight
 
-_QKV, _RESIDUAL, _BLOCK = range(3)
+LARGEST_BLOCK = max(elements for elements, _ in BLOCK_SIZES.values())
+
+_QKV, _RESIDUAL, _BLOCK, _PART = range(4)
 _QK_NORMS = {None: 0, "head": 1, "full": 2}
+
+
+def intermediate_shares(spec: ModelSpec, tensor_parallel: TensorParallel) -> list[range]:
+    """What each rank has of the intermediate elements: whole blocks of stored weights, where these are enough."""
+    size = spec.intermediate_size
+    for unit in (LARGEST_BLOCK, GROUP_SIZE):
+        if size % unit == 0 and size // unit >= tensor_parallel.size:
+            shares = tensor_parallel.parts(size // unit)
+            return [range(share.start * unit, share.stop * unit) for share in shares]
+    return tensor_parallel.parts(size)
 
 
 class Recorder:
@@ -30,6 +47,7 @@ class Recorder:
         self._spec = spec
         self._shard = shard
         self._weights = weights
+        self._is_alone = shard.tensor_parallel.size == 1
         self._ropes: dict[RopeSpec, int] = {}
         for layer in spec.layers:
             if layer.rope is not None and layer.rope not in self._ropes:
@@ -43,10 +61,14 @@ class Recorder:
         at its end, it leaves them to the next one.
         """
         spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
-        vocabulary = (spec.vocab_size, spec.hidden_size)
+        vocabulary = spec.vocab_size, spec.hidden_size, self._part(spec.vocab_size)
         if shard.is_first:
             embedding = weights.packed("embed_tokens.weight", *vocabulary)
-            program.add("embed", parts=[embedding], scale=spec.embedding_scale)
+            if self._is_alone:
+                program.add("embed", parts=[embedding], scale=spec.embedding_scale)
+            else:
+                program.add("embed", parts=[embedding])
+                program.add("sum", target=_RESIDUAL, vectors=[None], scale=spec.embedding_scale)
         else:
             program.add("embed")
         for place, index in enumerate(shard.layers):
@@ -74,24 +96,20 @@ class Recorder:
 
     def _record_attention(self, index: int, prefix: str, layer: LayerSpec) -> None:
         """`index` is that of the layer's KV cache."""
-        spec = self._spec
+        spec, shard = self._spec, self._shard
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        queries, keys = self._elements(shard.heads(spec)), self._elements(shard.kv_heads(spec))
         qkv, biases = self._projections(
             f"{prefix}self_attn.",
             ["qkv_proj"] if spec.fused_projections else ["q_proj", "k_proj", "v_proj"],
             [query_size, kv_size, kv_size],
-            spec.hidden_size,
+            [queries, keys, keys],
             spec.qkv_bias,
         )
-        output, output_bias = self._projections(
-            f"{prefix}self_attn.",
-            ["o_proj"],
-            [spec.hidden_size],
-            query_size,
-            spec.attention_output_bias,
-        )
-        columns = spec.num_heads // spec.num_kv_heads * spec.head_dim
-        if output[0].activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
+        shares = map(self._elements, shard.tensor_parallel.parts(spec.num_heads))
+        output = self._output_projection(f"{prefix}self_attn.o_proj.weight", list(shares))
+        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.head_dim
+        if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
             raise NotSupportedNatively(
                 f"{columns} elements of the queries of a key/value head are not whole groups of "
                 f"{GROUP_SIZE}"
@@ -101,6 +119,11 @@ class Recorder:
             "linear", input_kind=input_kind, source=0, target=_QKV, parts=qkv, vectors=biases
         )
         norms: list[Floats | None] = []
+        if spec.qk_norm == "full" and not self._is_alone:
+            raise NotSupportedNatively(
+                "the native CPU backend cannot norm the heads of several workers together "
+                "(--tensor-parallel-size)"
+            )
         if spec.qk_norm is not None:
             sizes = (
                 (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (query_size, kv_size)
@@ -121,38 +144,39 @@ class Recorder:
             "attention",
             layer=index,
             group=layer.kv_cache_group,
-            activation_kind=output[0].activation_kind,
+            activation_kind=output.activation_kind,
             attention_scale=spec.attention_scale,
             softcap=spec.attention_softcap or 0.0,
             window=layer.window or 0,
         )
-        self._add_block(prefix, output, output_bias, spec.norms.attention_output)
+        bias = None
+        if spec.attention_output_bias:
+            bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
+        self._add_block(prefix, output, bias, spec.norms.attention_output)
 
     def _record_mlp(self, prefix: str) -> None:
         spec = self._spec
+        shares = intermediate_shares(spec, self._shard.tensor_parallel)
         gate_up, biases = self._projections(
             f"{prefix}mlp.",
             ["gate_up_proj"] if spec.fused_projections else ["gate_proj", "up_proj"],
             [spec.intermediate_size] * 2,
-            spec.hidden_size,
+            [shares[self._shard.tensor_parallel.rank]] * 2,
             spec.mlp_bias,
         )
-        down, down_bias = self._projections(
-            f"{prefix}mlp.",
-            ["down_proj"],
-            [spec.hidden_size],
-            spec.intermediate_size,
-            spec.mlp_bias,
-        )
+        down = self._output_projection(f"{prefix}mlp.down_proj.weight", shares)
         input_kind = self._quantize(prefix, spec.norms.mlp_input, gate_up)
         self._program.add(
             "gated_linear",
             input_kind=input_kind,
-            activation_kind=down[0].activation_kind,
+            activation_kind=down.activation_kind,
             parts=gate_up,
             vectors=biases,
         )
-        self._add_block(prefix, down, down_bias, spec.norms.mlp_output)
+        bias = None
+        if spec.mlp_bias:
+            bias = self._weights.vector(f"{prefix}mlp.down_proj.bias", spec.hidden_size)
+        self._add_block(prefix, down, bias, spec.norms.mlp_output)
 
     def _quantize(
         self, prefix: str, norm: str | None, inputs: list[PackedWeight]
@@ -164,24 +188,22 @@ class Recorder:
         return kind
 
     def _add_block(
-        self,
-        prefix: str,
-        output: list[PackedWeight],
-        bias: list[Floats | None],
-        norm: str | None,
+        self, prefix: str, output: PackedWeight, bias: Floats | None, norm: str | None
     ) -> None:
         """Add a block's output projection, perhaps normed, to the residual stream."""
         target = _RESIDUAL if norm is None else _BLOCK
         scale = self._spec.residual_multiplier
         self._program.add(
             "linear",
-            input_kind=output[0].activation_kind,
+            input_kind=output.activation_kind,
             source=1,
-            target=target,
-            parts=output,
-            vectors=bias,
+            target=target if self._is_alone else _PART,
+            parts=[output],
+            vectors=[bias if self._is_alone else None],
             scale=scale,
         )
+        if not self._is_alone:
+            self._program.add("sum", target=target, vectors=[bias], scale=scale)
         if norm is not None:
             weight_D = self._norm(f"{prefix}{norm}", self._spec.hidden_size)
             self._program.add("norm_add", vectors=[weight_D], scale=scale)
@@ -191,27 +213,35 @@ class Recorder:
             self._spec.norm_weight_offset
         )
 
+    def _part(self, count: int) -> range:
+        return self._shard.tensor_parallel.part(count)
+
+    def _elements(self, heads: range) -> range:
+        return range(heads.start * self._spec.head_dim, heads.stop * self._spec.head_dim)
+
+    def _output_projection(self, name: str, shares: list[range]) -> PackedWeight:
+        """The matrix that ends a block, of whose inputs each rank has a share."""
+        hidden_size, inputs = self._spec.hidden_size, shares[-1].stop
+        if self._is_alone:
+            return self._weights.packed(name, hidden_size, inputs)
+        rank = self._shard.tensor_parallel.rank
+        return self._weights.packed_columns(name, hidden_size, inputs, shares, rank)
+
     def _projections(
-        self, prefix: str, names: list[str], sizes: list[int], inputs: int, has_bias: bool
+        self, prefix: str, names: list[str], sizes: list[int], parts: list[range], has_bias: bool
     ) -> tuple[list[PackedWeight], list[Floats | None]]:
-        """Return matrices of the same inputs and their biases, which may be rows of one tensor."""
-        reader = self._weights
-        biases: list[Floats | None] = [None] * len(sizes)
-        if len(names) == len(sizes):
-            rows = {f"{prefix}{name}.weight": size for name, size in zip(names, sizes, strict=True)}
-            weights = reader.packed_together(rows, inputs)
-            if has_bias:
-                biases = [
-                    reader.vector(f"{prefix}{name}.bias", size)
-                    for name, size in zip(names, sizes, strict=True)
-                ]
-        else:
-            stops = np.cumsum(sizes).tolist()
-            name = f"{prefix}{names[0]}"
-            weights = [
-                reader.packed(f"{name}.weight", stops[-1], inputs, start=stop - size, stop=stop)
-                for size, stop in zip(sizes, stops, strict=True)
+        """Return this rank's parts of matrices that read the residual stream, and of their biases.
+
+        They may be rows of one tensor.
+        """
+        reader, rows = self._weights, rows_of(names, sizes, parts)
+        weights = reader.packed_together(
+            [replace(each, name=f"{prefix}{each.name}.weight") for each in rows],
+            self._spec.hidden_size,
+        )
+        biases: list[Floats | None] = [None] * len(rows)
+        if has_bias:
+            biases = [
+                reader.vector(f"{prefix}{each.name}.bias", each.total, each.part) for each in rows
             ]
-            if has_bias:
-                biases = list(np.split(reader.vector(f"{name}.bias", stops[-1]), stops[:-1]))
         return weights, biases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 
@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...protocol.gguf import BLOCK_SIZES
 from ...protocol.gguf import GGMLQuantizationType as SourceType
 from ..host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
 from ..models.shard import ModelShard
-from ..models.weights import ProgressCallback, WeightReader
+from ..models.weights import ProgressCallback, Rows, WeightReader
 from ..quantization.gguf_blocks import as_blocks, block_type
-from .library import native_library
+from ..quantization.matrix import QuantizedMatrix
+from .library import NotSupportedNatively, native_library
 
 
 class ActivationKind(IntEnum):
@@ -169,35 +171,75 @@ class NativeWeightReader(WeightReader):
         self._num_threads = num_threads
         self._memory = WeightMemory()
 
-    def vector(self, name: str, size: int) -> NDArray[np.float32]:
-        """Return the decoder's tensor `name`, float32 ``[size]``."""
-        vector: NDArray[np.float32] = self.read(name, size).float().numpy()
+    def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
+        """Return the decoder's tensor `name`, or a part of its `size` elements, as float32."""
+        vector: NDArray[np.float32] = self.read(name, size, part=part).float().numpy()
         return vector
 
-    def packed(
-        self, name: str, rows: int, columns: int, *, start: int = 0, stop: int | None = None
-    ) -> PackedWeight:
-        """Return the decoder's matrix `name`, of that shape, or its rows ``start:stop``."""
+    def packed(self, name: str, rows: int, columns: int, part: range | None = None) -> PackedWeight:
+        """Return the decoder's matrix `name`, of that shape, or some of its rows."""
         name = self._prefix + name
-        return self._packed(name, rows, columns, self._format(name), start, stop)
+        return self._packed(name, rows, columns, self._format(name), part)
 
-    def packed_together(self, sizes: Mapping[str, int], columns: int) -> list[PackedWeight]:
-        """Return matrices of these names and numbers of rows that read the same activations.
+    def packed_columns(
+        self, name: str, rows: int, columns: int, parts: Sequence[range], rank: int
+    ) -> PackedWeight:
+        """Return a rank's part of the columns of the decoder's matrix `name`, of that shape.
+
+        Raises `NotSupportedNatively` if the part of any rank is not of whole blocks.
+        """
+        name = self._prefix + name
+        self._check(name, (rows, columns))
+        weight_format = self._format(name)
+        unit = GROUP_SIZE if weight_format.activation_kind == ActivationKind.INT8 else 1
+        stored_type = self._packable_type(name, weight_format)
+        if stored_type is not None:
+            unit = max(unit, BLOCK_SIZES[stored_type][0])
+        elif (
+            not isinstance(self.checkpoint, GGUFCheckpoint)
+            and (few := self._few_rows(name)) is not None
+            and few.scale_OG.shape[1] > 1
+        ):
+            unit = max(unit, few.group_size)
+        if any(part.start % unit for part in parts):
+            raise NotSupportedNatively(
+                f"{len(parts)} workers (--tensor-parallel-size) cannot share {columns} columns in "
+                f"blocks of {unit}"
+            )
+        part = parts[rank]
+        weight = allocate_packed(weight_format, rows, len(part), self._memory)
+        source_type, source = self._columns(name, part, weight_format, stored_type)
+        step = max(1, _ELEMENTS_AT_ONCE // len(part))
+
+        def pack(first: int) -> None:
+            pack_rows(weight, source_type, source[first : first + step], first)
+
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            list(threads.map(pack, range(0, rows, step)))
+        if stored_type is not None:
+            self.checkpoint.bytes_read += source.size
+        self._mark_read(name)
+        return weight
+
+    def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:
+        """Return rows of matrices that read the same activations.
 
         Those activations are of one kind: where a float matrix is among quantized ones, these are
         packed as floats too.
         """
-        formats = {self._prefix + name: self._format(self._prefix + name) for name in sizes}
-        if len({weight_format.activation_kind for weight_format in formats.values()}) > 1:
-            formats = dict.fromkeys(formats, _FLOAT_FORMATS[self.dtype])
+        formats = [self._format(self._prefix + each.name) for each in rows]
+        if len({weight_format.activation_kind for weight_format in formats}) > 1:
+            formats = [_FLOAT_FORMATS[self.dtype]] * len(rows)
         return [
-            self._packed(name, rows, columns, weight_format)
-            for (name, weight_format), rows in zip(formats.items(), sizes.values(), strict=True)
+            self._packed(self._prefix + each.name, each.total, columns, weight_format, each.part)
+            for each, weight_format in zip(rows, formats, strict=True)
         ]
 
-    def packed_head(self, vocab_size: int, hidden_size: int) -> PackedWeight:
-        """Return the output projection of a model that does not tie it to the embedding."""
-        return self._packed(self._head, vocab_size, hidden_size, self._format(self._head))
+    def packed_head(
+        self, vocab_size: int, hidden_size: int, part: range | None = None
+    ) -> PackedWeight:
+        """Return the output projection of a model that does not tie it to the embedding, or some of its rows."""
+        return self._packed(self._head, vocab_size, hidden_size, self._format(self._head), part)
 
     def _packed(
         self,
@@ -205,20 +247,24 @@ class NativeWeightReader(WeightReader):
         rows: int,
         columns: int,
         weight_format: WeightFormat,
-        start: int = 0,
-        stop: int | None = None,
+        part: range | None,
     ) -> PackedWeight:
         self._check(name, (rows, columns))
-        stop = rows if stop is None else stop
-        weight = allocate_packed(weight_format, stop - start, columns, self._memory)
+        part = part or range(rows)
+        weight = allocate_packed(weight_format, len(part), columns, self._memory)
+        stored_type = self._packable_type(name, weight_format)
         step = max(1, _ELEMENTS_AT_ONCE // columns)
 
-        def pack(first: int) -> None:
-            source_type, source = self._source(name, first, min(first + step, stop), weight_format)
-            pack_rows(weight, source_type, source, first - start)
+        def pack(first: int) -> int:
+            stop = min(first + step, part.stop)
+            source_type, source = self._rows(name, first, stop, weight_format, stored_type)
+            pack_rows(weight, source_type, source, first - part.start)
+            return source.size
 
         with ThreadPoolExecutor(self._num_threads) as threads:
-            list(threads.map(pack, range(start, stop, step)))
+            sizes = list(threads.map(pack, range(part.start, part.stop, step)))
+        if stored_type is not None:
+            self.checkpoint.bytes_read += sum(sizes)
         self._mark_read(name)
         return weight
 
@@ -227,8 +273,7 @@ class NativeWeightReader(WeightReader):
             source_type = self.checkpoint.ggml_type(name)
             if source_type not in _FLOAT_TYPES.values():
                 return _QUANTIZED_FORMATS.get(source_type, WeightFormat.U8)
-        # A few rows tell what all of them are.
-        few = self.checkpoint.quantized(name, stop=min(8, self.checkpoint.shape(name)[0]))
+        few = self._few_rows(name)
         if few is not None and (stored_as := block_type(few)) is not None:
             return _QUANTIZED_FORMATS[stored_as]
         if self._quantization is None or self.checkpoint.shape(name)[1] % GROUP_SIZE:
@@ -237,22 +282,56 @@ class NativeWeightReader(WeightReader):
             return WeightFormat.U8
         return self._quantization
 
-    def _source(
-        self, name: str, start: int, stop: int, weight_format: WeightFormat
-    ) -> tuple[SourceType, NDArray[np.uint8]]:
-        """Rows of a tensor in a type that can be packed so, uint8 ``[rows, row bytes]``."""
+    def _few_rows(self, name: str) -> QuantizedMatrix | None:
+        """Of a matrix that is stored quantized; they tell what all of them are."""
+        return self.checkpoint.quantized(name, stop=min(8, self.checkpoint.shape(name)[0]))
+
+    def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
+        """The type in which a tensor is stored, if it can be packed from that as it is."""
         if isinstance(self.checkpoint, GGUFCheckpoint):
-            source_type = self.checkpoint.ggml_type(name)
-            if can_pack(source_type, weight_format):
-                return source_type, self.checkpoint.raw(name, start, stop)
-        elif matrix := self.checkpoint.quantized(name, start=start, stop=stop):
+            stored_type = self.checkpoint.ggml_type(name)
+            if can_pack(stored_type, weight_format):
+                return stored_type
+        return None
+
+    def _rows(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        weight_format: WeightFormat,
+        stored_type: SourceType | None,
+    ) -> tuple[SourceType, NDArray[np.uint8]]:
+        """Rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
+        if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
+            return stored_type, self.checkpoint.raw(name, start, stop)
+        return self._other(name, weight_format, 0, range(start, stop))
+
+    def _columns(
+        self, name: str, part: range, weight_format: WeightFormat, stored_type: SourceType | None
+    ) -> tuple[SourceType, NDArray[np.uint8]]:
+        """Columns of a tensor in a type that can be packed, uint8 ``[rows, bytes of those of a row]``."""
+        if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
+            elements, size = BLOCK_SIZES[stored_type]
+            start, stop = (bound // elements * size for bound in (part.start, part.stop))
+            return stored_type, self.checkpoint.raw(name)[:, start:stop]
+        return self._other(name, weight_format, 1, part)
+
+    def _other(
+        self, name: str, weight_format: WeightFormat, dim: int, part: range
+    ) -> tuple[SourceType, NDArray[np.uint8]]:
+        """Rows or columns of a tensor in a type that can be packed, which it is not stored in."""
+        start, stop = part.start, part.stop
+        if not isinstance(self.checkpoint, GGUFCheckpoint) and (
+            matrix := self.checkpoint.quantized(name, dim=dim, start=start, stop=stop)
+        ):
             stored_as = block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
                 return stored_as, as_blocks(matrix)
-        tensor = self.checkpoint.tensor(name, start=start, stop=stop)
+        tensor = self.checkpoint.tensor(name, dim=dim, start=start, stop=stop)
         if tensor.dtype not in _FLOAT_TYPES:
             tensor = tensor.float()
-        return _FLOAT_TYPES[tensor.dtype], tensor.view(torch.uint8).numpy()
+        return _FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
 
 
 def allocate_packed(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from engine.protocol.errors import CheckpointError
 from engine.protocol.gguf import GGMLQuantizationType as SourceType
+from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightMemory
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
@@ -98,11 +100,45 @@ def test_quantization_takes_float_matrices_of_whole_groups(
 def test_parts_of_a_matrix_are_its_rows(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     parts = [
-        reader.packed("matrix.weight", 50, 64, start=start, stop=stop)
+        reader.packed("matrix.weight", 50, 64, range(start, stop))
         for start, stop in ((0, 7), (7, 40), (40, 50))
     ]
     rows = np.concatenate([part.rows(range(part.n)) for part in parts])
     np.testing.assert_array_equal(rows, MATRIX.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "bounds"),
+    [("layers.0.mlp.down_proj.weight", 576, 1536, [0, 768, 1536])],
+)
+def test_ranks_share_the_columns_of_a_quantized_matrix(
+    name: str, rows: int, columns: int, bounds: list[int]
+) -> None:
+    checkpoint = smollm2()
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
+    shares = [range(*bound) for bound in pairwise(bounds)]
+    parts = [
+        reader.packed_columns(name, rows, columns, shares, rank) for rank in range(len(shares))
+    ]
+    some = [0, 1, rows - 1]
+    got = np.concatenate([part.rows(some) for part in parts], axis=1)
+    np.testing.assert_array_equal(got, reader.packed(name, rows, columns).rows(some))
+
+
+def test_ranks_share_the_columns_of_a_float_matrix_at_any_element(checkpoint: Checkpoint) -> None:
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
+    shares = [range(13), range(13, 27), range(27, 41)]
+    parts = [reader.packed_columns("odd.weight", 9, 41, shares, rank) for rank in range(3)]
+    got = np.concatenate([part.rows(range(9)) for part in parts], axis=1)
+    np.testing.assert_array_equal(got, ODD.to(torch.bfloat16).float().numpy())
+
+
+def test_shares_that_cut_a_group_are_refused_on_every_rank(checkpoint: Checkpoint) -> None:
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False, quantization="int8")
+    shares = [range(48), range(48, 64)]
+    for rank in range(2):
+        with pytest.raises(NotSupportedNatively, match="64 columns in blocks of 32"):
+            reader.packed_columns("matrix.weight", 50, 64, shares, rank)
 
 
 def test_progress_reaches_its_total_and_nothing_stays_unread(checkpoint: Checkpoint) -> None:
@@ -117,8 +153,8 @@ def test_progress_reaches_its_total_and_nothing_stays_unread(checkpoint: Checkpo
     reader.packed("odd.weight", 9, 41)
     with pytest.raises(CheckpointError, match="matrix"):
         reader.finish()
-    reader.packed("matrix.weight", 50, 64, start=0, stop=20)
-    reader.packed("matrix.weight", 50, 64, start=20, stop=50)
+    reader.packed("matrix.weight", 50, 64, range(20))
+    reader.packed("matrix.weight", 50, 64, range(20, 50))
     reader.finish()
     assert progress == sorted(progress)
     assert progress[-1][0] == progress[-1][1]

@@ -8,7 +8,6 @@ namespace engine {
 
 namespace {
 
-constexpr int kSliceTokens = 512;
 constexpr int kRowBlock = 64;
 constexpr int kTileFloats = 8192;
 constexpr int kTileWeights = 1 << 18;
@@ -80,6 +79,9 @@ bool Program::run(const Step& step) {
   qkv_.reserve(sizeof(float) * rows * qkv_size_);
   for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest + 64));
   head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
+  if (exchange_ && (step.sampling || step.logits))
+    own_logits_.reserve(sizeof(float) * step.num_logit_rows *
+                        (shape_.vocab_size / exchange_->num_ranks() + 1));
   if (step.sampling && !step.logits) {
     logits_.reserve(sizeof(float) * step.num_logit_rows * shape_.vocab_size);
     step_.logits = logits_.floats();
@@ -113,7 +115,9 @@ int Program::begin(int phase) {
     return step_.logit_rows ? begin_head(ops_.back()) : 0;
   }
   timed_op_ = ops_of_slice + 1;
-  if (phase == head_phase + 1 && step_.tokens) {
+  if (phase > head_phase + 1) return -1;
+  if (exchange_ && step_.logits && step_.logit_rows && step_.num_logit_rows) gather_logits();
+  if (step_.num_logit_rows && step_.tokens) {
     if (step_.sampling) return step_.num_logit_rows;
     take_most_likely();
   }
@@ -159,6 +163,9 @@ int Program::begin_op(const Op& op) {
       return begin_attention(op);
     case OpKind::rotate_store:
       return share_rows(op, qkv_size_);
+    case OpKind::sum:
+      exchange_->meet();
+      return share_rows(op, shape_.hidden_size);
     default:
       return share_rows(op, shape_.hidden_size);
   }
@@ -208,6 +215,8 @@ void Program::run_row(const Op& op, int row) {
     }
     case OpKind::rotate_store:
       return rotate_store(op, row);
+    case OpKind::sum:
+      return sum_parts(op, row);
     case OpKind::norm_add:
       rows_.rms_norm(block(row), op.vectors[0], op.eps, shape_.hidden_size, block(row));
       return rows_.add_scaled(residual(row), block(row), op.scale, shape_.hidden_size);
@@ -223,10 +232,18 @@ void Program::run_row(const Op& op, int row) {
 
 void Program::embed(const Op& op, int row) {
   const int token = first_token_ + row;
-  if (op.num_parts)
+  if (op.num_parts && exchange_) {
+    const int index = step_.input_ids[token] - first_token_of(exchange_->rank());
+    if (index >= 0 && index < op.parts[0]->n)
+      unpack_weight_row(*op.parts[0], index, own_part(row));
+    else
+      std::fill_n(own_part(row), shape_.hidden_size, 0.0f);
+    std::fill_n(residual(row), shape_.hidden_size, 0.0f);
+  } else if (op.num_parts) {
     unpack_weight_row(*op.parts[0], step_.input_ids[token], residual(row));
-  else
+  } else {
     std::copy_n(step_.hidden + size_t(token) * shape_.hidden_size, shape_.hidden_size, residual(row));
+  }
   if (op.scale != 1.0f) rows_.scale(residual(row), op.scale, shape_.hidden_size);
   const float position = float(step_.positions[token]);
   for (Rope& rope : ropes_) {
@@ -289,7 +306,10 @@ void Program::run_linear(const Op& op, int tile, int thread) {
   const uint8_t* x = activations_[op.source].bytes() + row * row_bytes;
   if (op.target != LinearTarget::residual) {
     const int stride = op.target == LinearTarget::qkv ? qkv_size_ : shape_.hidden_size;
-    float* out = (op.target == LinearTarget::qkv ? qkv(row) : block(row)) + first_column + begin;
+    float* out = (op.target == LinearTarget::qkv     ? qkv(row)
+                  : op.target == LinearTarget::block ? block(row)
+                                                     : own_part(row)) +
+                 first_column + begin;
     linear_rows(weight, op.input_kind, x, rows, begin, end, out, stride);
     for (int r = 0; bias && r < rows; r++)
       rows_.add_scaled(out + size_t(r) * stride, bias + begin, 1.0f, columns);
@@ -359,8 +379,9 @@ void Program::run_head(const Op& op, int tile, int thread) {
     if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);
     // The product does not write there itself: rows that are pages apart contend for the same cache lines.
     if (step_.logits)
-      std::memcpy(step_.logits + size_t(row + r) * weight.n + begin, out, sizeof(float) * columns);
-    if (step_.sampling)
+      std::memcpy((exchange_ ? own_logits_.floats() : step_.logits) + size_t(row + r) * weight.n + begin, out,
+                  sizeof(float) * columns);
+    if (step_.sampling && !exchange_)
       sampling_kernels().block_maxima(out, columns, logit_maxima(row + r) + begin / kLogitBlock);
     if (!step_.tokens || step_.sampling) continue;
     Best& best = bests()[size_t(row + r) * column_tiles_[0] + tile];
@@ -371,22 +392,32 @@ void Program::run_head(const Op& op, int tile, int thread) {
   }
 }
 
+// Of this rank's share of the vocabulary.
+Program::Best Program::most_likely(int row) const {
+  const Best* best = bests() + size_t(row) * column_tiles_[0];
+  Best winner = best[0];
+  for (int i = 1; i < column_tiles_[0]; i++) winner = likelier(winner, best[i]);
+  if (exchange_ && winner.index >= 0) winner.index += first_token_of(exchange_->rank());
+  return winner;
+}
+
 void Program::take_most_likely() {
-  for (int r = 0; r < step_.num_logit_rows; r++) {
-    const Best* best = bests() + size_t(r) * column_tiles_[0];
-    Best winner = best[0];
-    for (int i = 1; i < column_tiles_[0] && winner.index >= 0; i++)
-      if (best[i].index < 0 || best[i].logit > winner.logit) winner = best[i];
-    step_.tokens[r] = winner.index < 0 || winner.logit == INFINITY ? kNotANumber
-                      : winner.logit == -INFINITY                  ? kNothingAllowed
-                                                                   : winner.index;
+  const int rows = step_.num_logit_rows;
+  winners_.resize(rows);
+  for (int row = 0; row < rows; row++) winners_[row] = most_likely(row);
+  if (exchange_) exchange_winners();
+  for (int row = 0; row < rows; row++) {
+    const Best& winner = winners_[row];
+    step_.tokens[row] = winner.index < 0 || winner.logit == INFINITY ? kNotANumber
+                        : winner.logit == -INFINITY                  ? kNothingAllowed
+                                                                     : winner.index;
   }
 }
 
 void Program::choose_token(int row, int thread) {
   const float* logits = step_.logits + size_t(row) * shape_.vocab_size;
   float* maxima = logit_maxima(row);
-  if (!step_.logit_rows) sampling_kernels().block_maxima(logits, shape_.vocab_size, maxima);
+  if (!step_.logit_rows || exchange_) sampling_kernels().block_maxima(logits, shape_.vocab_size, maxima);
   step_.tokens[row] =
       scratch_[thread]->chooser.choose(*step_.sampling, row, logits, maxima);
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "exchange.h"
 #include "linear.h"
 #include "row_kernels.h"
 #include "sampling.h"
@@ -18,6 +19,7 @@
 
 namespace engine {
 
+// What this rank has of a model: of the heads and of the intermediate size its share.
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
@@ -27,7 +29,8 @@ struct ModelShape {
 };
 
 enum class OpKind : int32_t {
-  embed = 0,         // residual = row of parts[0], or else of hidden, * scale; and the rotary tables
+  embed = 0,         // residual = row of parts[0], or else of hidden, * scale; and the rotary tables.
+                     // Where there are ranks: part = row of parts[0], if it has the token's; residual = 0
   quantize = 1,      // activations[0] = residual, normed by vectors[0] if there is one
   linear = 2,        // target = activations[source] * parts + vectors
   gated_linear = 3,  // activations[1] = activation(gate) * up, of parts and vectors
@@ -36,12 +39,15 @@ enum class OpKind : int32_t {
   norm_add = 6,      // residual += scale * block normed by vectors[0]
   final_norm = 7,    // hidden = residual, normed by vectors[0] if there is one
   head = 8,          // logits of the rows asked for; the last operation
+  sum = 9,           // target = the parts of all ranks, in their order, + vectors[0] if there is one
 };
 
-enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2 };  // adds scale * y to residual
+// Adds scale * y to residual. The part is what this rank has of a sum.
+enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3 };
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2 };
 
 constexpr int kMaxParts = 3;
+constexpr int kSliceTokens = 512;
 
 constexpr int kTilesPerThread = 4;
 
@@ -112,6 +118,10 @@ class Program final : private Phases {
   void add(const Op& op);
   // Angles are position * inverse_frequencies[half]; `factor` multiplies their sines and cosines.
   void add_rope(const float* inverse_frequencies, int half, float factor);
+  // Of the memory that `num_ranks` programs with the same operations need to be ranks of one model.
+  size_t exchange_bytes(int num_ranks) const;
+  // The memory must outlive the program. From then on all ranks run the same steps.
+  void join(void* memory, int rank, int num_ranks);
   // With num_tokens = 0 only the head runs, on the `hidden` given. Returns false, having done nothing,
   // if a token is not in the vocabulary.
   bool run(const Step& step);
@@ -141,11 +151,15 @@ class Program final : private Phases {
     std::vector<int> first_tasks;  // of each tile, and the end of the last
     int num_slots;
   };
-  // The largest logit of a tile.
+  // The largest logit of a tile; a negative index is a NaN.
   struct Best {
     float logit;
     int32_t index;
   };
+  // Of the best of neighbours, the first one if they are equal.
+  static Best likelier(const Best& first, const Best& second) {
+    return first.index >= 0 && (second.index < 0 || second.logit > first.logit) ? second : first;
+  }
   struct Scratch {
     Scratch(int max_rows, const KVLayout& kv, int vocab_size);
     AttentionScratch attention;
@@ -191,11 +205,30 @@ class Program final : private Phases {
   void make_tiles(TaskList& list) const;
   template <class Function>
   void for_each_task(int window, Function f) const;
+  size_t part_bytes(int num_ranks) const;
+  template <class Write, class Read>
+  void exchange_rows(int rows, size_t row_bytes, Write write, Read read);
+  void gather_logits();
+  void exchange_winners();
+  void sum_parts(const Op& op, int row);
+  Best most_likely(int row) const;
   void take_most_likely();
   void choose_token(int row, int thread);
 
   float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }
   float* block(int row) const { return block_.floats() + size_t(row) * shape_.hidden_size; }
+  // The part of a row's sum that this rank writes, and what another has written.
+  float* own_part(int row) const {
+    return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * shape_.hidden_size;
+  }
+  const float* part_of(int rank, int row) const {
+    return reinterpret_cast<const float*>(exchange_->part_of(rank)) +
+           size_t(row) * shape_.hidden_size;
+  }
+  // The first token of a rank's share of the vocabulary.
+  int first_token_of(int rank) const {
+    return exchange_ ? int(int64_t(shape_.vocab_size) * rank / exchange_->num_ranks()) : 0;
+  }
   float* qkv(int row) const { return qkv_.floats() + size_t(row) * qkv_size_; }
   float* logit_maxima(int row) const {
     return logit_maxima_.floats() + size_t(row) * logit_blocks(shape_.vocab_size);
@@ -214,6 +247,9 @@ class Program final : private Phases {
   std::vector<TaskList> task_lists_;
   Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
   Buffer logits_, logit_maxima_;  // of rows that are not sampled by the most likely token
+  Buffer own_logits_;             // of this rank's share of the vocabulary
+  std::unique_ptr<Exchange> exchange_;  // null where there are no other ranks
+  std::vector<Best> winners_;     // of each row that takes its most likely token
   Buffer decode_hidden_;
   std::vector<int32_t> decode_arrays_;
   std::vector<StepGroup> decode_groups_;

@@ -16,6 +16,14 @@ ENGINE_API void engine_program_add_rope(Program* program, const float* inverse_f
   program->add_rope(inverse_frequencies, half, factor);
 }
 
+ENGINE_API size_t engine_program_exchange_bytes(const Program* program, int32_t num_ranks) {
+  return program->exchange_bytes(num_ranks);
+}
+
+ENGINE_API void engine_program_join(Program* program, void* memory, int32_t rank, int32_t num_ranks) {
+  program->join(memory, rank, num_ranks);
+}
+
 ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
 
 ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch) {

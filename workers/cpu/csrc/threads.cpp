@@ -11,14 +11,6 @@ namespace {
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
-
 inline int claimed(uint32_t state) { return int(state & 0xffff); }
 inline int total(uint32_t state) { return int(state >> 16); }
 

@@ -15,6 +15,15 @@
 
 namespace engine {
 
+// Between two looks of a thread that spins.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
 // A step: phases that follow each other, each of tiles that may run in any order and at once.
 class Phases {
  public:

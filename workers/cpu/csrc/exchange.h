@@ -1,0 +1,42 @@
+// Where the ranks that share every layer meet, in memory that all of them see.
+//
+// Each writes its part, all meet, each reads the parts of all. There are two sets of parts, used by turns:
+// who writes to one has met the others since they read it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace engine {
+
+class Exchange {
+ public:
+  static size_t memory_bytes(int num_ranks, size_t part_bytes);
+  // The memory is aligned to 64 bytes, and zero before the first rank comes.
+  Exchange(void* memory, int rank, int num_ranks, size_t part_bytes);
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return num_ranks_; }
+  size_t part_bytes() const { return part_bytes_; }
+  // This rank's part, to be written before the next meeting.
+  uint8_t* own_part() const { return part(num_meetings_ + 1, rank_); }
+  // What a rank had written before the last meeting; it stands until this rank comes to the next.
+  const uint8_t* part_of(int rank) const { return part(num_meetings_, rank); }
+  // Waits until all ranks are there: spinning for microseconds, then asleep.
+  void meet();
+
+ private:
+  struct Meeting;
+
+  uint8_t* part(uint32_t meeting, int rank) const {
+    return parts_ + (size_t(meeting & 1) * num_ranks_ + rank) * part_bytes_;
+  }
+
+  Meeting* const meeting_;
+  uint8_t* const parts_;
+  const int rank_, num_ranks_;
+  const size_t part_bytes_;
+  uint32_t num_meetings_ = 0;
+};
+
+}  // namespace engine
