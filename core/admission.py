@@ -177,7 +177,7 @@ class Admission:
                 continue
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)
-            if first_hash in admitted.first_hashes:
+            if first_hash in admitted.first_hashes and not prefix.is_reserved:
                 self._start(admitted, now)
                 prefix = manager.find_prefix(request)
                 first_hash = request.block_hash(prefix.num_cached_blocks)
@@ -239,7 +239,8 @@ class Admission:
                 manager.fulfil([claim])
                 if num_external and not transfers.allocated(request, claim.tables[0], num_external):
                     continue
-                transfers.started(request)
+            if request.num_reserved_tokens:
+                self._lifecycle.reservations.end(request)
             num_partial += is_partial
             num_long += is_long
             queue.pop()
@@ -283,7 +284,7 @@ class Admission:
         manager = self._manager
         while (claim := manager.claim(request, prefix, num_tokens)) is None:
             # Nobody who runs will make room: those who wait with blocks behind this request must.
-            if self._running or self._transfers is None or not self._transfers.take_back(request):
+            if self._running or not self._lifecycle.reservations.take_back(request):
                 self._blocked = request, manager.pool.num_openings
                 break
         return claim

@@ -69,6 +69,13 @@ class BlockPool:
             ref_counts[block] = 1
         return blocks
 
+    def adopt(self, blocks: Iterable[int]) -> None:
+        """Take the first references, one each time that a block is named, while every block is blank."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+        self._blank = [block for block in self._blank if not ref_counts[block]]
+
     def lookup(self, digest: bytes) -> int | None:
         """The block with that content."""
         return self._block_of.get(digest)

@@ -32,10 +32,8 @@ def find_violations(
 
 def _block_sums(manager: KVCacheManager) -> list[tuple[str, int, int]]:
     pool = manager.pool
-    tables = chain.from_iterable(manager.blocks)
-    held = np.fromiter(
-        filter(None, chain(chain.from_iterable(tables), *manager.reserved.values())), np.int64
-    )
+    tables = chain(*manager.blocks, *manager.reserved.values())
+    held = np.fromiter(filter(None, chain.from_iterable(tables)), np.int64)
     ref_counts = np.array(pool.ref_counts)
     num_wrong = np.count_nonzero(np.bincount(held, minlength=pool.num_blocks) != ref_counts)
     num_held = np.count_nonzero(ref_counts)

@@ -28,6 +28,7 @@ from ..protocol.messages import (
     CoreReady,
     DumpEventLog,
     EngineCoreOutputs,
+    EngineCoreRequest,
     FinishReason,
     GrammarOutput,
     LossNoted,
@@ -184,6 +185,9 @@ class EngineCore:
             structured_output=self._grammars,
             log_kv_events=self._kv_events is not None or self._is_one_of_several,
         )
+        if self._workers.held:
+            self._scheduler.inherit(self._workers.held)
+            logger.info("%d requests can go on where they were", len(self._workers.held))
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
@@ -208,24 +212,26 @@ class EngineCore:
                         self._news.close(client_index)
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
-                if not self._is_welcome(identity, message):
+                if not (
+                    self._is_welcome(identity, message)
+                    and is_sound_message(message, self._vocab_size)
+                ):
                     self._clients.num_dropped_frames += 1
                     continue
+                client_index = message.client_index
                 # A frontend that says hello again has forgotten its requests.
-                self._scheduler.finish_client(message.client_index)
-                self._client_indices[identity] = message.client_index
-                self._client_ids[message.client_index] = identity
-                self._scheduler.add_client(message.client_index)
+                self._scheduler.finish_client(client_index)
+                self._client_indices[identity] = client_index
+                self._client_ids[client_index] = identity
+                self._scheduler.add_client(client_index)
                 if self._news is not None:
-                    self._news.open(message.client_index)
+                    self._news.open(client_index)
+                self._add_requests(client_index, message.requests)
+                self._scheduler.end_inheritance(client_index)
             elif client_index is None or not is_sound_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
-                now = time.monotonic()
-                for request in message.requests:
-                    self._scheduler.add_request(client_index, request, now)
-                if self._news is not None:
-                    self._news.added(client_index, len(message.requests))
+                self._add_requests(client_index, message.requests)
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
                 self._scheduler.finish_requests(
@@ -239,6 +245,13 @@ class EngineCore:
             elif isinstance(message, DumpEventLog):
                 ok, detail = self._dump_event_log("request")
                 self._clients.send(identity, CallResult(message.call_id, ok, detail))
+
+    def _add_requests(self, client_index: int, requests: list[EngineCoreRequest]) -> None:
+        now = time.monotonic()
+        for request in requests:
+            self._scheduler.add_request(client_index, request, now)
+        if self._news is not None:
+            self._news.added(client_index, len(requests))
 
     def _is_welcome(self, identity: bytes, hello: ClientHello) -> bool:
         """Whether the greeting is answered in its own words, by a frontend under its own name."""

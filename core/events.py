@@ -16,6 +16,7 @@ from ..protocol.messages import (
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     RequestEvents,
     SchedulerOutput,
@@ -159,6 +160,14 @@ class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
     drafts: DraftTokenIds
 
 
+class Inherit(msgspec.Struct, tag=18, array_like=True, gc=False):
+    held: list[HeldRequest]
+
+
+class EndInheritance(msgspec.Struct, tag=19, array_like=True, gc=False):
+    client_index: int
+
+
 Decided: TypeAlias = Schedule | Update | TakeOutputs
 Answer: TypeAlias = (
     Hashed
@@ -188,4 +197,6 @@ Event: TypeAlias = (
     | DelaysFree
     | CacheItemFound
     | ConnectorRaised
+    | Inherit
+    | EndInheritance
 )

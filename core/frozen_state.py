@@ -46,6 +46,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
         {
             "arrival",
+            "arrival_time",
             "client_index",
             "deadline",
             "encoder_inputs",

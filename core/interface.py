@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
@@ -11,6 +11,7 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -25,6 +26,14 @@ class SchedulerInterface(ABC):
 
     Steps may be scheduled before the outputs of earlier ones are back; outputs come back in order.
     """
+
+    @abstractmethod
+    def inherit(self, held: Sequence[HeldRequest]) -> None:
+        """Keep what the workers have of the requests of an earlier core, for those that come again. Called first."""
+
+    @abstractmethod
+    def end_inheritance(self, client_index: int) -> None:
+        """Give up what none of a client's requests goes on with: all of them have come."""
 
     @abstractmethod
     def add_client(self, client_index: int) -> None:

@@ -79,8 +79,8 @@ class KVCacheManager:
             events=events,
             hash_blocks=hash_blocks,
         )
-        self.reserved: dict[int, list[int]] = {}
-        """Blocks that are held for a transfer instead of by a slot, by its id; there is one group then."""
+        self.reserved: dict[int, RequestBlocks] = {}
+        """Blocks that are held for a transfer or a waiting request instead of by a slot, by its transfer id."""
         self._num_claimed = 0
         self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0, 0)
 
@@ -93,10 +93,11 @@ class KVCacheManager:
             return self._no_prefix
         num_tokens = found.num_blocks * self.block_size
         if request.num_reserved_tokens > num_tokens:
-            blocks = self.reserved[request.transfer_id]
+            tables = self.reserved[request.transfer_id]
+            blocks = tables if self.tables.is_simple else tuple(map(_held_tail, tables))
             # The last token is computed again for what comes after it.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
-            return Prefix(CachedPrefix(len(blocks), (blocks,)), num_tokens, 0, is_reserved=True)
+            return Prefix(CachedPrefix(len(tables[0]), blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
     def claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
@@ -247,30 +248,37 @@ class KVCacheManager:
     # blocks without a slot
 
     def reserve(self, request: Request, blocks: list[int]) -> None:
-        """Hold allocated blocks for a request without a slot."""
-        self.reserved[request.transfer_id] = blocks
+        """Hold allocated blocks for a request without a slot. There is one group."""
+        self.reserved[request.transfer_id] = (blocks,)
 
     def keep(self, request: Request, num_blocks: int) -> None:
-        """Go on holding the first blocks of a running request after it has left its slot."""
+        """Go on holding the first blocks of a running request after it has left its slot. There is one group."""
         blocks = self.blocks[0][request.slot][:num_blocks]
         self.pool.hold(blocks, 0)
-        self.reserved[request.transfer_id] = blocks
+        self.reserved[request.transfer_id] = (blocks,)
 
     def trim_reserved(self, request: Request, num_tokens: int) -> None:
         """Release the reserved blocks but those of the first tokens, which become findable."""
-        blocks = self.reserved[request.transfer_id]
+        tables = self.reserved[request.transfer_id]
         num_kept = -(-num_tokens // self.block_size)
-        self.pool.release(blocks[num_kept:])
         if not num_kept:
-            del self.reserved[request.transfer_id]
+            self.release_reserved(request.transfer_id)
             return
-        self.reserved[request.transfer_id] = blocks[:num_kept]
+        for table in tables:
+            self.pool.release(table[num_kept:])
+        self.reserved[request.transfer_id] = tuple(table[:num_kept] for table in tables)
         if self.prefix_cache.is_filled_by(request):
-            self.prefix_cache.add(request, (blocks,), 0, num_tokens)
+            self.prefix_cache.add(request, tables, 0, num_tokens)
 
     def release_reserved(self, transfer_id: int) -> None:
         """Nobody needs these blocks any more."""
-        self.pool.release(self.reserved.pop(transfer_id))
+        for table in self.reserved.pop(transfer_id):
+            self.pool.release(_held_tail(table))
+
+
+def _held_tail(table: list[int]) -> list[int]:
+    """What is left of a table whose first blocks were given up."""
+    return table[table.count(NULL_BLOCK) :] if NULL_BLOCK in table else table
 
 
 def _present_blocks(prefix: CachedPrefix) -> list[int]:

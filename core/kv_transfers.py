@@ -48,8 +48,7 @@ class KVTransfers:
         self._manager = lifecycle.manager
         self.stats = KVConnectorStats()
         self._loads: dict[int, _Load] = {}
-        self._loaded: dict[int, Request] = {}
-        """Waiting requests with computed blocks."""
+        self._reservations = lifecycle.reservations
         self._sends: set[int] = set()
         self._new_sends: list[int] = []
         self._deadlines: deque[tuple[float, int]] = deque()
@@ -97,7 +96,7 @@ class KVTransfers:
         """What to load beyond a prefix; None when that is not known yet, or never as the request has ended."""
         if prefix.is_reserved:
             return NOTHING_TO_LOAD
-        self.started(request)
+        self._reservations.end(request)
         if request.computes_locally:
             return NOTHING_TO_LOAD
         try:
@@ -136,27 +135,6 @@ class KVTransfers:
         self._loads[request.transfer_id] = _Load(request, num_tokens, set())
         self._lifecycle.wait_for_load(request)
 
-    def started(self, request: Request) -> None:
-        """A request needs its reserved blocks no more: it holds them itself, or better ones were found."""
-        if self._loaded.pop(request.transfer_id, None) is not None:
-            self._give_back(request)
-
-    # under pressure
-
-    def take_back(self, but: Request | None = None) -> bool:
-        """Free the blocks of the latest request that only waits with them. False when there is none."""
-        request = max(
-            (request for request in self._loaded.values() if request is not but),
-            key=lambda request: request.arrival,
-            default=None,
-        )
-        if request is None:
-            return False
-        del self._loaded[request.transfer_id]
-        self._give_back(request)
-        request.computes_locally = True
-        return True
-
     # the end of a request
 
     def ending(self, request: Request, reason: FinishReason) -> EndOfRequest:
@@ -166,9 +144,7 @@ class KVTransfers:
         if was is RequestStatus.RUNNING:
             blocks = self._manager.blocks[0][request.slot]
         elif was is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            blocks = self._manager.reserved[request.transfer_id]
-        elif self._loaded.pop(request.transfer_id, None) is not None:
-            self._give_back(request)
+            (blocks,) = self._manager.reserved[request.transfer_id]
         self._has_news = True
         end = self.connector.request_finished(request, list(blocks), reason)
         if end.delays_free and was is RequestStatus.RUNNING and blocks:
@@ -202,20 +178,20 @@ class KVTransfers:
     def _end_load(self, load: _Load) -> None:
         request, num_tokens, invalid_blocks = load
         if request.is_finished:
-            self._give_back(request)
+            self._manager.release_reserved(request.transfer_id)
             return
-        blocks = self._manager.reserved[request.transfer_id]
+        (blocks,) = self._manager.reserved[request.transfer_id]
         num_valid = _num_valid_blocks(blocks, invalid_blocks)
         if num_valid < len(blocks):
             self.stats.num_failed_loads += 1
             if self._policy is LoadFailurePolicy.FAIL:
-                self._give_back(request)
+                self._manager.release_reserved(request.transfer_id)
                 self._fail_load(request, blocks[num_valid])
                 return
             request.computes_locally = True
             num_tokens = min(num_tokens, num_valid * self._manager.block_size)
         self._lifecycle.load_ended(request)
-        self._wait_with_blocks(request, num_tokens)
+        self._reservations.add(request, num_tokens)
 
     def _take_invalid(self, step: StepInFlight, invalid_blocks: set[int], now: float) -> None:
         """Cut every affected request back to what precedes its first bad block."""
@@ -237,20 +213,7 @@ class KVTransfers:
             lifecycle.preempt(slot, now)
             request.has_untrusted_blocks = False
             request.computes_locally = True
-            self._wait_with_blocks(request, num_valid * manager.block_size)
-
-    def _wait_with_blocks(self, request: Request, num_tokens: int) -> None:
-        """A waiting request goes on with the reserved blocks of its first `num_tokens` tokens."""
-        manager = self._manager
-        num_tokens = min(num_tokens, request.num_tokens)
-        manager.trim_reserved(request, num_tokens)
-        if num_tokens:
-            request.num_reserved_tokens = num_tokens
-            self._loaded[request.transfer_id] = request
-
-    def _give_back(self, request: Request) -> None:
-        request.num_reserved_tokens = 0
-        self._manager.release_reserved(request.transfer_id)
+            self._reservations.add(request, num_valid * manager.block_size)
 
     def _fail_load(self, request: Request, block: int) -> None:
         message = f"the KV cache of the request could not be loaded into block {block}"

@@ -16,9 +16,11 @@ from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
+    ClientHello,
     ClientMessage,
     DraftTokenIds,
     EngineCoreRequest,
+    HeldRequest,
     ModelRunnerOutput,
     RowLogprobs,
 )
@@ -29,7 +31,7 @@ _UINT32: Final = np.dtype("<u4")
 
 def is_sound_message(message: ClientMessage, vocab_size: int) -> bool:
     """Whether a client's message may be acted upon."""
-    if isinstance(message, AddRequests):
+    if isinstance(message, AddRequests | ClientHello):
         return all(is_sound_request(request, vocab_size) for request in message.requests)
     if isinstance(message, AbortRequests):
         return len(message.request_indices) % 4 == 0
@@ -40,6 +42,7 @@ def is_sound_request(request: EngineCoreRequest, vocab_size: int) -> bool:
     """Whether every number of the request is one that a frontend may send."""
     if not (
         0 <= request.request_index <= _MAX_INT32
+        and -1 <= request.was_index <= _MAX_INT32
         and -_MAX_INT32 - 1 <= request.priority <= _MAX_INT32
         and math.isfinite(request.arrival_time)
         and math.isfinite(request.deadline)
@@ -88,6 +91,19 @@ def are_sound_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) 
         return False
     num_tokens = int(np.frombuffer(drafts.num_tokens, _UINT32).sum(dtype=np.uint64))
     return num_tokens == len(drafts.token_ids) // 4
+
+
+def is_sound_held(held: HeldRequest, num_blocks: int, num_groups: int, block_size: int) -> bool:
+    """Whether every group has a block, or the null block, for all of the computed tokens."""
+    num_held = -(-held.num_computed_tokens // block_size)
+    return (
+        num_held >= 0
+        and len(held.block_ids) == num_groups
+        and all(
+            len(block_ids) == 4 * num_held and are_below(num_blocks, block_ids)
+            for block_ids in held.block_ids
+        )
+    )
 
 
 def are_below(limit: int, array: bytes) -> bool:

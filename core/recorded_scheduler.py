@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 
 import msgspec
@@ -16,6 +16,7 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -25,9 +26,11 @@ from .event_log import EventLog, RecordedGrammars
 from .events import (
     AddClient,
     AddRequest,
+    EndInheritance,
     FinishClient,
     FinishRequests,
     GrammarReady,
+    Inherit,
     MakeStats,
     ResetPrefixCache,
     Schedule,
@@ -128,6 +131,14 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.violations
 
     # inputs
+
+    def inherit(self, held: Sequence[HeldRequest]) -> None:
+        self.log.events.append(Inherit(list(held)))
+        self.scheduler.inherit(held)
+
+    def end_inheritance(self, client_index: int) -> None:
+        self.log.events.append(EndInheritance(client_index))
+        self.scheduler.end_inheritance(client_index)
 
     def add_client(self, client_index: int) -> None:
         self.log.events.append(AddClient(client_index))

@@ -163,6 +163,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         lora_name=pseudonyms.name(message.lora_name),
         is_resubmitted=message.is_resubmitted,
         is_suspect=message.is_suspect,
+        was_index=message.was_index,
         encoder_inputs=[
             msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
             for item in message.encoder_inputs

@@ -21,6 +21,7 @@ from .events import (
     AddClient,
     AddRequest,
     Answer,
+    EndInheritance,
     Event,
     FinishClient,
     FinishRequests,
@@ -28,6 +29,7 @@ from .events import (
     GrammarReady,
     GrammarRefused,
     Hashed,
+    Inherit,
     MakeStats,
     ResetPrefixCache,
     Schedule,
@@ -140,6 +142,10 @@ class Replayer(Outside):
                 scheduler.add_client(client_index)
             case FinishClient(client_index):
                 scheduler.finish_client(client_index)
+            case Inherit(held):
+                scheduler.inherit(held)
+            case EndInheritance(client_index):
+                scheduler.end_inheritance(client_index)
             case AddRequest(client_index, _, _, now):
                 scheduler.add_request(client_index, expand_request(event), now)
             case FinishRequests(keys, reason):

@@ -66,6 +66,7 @@ class Request:
     __slots__ = (
         "_block_hashes",
         "arrival",
+        "arrival_time",
         "client_index",
         "computes_locally",
         "deadline",
@@ -109,6 +110,7 @@ class Request:
         self.request_id = message.request_id
         self.key: RequestKey = (client_index, message.request_index)
         self.arrival = arrival
+        self.arrival_time = message.arrival_time
         self.queued_at = queued_at
         self.rank = 0.0
         self.priority = message.priority

@@ -23,11 +23,13 @@ from .backlog import AdmissionRate, TenantLimits
 from .client_outputs import ClientOutputs
 from .encoder_inputs import EncoderInputs
 from .grammars import Grammars
+from .inheritance import Inheritance
 from .kv_cache_manager import Claim, KVCacheManager, Prefix
 from .quarantine import Quarantine
 from .request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
 from .requirements import Requirements
+from .reservations import Reservations
 from .running_requests import RunningRequests
 from .slots import as_array
 
@@ -81,6 +83,8 @@ class RequestLifecycle:
         self._encoders = encoders
         self.manager = manager
         self.tenants = tenants
+        self.reservations = Reservations(manager)
+        self.inheritance = Inheritance(manager, self.reservations)
         self.transfers: KVTransfers | None = None
         self._requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
@@ -125,6 +129,8 @@ class RequestLifecycle:
         self._num_arrivals += 1
         self._num_queued_tokens += request.num_tokens
         self.requests[request.key] = request
+        if message.was_index >= 0:
+            self.inheritance.claim(request, message.was_index)
         if self.tenants is not None:
             self.tenants.arrived(request.tenant)
         self.clients.event(request, _QUEUED, now)
@@ -189,7 +195,7 @@ class RequestLifecycle:
         if request.num_cached_tokens >= 0:
             return
         request.num_cached_tokens = 0
-        if self.manager.prefix_cache.is_read_for(request):
+        if self.manager.prefix_cache.is_read_for(request) and not prefix.is_reserved:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += prefix.num_tokens
         if self.transfers is not None:
@@ -239,6 +245,7 @@ class RequestLifecycle:
                 eos_token_ids=request.eos_token_ids,
                 lora_name=request.lora_name,
                 encoder_inputs=request.encoder_inputs,
+                arrival_time=request.arrival_time,
             )
             for request, claim, tokens, cached in zip(
                 requests, claims, token_ids, num_cached, strict=True
@@ -312,6 +319,7 @@ class RequestLifecycle:
                 self._num_queued_tokens -= request.num_tokens
                 if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     self.queue.discard(request)
+            self.reservations.end(request)
             if request.params.structured_output is not None:
                 self.grammars.release(request)
             if self.quarantine.suspects:

@@ -7,7 +7,7 @@ together, in array operations; single ones are visited only when something happe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -35,6 +35,7 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -228,6 +229,14 @@ class Scheduler(SchedulerInterface):
         self.finish_requests(keys, FinishReason.ABORT)
         self._clients.close(client_index)
 
+    def inherit(self, held: Sequence[HeldRequest]) -> None:
+        if self._transfers is None:
+            # Whether a load had failed, only its core has heard.
+            self._lifecycle.inheritance.begin(held)
+
+    def end_inheritance(self, client_index: int) -> None:
+        self._lifecycle.inheritance.end(client_index)
+
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         request = self._lifecycle.add(client_index, message, now)
         if request is not None:
@@ -248,7 +257,7 @@ class Scheduler(SchedulerInterface):
         if reset_running_requests:
             for slot in self._running.order.tolist():
                 self._lifecycle.preempt(slot, now)
-            while self._transfers is not None and self._transfers.take_back():
+            while self._lifecycle.reservations.take_back():
                 pass
         return self.kv_cache_manager.reset_prefix_cache()
 
@@ -278,7 +287,7 @@ class Scheduler(SchedulerInterface):
             self.kv_cache_manager.begin_step(self._running.order, may_be_rejected=may_be_rejected)
         plan = self._running_pass.plan(self._beside(tried))
         while plan.growth.total > self.kv_cache_manager.pool.num_free:
-            if self._transfers is not None and self._transfers.take_back():
+            if self._lifecycle.reservations.take_back():
                 continue
             self._lifecycle.preempt(self._queue.victim(), now)
             may_admit = False

@@ -16,6 +16,7 @@ from ..protocol.messages import (
     AllocateKVCache,
     CoreHello,
     DraftTokenIds,
+    HeldRequest,
     ModelRunnerOutput,
     WorkerHello,
     WorkerMemory,
@@ -24,6 +25,7 @@ from ..protocol.messages import (
 )
 from ..protocol.process import StopSignal
 from ..protocol.transport import Hub
+from .message_checks import is_sound_held
 
 
 class WorkerGroup:
@@ -39,6 +41,8 @@ class WorkerGroup:
         )
         self._identities: list[bytes] = []
         self._output_worker = b""
+        self.held: list[HeldRequest] = []
+        """What the KV cache has of the requests of an earlier core. Of several workers none outlives its core."""
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -98,11 +102,19 @@ class WorkerGroup:
                         if len(memories) == expected:
                             memory = _common_memory(list(memories.values()))
                             self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
-                    case WorkerReady():
+                    case WorkerReady(_, held):
+                        if memory is None or not self._may_hold(held, memory):
+                            self.drop_frame()
+                            continue
                         ready.add(identity)
+                        self.held = held if expected == 1 else []
                     case _:
                         self.drop_frame()
         return None if stop.requested else memory
+
+    def _may_hold(self, held: list[HeldRequest], memory: WorkerMemory) -> bool:
+        limits = memory.num_blocks, len(memory.groups), self._config.cache.block_size
+        return all(is_sound_held(request, *limits) for request in held)
 
     def send(self, message: msgspec.Struct) -> None:
         """To every worker."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class CoreEvents(msgspec.Struct):
     """What a connection reports.
 
-    `on_ready`: a core takes requests, and knows of none.
+    `on_ready`: a core takes requests, and knows of none. Those that are added now go with the answer to its greeting.
     `on_outputs` may raise for a message that makes no sense, which is then dropped.
     `on_lost_outputs`: outputs were lost, and the connection begins anew; `on_ready` follows.
     `on_replica_lost`: this core is about to end, and says whose computation it did not survive.
@@ -213,6 +213,7 @@ class CoreConnection:
         self.load.num_others = 0
         self.load.prefixes.forget()
         self.fail_calls(EngineError(f"core {self.core_index} was restarted; try again"))
-        self._peer.send(ClientHello(PROTOCOL_VERSION, ready.epoch, self._client_index))
         self.ready, self.epoch = True, ready.epoch
         self._events.on_ready(ready)
+        requests, self._requests = self._requests, []
+        self._peer.send(ClientHello(PROTOCOL_VERSION, ready.epoch, self._client_index, requests))

@@ -170,7 +170,10 @@ class Sequence:
         """The request for what is still missing, to a core that has never heard of it."""
         self._note_progress()
         self.request = msgspec.structs.replace(
-            self.request, request_index=request_index, is_resubmitted=True
+            self.request,
+            request_index=request_index,
+            is_resubmitted=True,
+            was_index=self.request_index,
         )
         return self.request
 

@@ -53,17 +53,6 @@ class EventKind(enum.IntEnum):
 # frontend -> core
 
 
-class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """A frontend's answer to `CoreReady`, of the same epoch; anything before it is dropped.
-
-    A frontend that says it has no requests at this core yet: those of an earlier connection are aborted.
-    """
-
-    version: int
-    epoch: int
-    client_index: int
-
-
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """An image, a sound or the like, in the place of the prompt's tokens [position, position + num_tokens).
 
@@ -88,9 +77,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     set here. `request_id` is what people call it; several sequences may share one. `kv_transfer_params` are for the
     KV connector alone.
 
-    A request `is_resubmitted` when the core that had it is gone. It goes on after `output_token_ids`, which its
-    client has already, as one does that was preempted. One that `is_suspect` of having killed a worker runs alone
-    until its next token is there.
+    A request `is_resubmitted` when the core that had it is gone, under the index `was_index`. It goes on after
+    `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of having
+    killed a worker runs alone until its next token is there.
     """
 
     request_index: int
@@ -110,6 +99,20 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     output_token_ids: I32 = b""
     is_resubmitted: bool = False
     is_suspect: bool = False
+    was_index: int = -1
+
+
+class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """A frontend's answer to `CoreReady`, of the same epoch; anything before it is dropped.
+
+    The `requests` are all that it has at this core: those of an earlier connection are aborted, and whatever of an
+    earlier core's nobody goes on with is given up.
+    """
+
+    version: int
+    epoch: int
+    client_index: int
+    requests: list[EngineCoreRequest] = []
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
@@ -337,6 +340,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
     `token_ids` int32 are all its tokens so far, the first `num_prompt_tokens` of them the prompt.
     `num_computed_tokens` of them are in the KV cache already. `block_ids` holds one int32 array a KV-cache group.
+    With `arrival_time` the `request_id` is unique for ever, not only among live requests.
     """
 
     slot: int
@@ -349,6 +353,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     eos_token_ids: tuple[int, ...] = ()
     lora_name: str = ""
     encoder_inputs: list[EncoderInput] = []
+    arrival_time: float = 0.0
 
 
 class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -444,10 +449,23 @@ class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, froz
     num_host_blocks: int = 0
 
 
+class HeldRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """What the KV cache holds of a request whose core is gone: its first `num_computed_tokens` tokens, in `block_ids`.
+
+    `request_id`, `arrival_time` and `block_ids` are as in `NewRequestData`, the blocks with all later changes.
+    """
+
+    request_id: tuple[int, int]
+    arrival_time: float
+    num_computed_tokens: int
+    block_ids: tuple[I32, ...]
+
+
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
-    """The KV cache is allocated; steps may follow."""
+    """The KV cache is allocated; steps may follow, from number 1 on. `held` is what it has from an earlier core."""
 
     rank: int
+    held: list[HeldRequest] = []
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..protocol.arrays import Int32Array, int32_view
-from ..protocol.messages import SchedulerOutput
+from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.messages import HeldRequest, SchedulerOutput
 from .attention import AttentionBatch
 from .transfers import to_device
 
@@ -97,6 +97,7 @@ class PersistentBatch:
         ]
         self.device_block_tables: list[torch.Tensor] = []
         self._slots_S: Int32Array = np.zeros(0, np.int32)
+        self._requests: dict[int, tuple[tuple[int, int], float]] = {}
 
     def mirror_block_tables(self) -> None:
         """From now on `device_block_tables` follow `block_tables`. They have a row more, for padding."""
@@ -105,15 +106,28 @@ class PersistentBatch:
             for table in self.block_tables
         ]
 
-    def forget_requests(self) -> None:
-        """The next step names its slots, and they are filled before that."""
+    def forget_requests(self) -> list[HeldRequest]:
+        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
+        # The next step names its slots, and they are filled before that.
         self._slots_S = np.zeros(0, np.int32)
+        requests, self._requests = self._requests, {}
+        held = []
+        for slot, (request_id, arrival_time) in requests.items():
+            num_computed = int(self.num_computed_tokens[slot])
+            num_blocks = -(-num_computed // self.block_size)
+            block_ids = tuple(int32_bytes(table[slot, :num_blocks]) for table in self.block_tables)
+            held.append(HeldRequest(request_id, arrival_time, num_computed, block_ids))
+        return held
 
     def apply(self, output: SchedulerOutput) -> None:
         """Take over the slots and blocks that changed."""
+        if output.removed_slots:
+            for slot in int32_view(output.removed_slots).tolist():
+                del self._requests[slot]
         for new in output.new_requests:
             tokens = int32_view(new.token_ids)
             slot = new.slot
+            self._requests[slot] = new.request_id, new.arrival_time
             # The copy is writable, as torch wants it; the message's own bytes are not.
             self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
             self.num_tokens[slot] = len(tokens)

@@ -17,6 +17,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import (
     GrammarOutput,
+    HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
     RowLogprobs,
@@ -179,13 +180,13 @@ class ModelRunner:
         for slot in plan.slots_S.tolist():
             self._sampler.remove(slot)
 
-    def forget_requests(self) -> None:
-        """Every slot is free again."""
+    def forget_requests(self) -> list[HeldRequest]:
+        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
         self._decoded_rows = None
-        self._batch.forget_requests()
         for slot in range(self._batch.num_slots):
             self._sampler.remove(slot)
             self._prompt_logprobs.remove(slot)
+        return self._batch.forget_requests()
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -13,7 +13,12 @@ import numpy as np
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
-from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..protocol.messages import (
+    GrammarOutput,
+    HeldRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 
 class NullOutput:
@@ -51,9 +56,10 @@ class NullRunner:
     def warm_up(self) -> None:
         """Nothing is slow at first."""
 
-    def forget_requests(self) -> None:
-        """The next step names its slots, and they are filled before that."""
+    def forget_requests(self) -> list[HeldRequest]:
+        """The next step names its slots, and they are filled before that. No cache holds anything."""
         self._slots_S = np.zeros(0, np.int32)
+        return []
 
     def close(self) -> None:
         """No other worker waits for anything of this one."""

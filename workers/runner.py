@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ..protocol.config import Device, EngineConfig, LoadFormat, ParallelConfig
-from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, WorkerMemory
+from ..protocol.messages import (
+    GrammarOutput,
+    HeldRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerMemory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +44,8 @@ class Runner(Protocol):
     ) -> StepResult:
         """Begin one step. The outputs are ready in the order of the steps, if they are not there at once."""
 
-    def forget_requests(self) -> None:
-        """Every slot is free again."""
+    def forget_requests(self) -> list[HeldRequest]:
+        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
 
     def close(self) -> None:
         """Let the other workers of the replica have what they wait for."""

@@ -69,6 +69,7 @@ class Worker:
         self._received: deque[WorkerCommand] = deque()
         # The steps that were begun and have no output yet.
         self._computing: deque[PendingOutput] = deque()
+        self._next_step = 0
 
     def run(self) -> None:
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
@@ -80,12 +81,18 @@ class Worker:
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
+                if command.step != self._next_step:
+                    # It comes from the core before this one, whose steps mean nothing any more.
+                    continue
+                self._next_step += 1
                 self._pulse.begin_step()
                 self._crash_if_told_to(command)
                 self._take(runner.execute(command, self._await_grammar))
             elif isinstance(command, CoreHello):
-                self._computing.clear()
-                runner.forget_requests()
+                if self._computing:
+                    self._computing.clear()
+                    self._pulse.end_step()
+                self._next_step = 0
                 self._core.send(WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank))
                 self._core.send(memory)
             elif isinstance(command, AllocateKVCache):
@@ -106,7 +113,8 @@ class Worker:
                     raise EngineError(
                         f"the core wants {command.num_blocks} KV-cache blocks, {allocated.num_blocks} are there"
                     )
-                self._core.send(WorkerReady(self._rank))
+                self._next_step = 1
+                self._core.send(WorkerReady(self._rank, runner.forget_requests()))
                 self._status.report(Stage.READY)
         runner.close()
 
@@ -140,37 +148,42 @@ class Worker:
             self._send(self._computing.popleft().output())
 
     def _receive(self) -> WorkerCommand:
-        """The next command. Until it comes, outputs are sent as they get ready."""
-        if self._received:
-            return self._received.popleft()
-        while self._computing:
-            if self._computing[0].is_ready():
+        """The next command. Until it comes, outputs are sent as they get ready.
+
+        Those that wait behind it are looked at already: one may make it void.
+        """
+        while True:
+            while self._computing and self._computing[0].is_ready():
                 self._send(self._computing.popleft().output())
-            elif (command := self._core.receive()) is not None:
-                return command
-            else:
-                # Nothing wakes for both a message and a device.
-                time.sleep(NAP_S)
-        command = self._core.receive(block=True)
-        assert command is not None
-        return command
+            is_idle = not self._received and not self._computing
+            command = self._core.receive(block=is_idle)
+            while command is not None:
+                self._put_off(command)
+                command = self._core.receive()
+            if self._received:
+                return self._received.popleft()
+            # Nothing wakes for both a message and a device.
+            time.sleep(NAP_S)
+
+    def _put_off(self, command: WorkerCommand) -> None:
+        if isinstance(command, CoreHello):
+            self._received.clear()
+        self._received.append(command)
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
         """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""
         # The core makes them of the tokens of the steps before.
         self._send_computed()
-        for command in self._received:
-            if isinstance(command, GrammarOutput) and command.step == step:
-                self._received.remove(command)
-                return command
         while True:
+            for command in self._received:
+                if isinstance(command, GrammarOutput) and command.step == step:
+                    self._received.remove(command)
+                    return command
+                if isinstance(command, Shutdown | CoreHello):
+                    return None
             received = self._core.receive(block=True)
             assert received is not None
-            if isinstance(received, GrammarOutput) and received.step == step:
-                return received
-            self._received.append(received)
-            if isinstance(received, Shutdown | CoreHello):
-                return None
+            self._put_off(received)
 
     def _report_loading(self, done: int, total: int) -> None:
         self._status.report(Stage.LOADING, "weights", done, total)

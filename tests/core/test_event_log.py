@@ -217,7 +217,9 @@ def test_a_connector_that_is_asked_otherwise_is_found():
         """Believes that every connector has nothing to say."""
 
         def schedule(self, now):
-            self._transfers.started = lambda request: setattr(request, "computes_locally", True)
+            self._lifecycle.reservations.end = lambda request: setattr(
+                request, "computes_locally", True
+            )
             return super().schedule(now)
 
     harness = RecordedHarness(connector=ModelConnector(lambda *args: ExternalMatch(4)))
@@ -537,10 +539,10 @@ def test_nothing_of_what_was_said_is_in_a_dump():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 17),
+        (messages.EngineCoreRequest, 18),
         (messages.ModelRunnerOutput, 9),
         (messages.SchedulerOutput, 14),
-        (messages.NewRequestData, 10),
+        (messages.NewRequestData, 11),
         (messages.EngineCoreOutputs, 12),
         (messages.EncoderInput, 5),
         (messages.EncoderWork, 4),

@@ -163,6 +163,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self):
         self.harness.update()
 
+    @precondition(lambda self: self.harness.connector is None)
+    @rule()
+    def lose_core(self):
+        replay(self.harness.dump())
+        self.harness.lose_core()
+
     @rule(reset_running=st.booleans())
     def reset_prefix_cache(self, reset_running):
         self.harness.scheduler.reset_prefix_cache(reset_running, self.harness.now)

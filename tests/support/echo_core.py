@@ -120,7 +120,7 @@ class EchoCore:
                 # It comes from a connection that has been replaced.
                 continue
             self.received.append(message)
-            if isinstance(message, AddRequests):
+            if isinstance(message, ClientHello | AddRequests):
                 for request in message.requests:
                     echo = EchoedRequest(request)
                     self.running[client][request.request_index] = echo

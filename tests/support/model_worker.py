@@ -18,6 +18,7 @@ from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCac
 from engine.protocol.messages import (
     DraftTokenIds,
     GrammarOutput,
+    HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
@@ -39,6 +40,7 @@ class Row:
     def __init__(self, data: NewRequestData, table_width: int) -> None:
         self.params = data.sampling_params
         self.request_id = data.request_id
+        self.arrival_time = data.arrival_time
         self.num_prompt_tokens = data.num_prompt_tokens
         self.token_ids = int32_view(data.token_ids).tolist()
         self.num_computed_tokens = data.num_computed_tokens
@@ -120,6 +122,23 @@ class ModelWorker:
     def is_idle(self) -> bool:
         """Whether every step that was submitted has been executed."""
         return not self._waiting
+
+    def forget_requests(self) -> list[HeldRequest]:
+        """Another core is about to begin; what the one before sent and was not executed counts no more."""
+        held = []
+        for row in self.rows.values():
+            num_blocks = -(-row.num_computed_tokens // self.block_size)
+            tables = tuple(int32_bytes(table[:num_blocks]) for table in row.block_tables)
+            held.append(
+                HeldRequest(row.request_id, row.arrival_time, row.num_computed_tokens, tables)
+            )
+        self.rows, self.batch, self.step = {}, [], 0
+        self.encoder_cache = {}
+        self.fail_next.clear()
+        self.rejected.clear()
+        self._waiting.clear()
+        self._outputs.clear()
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=list[HeldRequest])
 
     def submit(self, step: SchedulerOutput) -> None:
         self._waiting.append(self._decode_step(self._encode(step)))

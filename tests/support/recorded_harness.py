@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 from engine.core.event_dump import Dump, make_dump
 from engine.core.event_log import EventLog
-from engine.core.recorded_scheduler import RecordedScheduler, Setup
+from engine.core.recorded_scheduler import RecordedScheduler
 from engine.core.replayer import Replayer
 from engine.core.scheduler import Scheduler
-from engine.protocol.kv_cache_groups import FULL_ATTENTION
 from support.scheduler_harness import Harness
 
 
@@ -26,24 +25,17 @@ class RecordedHarness(Harness):
     """Everything that its scheduler does can be replayed."""
 
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
+        self._segment_bytes = segment_bytes
         super().__init__(**settings)
-        self.scheduler = TransparentRecorder(
-            Setup(
-                self.config,
-                self.cache_config,
-                max_model_len=settings.get("max_model_len", 128),
-                vocab_size=self.vocab_size,
-                num_blocks=self.scheduler.kv_cache_manager.pool.num_blocks,
-                num_host_blocks=settings.get("num_host_blocks", 0),
-                kv_cache_groups=settings.get("groups", FULL_ATTENTION),
-                speculative=self.speculative,
-                kv_transfer=self.kv_transfer,
-            ),
+
+    def _make_scheduler(self) -> TransparentRecorder:
+        return TransparentRecorder(
+            self._setup,
             structured_output=self.grammar,
-            log_kv_events=settings.get("log_kv_events", False),
-            kv_connector=settings.get("connector"),
-            encoder_cache_connector=settings.get("encoder_connector"),
-            log=EventLog(segment_bytes),
+            log_kv_events=self._log_kv_events,
+            kv_connector=self.connector,
+            encoder_cache_connector=self._encoder_connector,
+            log=EventLog(self._segment_bytes),
         )
 
     def dump(self) -> Dump:

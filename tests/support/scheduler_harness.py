@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 from engine.core.encoder_cache_connector import EncoderCacheConnector
+from engine.core.recorded_scheduler import Setup
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
@@ -132,7 +133,9 @@ class Harness:
             kv_load_failure_policy=load_failure_policy,
             transfer_timeout_s=transfer_timeout_s,
         )
-        self.scheduler = Scheduler(
+        self.speculative = speculative
+        self.connector = connector
+        self._setup = Setup(
             self.config,
             self.cache_config,
             max_model_len=max_model_len,
@@ -140,14 +143,12 @@ class Harness:
             num_blocks=num_blocks,
             kv_cache_groups=groups,
             num_host_blocks=num_host_blocks,
-            structured_output=self.grammar,
-            log_kv_events=log_kv_events,
-            kv_connector=connector,
             kv_transfer=self.kv_transfer,
             speculative=speculative,
-            encoder_cache_connector=encoder_connector,
         )
-        self.speculative = speculative
+        self._log_kv_events = log_kv_events
+        self._encoder_connector = encoder_connector
+        self.scheduler = self._make_scheduler()
         num_uncertain = 4 * (speculative.num_speculative_tokens + 1) if speculative else 0
         self.max_total_tokens = min(
             max_model_len,
@@ -170,6 +171,7 @@ class Harness:
             remembers_drafts=self.config.async_scheduling,
         )
         self.heard: dict[Key, Heard] = {}
+        self._num_requests = 0
         self.stats: list[SchedulerStats] = []
         self.now = 0.0
         self.steps: list[SchedulerOutput] = []
@@ -178,6 +180,46 @@ class Harness:
         self._sequences: dict[int, int] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+
+    def _make_scheduler(self) -> Scheduler:
+        return self._setup.make_scheduler(
+            self.grammar,
+            log_kv_events=self._log_kv_events,
+            kv_connector=self.connector,
+            encoder_cache_connector=self._encoder_connector,
+        )
+
+    def lose_core(self) -> None:
+        """The core dies with its steps in flight; those who still want an answer tell the next one."""
+        self._in_flight.clear()
+        self._sequences.clear()
+        self.batch = {}
+        self.grammar = ModelGrammar(self.vocab_size)
+        held = self.worker.forget_requests()
+        self.scheduler = self._make_scheduler()
+        self.scheduler.inherit(held)
+        heard, self.heard = self.heard, {}
+        for (client, index), each in heard.items():
+            if each.is_over or each.was_aborted:
+                each.is_over = True
+                self.heard[client, index] = each
+                continue
+            each.message = msgspec.structs.replace(
+                each.message,
+                request_index=self._next_index(),
+                output_token_ids=int32_bytes(each.token_ids),
+                is_resubmitted=True,
+                was_index=index,
+            )
+            self.heard[client, each.message.request_index] = each
+            self.scheduler.add_request(client, each.message, self.now)
+        for client in {client for client, _ in heard}:
+            self.scheduler.end_inheritance(client)
+        self.check()
+
+    def _next_index(self) -> int:
+        self._num_requests += 1
+        return self._num_requests - 1
 
     # what a client does
 
@@ -208,7 +250,7 @@ class Harness:
         if any(item.num_tokens == 0 for item in inputs):
             root = hashes = b""
         message = EngineCoreRequest(
-            request_index=len(self.heard),
+            request_index=self._next_index(),
             prompt_token_ids=int32_bytes(token_ids),
             sampling_params=SamplingParams(max_tokens=max_tokens, **params),
             arrival_time=self.now,
@@ -362,9 +404,10 @@ class Harness:
                 if group.kind is AttentionKind.FULL:
                     assert table.all()
                 np.add.at(ref_counts, table[table != 0], 1)
-        for blocks in manager.reserved.values():
-            assert 0 not in blocks
-            ref_counts[blocks] += 1
+        for tables in manager.reserved.values():
+            for group, table in zip(manager.groups, tables, strict=True):
+                assert 0 not in table or group.kind is not AttentionKind.FULL
+                np.add.at(ref_counts, [block for block in table if block], 1)
         loras = {request.lora_name for request in running.values() if request.lora_name}
         assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts

@@ -1,0 +1,167 @@
+"""A core that takes the place of another one goes on with what the workers have of its requests.
+
+The harness tells the next core, checks references and tables, and compares every output with that of the request alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from engine.core.message_checks import is_sound_held
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from engine.protocol.messages import HeldRequest
+from support.recorded_harness import RecordedHarness, replay
+from support.scheduler_harness import Harness
+
+WINDOWED = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9)
+WINDOW = (KVCacheGroup(), WINDOWED)
+
+
+def run(harness: Harness, num_steps: int) -> None:
+    for _ in range(num_steps):
+        harness.step()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_each_stream_computes_one_token_and_not_its_past(caching):
+    harness = Harness(enable_prefix_caching=caching)
+    for length in (9, 17, 30):
+        harness.add([1] * 8 + [length] * (length - 8), 20)
+    run(harness, 6)
+    harness.lose_core()
+    computed = harness.worker.num_prompt_tokens_computed
+    harness.schedule()
+    assert sorted(harness.batch.values()) == [1, 1, 1]
+    harness.drain()
+    assert harness.worker.num_prompt_tokens_computed == computed
+
+
+def test_a_prompt_goes_on_where_its_last_chunk_ended():
+    harness = Harness(max_num_batched_tokens=10, max_in_flight=1)
+    harness.add(35)
+    run(harness, 2)
+    harness.lose_core()
+    harness.drain()
+    assert harness.worker.num_prompt_tokens_computed == 35
+
+
+def test_one_core_after_another_may_die():
+    harness = Harness()
+    for length in (5, 12):
+        harness.add(length, 30)
+    for _ in range(4):
+        run(harness, 3)
+        harness.lose_core()
+    computed = harness.worker.num_prompt_tokens_computed
+    harness.drain()
+    assert harness.worker.num_prompt_tokens_computed == computed == 13
+
+
+def test_what_nobody_goes_on_with_is_free():
+    harness = Harness()
+    kept, left = harness.add(9, 20), harness.add(13, 20, client=1)
+    run(harness, 3)
+    harness.heard[left].was_aborted = True
+    harness.lose_core()
+    pool = harness.scheduler.kv_cache_manager.pool
+    request = next(iter(harness.scheduler.requests.values()))
+    assert request.client_index == kept[0]
+    assert pool.num_blocks - 1 - pool.num_free == -(-request.num_reserved_tokens // 4)
+    harness.drain()
+
+
+def test_the_same_index_of_another_life_of_a_frontend_is_another_request():
+    harness = Harness()
+    key = harness.add(9, 20)
+    run(harness, 3)
+    heard = harness.heard[key]
+    heard.message = msgspec.structs.replace(heard.message, arrival_time=5.5)
+    harness.lose_core()
+    (request,) = harness.scheduler.requests.values()
+    assert request.num_reserved_tokens == 0
+    harness.drain()
+
+
+def test_a_block_that_others_read_is_not_written_again():
+    """The last block of a prompt is full, and another request has found it, when nothing has been sampled yet."""
+    harness = Harness(max_in_flight=2)
+    prompt = list(range(1, 9))
+    harness.add(prompt, 5)
+    harness.schedule()
+    harness.add([*prompt, 9, 10], 5)
+    harness.schedule()
+    harness.lose_core()
+    first, second = harness.scheduler.requests.values()
+    assert (first.num_reserved_tokens, second.num_reserved_tokens) == (4, 9)
+    harness.drain()
+
+
+@pytest.mark.parametrize("groups", [WINDOW, (WINDOWED,)])
+def test_layers_with_windows_keep_what_the_next_token_sees(groups):
+    harness = Harness(groups=groups, num_blocks=128)
+    for length in (7, 20, 40):
+        harness.add([length] * length, 30)
+    run(harness, 5)
+    harness.lose_core()
+    harness.schedule()
+    assert sorted(harness.batch.values()) == [1, 1, 1]
+    harness.drain()
+
+
+@pytest.mark.parametrize(
+    "part", [KVCacheGroup(AttentionKind.STATE_SPACE), KVCacheGroup(AttentionKind.CROSS, 7)]
+)
+def test_states_and_cross_attention_are_computed_again(part):
+    harness = Harness(groups=(KVCacheGroup(), part), num_blocks=128)
+    harness.add(20, 30)
+    run(harness, 5)
+    harness.lose_core()
+    assert not harness.scheduler.kv_cache_manager.reserved
+    harness.drain()
+
+
+def test_prompt_log_probabilities_that_nobody_has_got_are_computed():
+    harness = Harness(max_num_batched_tokens=10, max_in_flight=1)
+    harness.add(25, prompt_logprobs=1)
+    run(harness, 2)
+    harness.lose_core()
+    harness.drain()
+    assert harness.worker.num_prompt_tokens_computed == 20 + 25
+
+
+def test_one_who_waits_makes_room_for_those_before_it():
+    harness = Harness(num_blocks=17, max_num_seqs=3, max_in_flight=1)
+    keys = [harness.add([index] * 17, 12) for index in range(3)]
+    run(harness, 2)
+    harness.heard = {key: harness.heard[key] for key in (*keys[1:], keys[0])}
+    first = harness.heard[keys[1]]
+    # The first to come again needs almost every block.
+    first.message = msgspec.structs.replace(first.message, arrival_time=0.5)
+    harness.lose_core()
+    harness.drain()
+
+
+def test_the_inheritance_can_be_replayed():
+    harness = RecordedHarness(groups=WINDOW, num_blocks=60)
+    for length in (9, 17, 30):
+        harness.add([length] * length, 20)
+    run(harness, 6)
+    harness.lose_core()
+    harness.drain()
+    assert replay(harness.dump())[0] > 10
+
+
+def test_blocks_that_cannot_be_are_found_out():
+    held = HeldRequest((0, 1), 2.0, 5, (int32_bytes([3, 63]),))
+    limits = {"num_blocks": 64, "num_groups": 1, "block_size": 4}
+    assert is_sound_held(held, **limits)
+    for wrong in (
+        {"num_computed_tokens": 9},
+        {"num_computed_tokens": -1},
+        {"block_ids": (int32_bytes([3, 64]),)},
+        {"block_ids": (int32_bytes([3, -1]),)},
+        {"block_ids": (b"123",)},
+        {"block_ids": (int32_bytes([3, 4]),) * 2},
+    ):
+        assert not is_sound_held(msgspec.structs.replace(held, **wrong), **limits)
