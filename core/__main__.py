@@ -1,20 +1,28 @@
-"""`python -m engine.core CONFIG CORE_INDEX EPOCH`: one engine-core process."""
+"""`python -m engine.core CONFIG CORE_INDEX [EPOCH]`: one engine-core process.
+
+Without an epoch it waits, with everything imported, to be told one when the core before it is gone.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.process import await_epoch, configure_logging, die_with_parent, name_process
 from ..protocol.transport import StatusReporter
 from .engine_core import EngineCore
 
 
-def main(config_path: str, core_index: int, epoch: int) -> int:
-    config = load_config(config_path, epoch)
+def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
     name = f"core {core_index}"
+    if epoch is None:
+        name_process(f"spare {name}")
+        gc.freeze()
+        epoch = await_epoch()
+    config = load_config(config_path, epoch)
     name_process(name)
     configure_logging(name, config.frontend.log_level)
     die_with_parent(config.run_dir)
@@ -32,4 +40,4 @@ def main(config_path: str, core_index: int, epoch: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:4])))

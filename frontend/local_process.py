@@ -26,7 +26,8 @@ class ProcessSpec:
     """How to start one process. `name` is its title and its name in every report.
 
     It gets its epoch as the last argument. Cores and workers belong to a `replica`. A `node` other than None is another
-    machine; `env` is added to the environment.
+    machine; `env` is added to the environment. One that `can_wait` may be started without an epoch, before it is needed,
+    and be told it later.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ProcessSpec:
     replica: int = 0
     node: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    can_wait: bool = False
 
 
 class Process(Protocol):
@@ -62,13 +64,15 @@ class Process(Protocol):
 
 
 class LocalProcess:
-    def __init__(self, spec: ProcessSpec, epoch: int) -> None:
-        """Raises ConfigError if the program cannot be run."""
+    def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
+        """Without an epoch it waits until it must `begin`. Raises ConfigError if the program cannot be run."""
+        argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
         self.reason = ""
         try:
             self._popen = subprocess.Popen(
-                (*spec.argv, str(epoch)),
+                argv,
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 pass_fds=spec.pass_fds,
                 # A group of its own: Ctrl-C at the terminal reaches the supervisor alone.
                 process_group=0,
@@ -80,6 +84,15 @@ class LocalProcess:
             ) from error
         self.pid = self._popen.pid
         self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
+
+    def begin(self, epoch: int) -> bool:
+        """Let a process that waits begin. False if it is gone."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(b"%d\n" % epoch)
+        except BrokenPipeError:
+            return False
+        return True
 
     def poll(self) -> int | None:
         return self._popen.poll()

@@ -9,13 +9,16 @@ from typing import Final
 
 from ..protocol.supervisor_messages import Stage
 from .child import Child
-from .local_process import Process, ProcessSpec, Role
+from .local_process import LocalProcess, Process, ProcessSpec, Role
 
 LAST_WORDS_S: Final = 1.0
 """How long a core that has lost a worker may take to tell its clients what it was computing."""
 
 FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
+
+SPARE_DELAY_S: Final = 2.0
+"""How long after a leader is ready the next one begins to wait: what it imports takes time from those who serve."""
 
 STABLE_S: Final = 10.0
 """A frontend that was ready for so long has done its work."""
@@ -26,6 +29,7 @@ class RecoveryUnit:
 
     A leader that dies is replaced alone, and its followers go on with the next one: so a core's workers keep their model. When
     that was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
+    A spare leader waits for its moment, if it can: to start one takes longer than everything else.
     """
 
     def __init__(
@@ -45,13 +49,42 @@ class RecoveryUnit:
         self.is_down = False
         self._is_renewed = False
         self._start_at = 0.0
+        self._spare: LocalProcess | None = None
 
     def start(self) -> list[Child]:
         """Start what does not run. Returns the new processes."""
         started = [spec for spec in self._specs if spec.name not in self.children]
         for spec in started:
-            self.children[spec.name] = Child(spec, self.epoch, self._launch(spec, self.epoch))
+            spare = self._take_spare() if spec is self.leader else None
+            process = spare or self._launch(spec, self.epoch)
+            self.children[spec.name] = Child(spec, self.epoch, process)
         return [self.children[spec.name] for spec in started]
+
+    def keep_spare(self, now: float) -> None:
+        """See that somebody waits to take the leader's place, once it has served for a while."""
+        leader = self.children.get(self.leader.name)
+        if (
+            self.leader.can_wait
+            and self._spare is None
+            and leader is not None
+            and leader.ready_since is not None
+            and now - leader.ready_since > SPARE_DELAY_S
+        ):
+            self._spare = LocalProcess(self.leader, None)
+
+    def dismiss_spare(self) -> None:
+        """There will be no next leader."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.close()
+            self._spare = None
+
+    def _take_spare(self) -> LocalProcess | None:
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.begin(self.epoch):
+            spare.close()
+            return None
+        return spare
 
     def restart(self, now: float) -> None:
         """End every process, to start them anew: not a death that counts."""

@@ -78,7 +78,9 @@ def engine_processes(
     parallel = config.parallel
     cores = range(parallel.data_parallel_size)
     specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
-    specs += [spec(f"core {core}", Role.CORE, "core", core) for core in cores]
+    specs += [
+        replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
+    ]
     if listen_fd is not None:
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
@@ -170,6 +172,8 @@ class Supervisor:
     def drain(self) -> None:
         """Let the frontends finish their streams, then end cores and workers."""
         self._ending.add(Role.FRONTEND)
+        for unit in self._units:
+            unit.dismiss_spare()
         frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
         self._ending.update(Role)
@@ -186,6 +190,7 @@ class Supervisor:
             child.close()
         for unit in self._units:
             unit.children.clear()
+            unit.dismiss_spare()
         if self._nodes is not None:
             self._nodes.close(reason)
         self._statuses.close()
@@ -239,6 +244,8 @@ class Supervisor:
                     self._on_exit(unit, child)
             if unit.leader.role not in self._ending:
                 self._watch_exits(unit.recover(time.monotonic()))
+            if self.was_ready and not self._ending:
+                unit.keep_spare(time.monotonic())
         self.was_ready = self.was_ready or self.ready
         if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
             self._publish()

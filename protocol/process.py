@@ -1,7 +1,7 @@
 """How an engine process is born and how it ends.
 
-Every child is started with a pipe from the supervisor as its standard input and never reads anything
-else from it: end of file means that the supervisor is gone, however it died.
+Every child is started with a pipe from the supervisor as its standard input: end of file means that the supervisor is
+gone, however it died. Nothing else is read from it, but for the epoch of a process that was started before it was needed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ ORPHANED_EXIT_CODE = 3
 def name_process(name: str) -> None:
     """Give the process the title that `ps` shows."""
     setproctitle.setproctitle(f"engine: {name}")
+
+
+def await_epoch() -> int:
+    """Wait until the parent says in which epoch this process is to begin, in a line on standard input."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 64)
+        if not piece:
+            os._exit(ORPHANED_EXIT_CODE)
+        line += piece
+    return int(line)
 
 
 def die_with_parent(run_dir: str, *sockets: str) -> None:

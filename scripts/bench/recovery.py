@@ -26,6 +26,9 @@ IN_TRANSIT_S = 0.05
 
 START_S = 60.0
 
+SETTLE_S = 4.0
+"""Between two deaths: a server has a spare core again when it has served for a while, and few die that often."""
+
 
 def measure(server: Server, title: str, num_streams: int) -> tuple[float, float]:
     """Seconds from the kill to the next token of the first stream and of the last."""
@@ -63,7 +66,10 @@ def main() -> None:
     num_seqs = str(max(args.streams, 16))
     with Server(args.model, "--max-model-len", "1024", "--max-num-seqs", num_seqs) as server:
         for title in args.victims:
-            pauses = [measure(server, title, args.streams) for _ in range(args.kills)]
+            pauses = []
+            for _ in range(args.kills):
+                time.sleep(SETTLE_S)
+                pauses.append(measure(server, title, args.streams))
             first, last = zip(*pauses, strict=True)
             result = {
                 "victim": title,

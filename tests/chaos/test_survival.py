@@ -58,6 +58,32 @@ def test_streams_end_as_if_nothing_had_happened(
     assert_nothing_is_held(server)
 
 
+def test_a_core_that_has_waited_goes_on_where_the_one_before_was(
+    server: Server, undisturbed: list[dict[str, Any]]
+) -> None:
+    def count_tokens() -> tuple[float, float]:
+        asked_for = ("engine:prompt_tokens_total", "engine:generation_tokens_total")
+        computed = server.metric("engine:scheduled_tokens_total")
+        return computed, sum(map(server.metric, asked_for))
+
+    spare = server.child("spare core 0")
+    assert_nothing_is_held(server)
+    computed, asked_for = count_tokens()
+    prompts = [f"Part {number}. " + "It was a bright cold day. " * 40 for number in range(6)]
+    story = {"stream": True, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    streams = Streams(server, [{"prompt": prompt, **story} for prompt in prompts])
+    streams.wait_for_events(120)
+    server.child("core 0").kill()
+    for answer in streams.answers():
+        assert "done" in answer and "error" not in answer, answer
+    assert server.child("core 0").pid == spare.pid
+    computed_now, asked_for_now = count_tokens()
+    # Of a stream a token or two that nobody had heard of, instead of three hundred.
+    assert computed_now - computed < asked_for_now - asked_for + 20 * len(prompts)
+    assert Streams(server, REQUESTS).answers() == undisturbed
+    assert_nothing_is_held(server)
+
+
 @pytest.mark.parametrize("title", ["core 0", "worker 0", "frontend 0"])
 def test_a_process_without_memory_is_replaced_or_needs_none(
     server: Server, undisturbed: list[dict[str, Any]], title: str

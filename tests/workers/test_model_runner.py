@@ -78,6 +78,33 @@ def test_a_resumed_request_goes_on_where_it_was(steps: Steps, checkpoint) -> Non
     assert got == expected
 
 
+def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, checkpoint) -> None:
+    a, b, c = [40, 41, 42], list(range(20, 33)), [7, 8]
+    expected = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 2)
+    got_a = steps.tokens(slots=[0], chunks=[(0, 3)], new=[steps.new(0, a)])
+    got_a += steps.tokens(slots=[0, 1], chunks=[(1, 10)], new=[steps.new(1, b)])
+    steps.run(slots=[2], chunks=[(0, 2)], new=[steps.new(2, c)])
+    steps.run(slots=[], removed=[2])
+    first, second = steps.runner.forget_requests()
+    assert (first.request_id, first.num_computed_tokens) == ((0, 0), 4)
+    assert (second.request_id, second.num_computed_tokens) == ((0, 1), 10)
+    assert [len(held.block_ids[0]) // 4 for held in (first, second)] == [1, 3]
+    assert steps.runner.forget_requests() == []
+
+    # Each takes the other's slot, and of the first one's two tokens the last was not heard of.
+    a_again, b_again = steps.new(1, a + got_a[:1], prompt=3), steps.new(0, b)
+    a_again.num_computed_tokens, a_again.block_ids = 3, steps.new(0, a).block_ids
+    b_again.num_computed_tokens, b_again.block_ids = 10, steps.new(1, b).block_ids
+    token_b, token_a = steps.tokens(slots=[0, 1], chunks=[(0, 3)], new=[a_again, b_again])
+    assert token_a == got_a[1]
+    got_a, got_b = [got_a[0], token_a], [token_b]
+    for _ in range(4):
+        token_b, token_a = steps.tokens()
+        got_a.append(token_a)
+        got_b.append(token_b)
+    assert (got_a, got_b[:2]) == expected
+
+
 def test_empty_steps_get_an_answer(steps: Steps) -> None:
     result = steps.run(slots=[])
     assert result.step == 1 and result.sampled_token_ids == b""

@@ -1,0 +1,114 @@
+"""A worker process's conversation with one core after another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import (
+    PROTOCOL_VERSION,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import (
+    AllocateKVCache,
+    CoreHello,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    Shutdown,
+    WorkerHello,
+    WorkerMemory,
+    WorkerMessage,
+    WorkerReady,
+)
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.transport import Hub
+
+WORKER = b"worker0"
+TIMEOUT_MS = 20_000
+
+
+class Core:
+    """Says to the worker what a test wants it to hear."""
+
+    def __init__(self, context: zmq.Context, config: EngineConfig, epoch: int) -> None:
+        self.hub: Hub[WorkerMessage] = Hub(context, config.worker_address(0), WorkerMessage)
+        assert self.hear() is None, "the worker probes"
+        self.say(CoreHello(PROTOCOL_VERSION, epoch))
+        assert self.hear() == WorkerHello(PROTOCOL_VERSION, epoch, 0)
+        memory = self.hear()
+        assert isinstance(memory, WorkerMemory)
+        self._num_blocks = memory.num_blocks
+
+    def allocate(self) -> None:
+        self.say(AllocateKVCache(self._num_blocks))
+        assert self.hear() == WorkerReady(0)
+
+    def say(self, message: object) -> None:
+        self.hub.send(WORKER, message)
+
+    def hear(self) -> WorkerMessage | None:
+        assert self.hub.socket.poll(TIMEOUT_MS), "the worker is silent"
+        received = self.hub.receive()
+        assert received is not None and received[0] == WORKER
+        return received[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(
+        str(tmp_path),
+        1,
+        ModelConfig("m", "/m", "/m", ("m",), "llama", 32, 64, (0,)),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        device=DeviceConfig(Device.NULL, null_step_ms=1.0),
+    )
+
+
+@pytest.fixture
+def worker(config: EngineConfig) -> Iterator[subprocess.Popen[bytes]]:
+    command = (sys.executable, "-P", "-m", "engine.workers", str(config.save()), "0", "0", "1")
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def first_step(number: int) -> SchedulerOutput:
+    new = NewRequestData(
+        0, (0, 0), int32_bytes([5, 6]), 2, 0, (int32_bytes([1]),), SamplingParams(seed=1)
+    )
+    slots, chunks = int32_bytes([0]), int32_bytes([(0, 2)])
+    return SchedulerOutput(number, new_requests=[new], slots=slots, chunks=chunks)
+
+
+def test_steps_of_the_core_before_are_dropped(
+    worker: subprocess.Popen[bytes], config: EngineConfig
+) -> None:
+    with zmq.Context() as context:
+        core = Core(context, config, 1)
+        core.allocate()
+        for step in (first_step(1), SchedulerOutput(2)):
+            core.say(step)
+            answer = core.hear()
+            assert isinstance(answer, ModelRunnerOutput) and answer.step == step.step
+        core.hub.close()
+
+        core = Core(context, config, 2)
+        core.say(SchedulerOutput(3))
+        core.allocate()
+        core.say(SchedulerOutput(3))
+        core.say(first_step(1))
+        answer = core.hear()
+        assert isinstance(answer, ModelRunnerOutput) and answer.step == 1
+        core.say(Shutdown())
+        assert worker.wait(TIMEOUT_MS / 1000) == 0
+        core.hub.close()
