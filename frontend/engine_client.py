@@ -337,15 +337,17 @@ class EngineClient:
         core.add(self._output.resubmit(sequence, self._next_request_index()))
 
     def _status_is_known(self, status: EngineStatus) -> None:
-        """Sequences of a core that is gone go on at another one, if there is one."""
+        """Sequences of a core that is gone go on at another one, if there is one and their own is not about to."""
         for core, replica in zip(self._cores, status.replicas, strict=False):
             core.is_serving = replica.state is ReplicaState.SERVING
             if replica.epoch > core.epoch:
                 core.ready = False
         if not self.ready:
             return
+        resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
         for sequence in list(self._output.sequences.values()):
-            if not self._cores[sequence.core_index].ready:
+            core_index = sequence.core_index
+            if not self._cores[core_index].ready and core_index not in resuming:
                 self._move(sequence)
 
     def _move(self, sequence: Sequence) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Final
 
+from ..protocol.errors import ConfigError
 from ..protocol.supervisor_messages import Stage
 from .child import Child
 from .local_process import LocalProcess, Process, ProcessSpec, Role
@@ -19,6 +22,9 @@ MAX_BACKOFF_S: Final = 8.0
 
 SPARE_DELAY_S: Final = 2.0
 """How long after a leader is ready the next one begins to wait: what it imports takes time from those who serve."""
+
+RESUMING_S: Final = 1.0
+"""How long the streams of a core that died wait for the next one, rather than begin anew at another replica."""
 
 STABLE_S: Final = 10.0
 """A frontend that was ready for so long has done its work."""
@@ -49,7 +55,9 @@ class RecoveryUnit:
         self.is_down = False
         self._is_renewed = False
         self._start_at = 0.0
+        self._resumed_at = -RESUMING_S
         self._spare: LocalProcess | None = None
+        self._last_spare_at = 0.0
 
     def start(self) -> list[Child]:
         """Start what does not run. Returns the new processes."""
@@ -68,22 +76,27 @@ class RecoveryUnit:
             and self._spare is None
             and leader is not None
             and leader.ready_since is not None
-            and now - leader.ready_since > SPARE_DELAY_S
+            and now - max(leader.ready_since, self._last_spare_at) > SPARE_DELAY_S
         ):
-            self._spare = LocalProcess(self.leader, None)
+            self._last_spare_at = now
+            # A machine that has no room for it serves without.
+            with contextlib.suppress(ConfigError):
+                self._spare = LocalProcess(self.leader, None)
 
     def dismiss_spare(self) -> None:
         """There will be no next leader."""
-        if self._spare is not None:
-            self._spare.kill()
-            self._spare.close()
-            self._spare = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.kill()
+            spare.close()
+            if spare.exit_fd is not None:
+                os.close(spare.exit_fd)
 
     def _take_spare(self) -> LocalProcess | None:
-        spare, self._spare = self._spare, None
-        if spare is not None and not spare.begin(self.epoch):
-            spare.close()
+        if self._spare is None or not self._spare.begin(self.epoch):
+            self.dismiss_spare()
             return None
+        spare, self._spare = self._spare, None
         return spare
 
     def restart(self, now: float) -> None:
@@ -142,12 +155,19 @@ class RecoveryUnit:
             child.close()
             del self.children[child.spec.name]
             self.num_restarts[child.spec.name] += 1
+        if self.children:
+            self._resumed_at = now
         return self.start()
 
     @property
     def is_ready(self) -> bool:
         leader = self.children.get(self.leader.name)
         return leader is not None and leader.alive and leader.stage is Stage.READY
+
+    @property
+    def is_resuming(self) -> bool:
+        """A leader has just been replaced whose followers go on."""
+        return time.monotonic() - self._resumed_at < RESUMING_S
 
     @property
     def has_restarted(self) -> bool:

@@ -85,4 +85,5 @@ class _Place:
             epoch=self.unit.epoch,
             num_running=progress.num_running if progress else 0,
             num_waiting=progress.num_waiting if progress else 0,
+            is_resuming=self.unit.is_resuming,
         )

@@ -105,13 +105,17 @@ class ReplicaState(enum.StrEnum):
 
 
 class ReplicaInfo(msgspec.Struct, gc=False):
-    """One replica. `epoch` counts its lives."""
+    """One replica. `epoch` counts its lives.
+
+    One that `is_resuming` has lost its core alone, a moment ago: with the next one, streams go on where they were.
+    """
 
     replica: int
     state: ReplicaState
     epoch: int
     num_running: int
     num_waiting: int
+    is_resuming: bool = False
 
 
 class EngineStatus(msgspec.Struct, gc=False):

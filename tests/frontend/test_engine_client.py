@@ -322,7 +322,9 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
 
 
 @on_event_loop
-async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_path: Path) -> None:
+async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
+    tmp_path: Path,
+) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
     cores = [EchoCore(config, 0), EchoCore(config, 1)]
@@ -330,9 +332,15 @@ async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_
     with zmq.Context() as context:
         publisher = StatusPublisher(context, config)
         epochs = config.epoch + 1, config.epoch
-        gone = EngineStatus(
-            [],
-            [ReplicaInfo(i, ReplicaState.SERVING, epoch, 0, 0) for i, epoch in enumerate(epochs)],
+        resuming, gone = (
+            EngineStatus(
+                [],
+                [
+                    ReplicaInfo(i, ReplicaState.SERVING, epoch, 0, 0, is_resuming and i == 0)
+                    for i, epoch in enumerate(epochs)
+                ],
+            )
+            for is_resuming in (True, False)
         )
 
         def receive() -> None:
@@ -345,6 +353,10 @@ async def test_sequences_of_a_replica_that_is_gone_go_on_at_another_at_once(tmp_
         await until(lambda: len(cores[0].requests) == 1, receive)
         await drive(cores[0], read_next(group))
         cores.pop(0).close()
+        await until(
+            lambda: not client._cores[0].ready, lambda: (publisher.publish(resuming), receive())
+        )
+        assert not cores[0].requests
         await until(lambda: bool(cores[0].requests), lambda: (publisher.publish(gone), receive()))
         [delta] = await drive(cores[0], group.result())
         assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(1, 40)]
