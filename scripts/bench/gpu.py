@@ -95,7 +95,7 @@ def attention(shape: Shape) -> dict[str, Any]:
     """The attention kernels alone, of one layer, beside torch's; without a GPU interpreted, in another shape."""
     heads = [str(n) for n in (shape.num_heads, shape.num_kv_heads, shape.head_dim)]
     program = Path(__file__).parent / "gpu_attention.py"
-    command = [sys.executable, program, "--json", "--heads", *heads]
+    command = [sys.executable, str(program), "--json", "--heads", *heads]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
     cases = [json.loads(line) for line in done.stdout.splitlines()]
     return {case.pop("case"): case for case in cases}

@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
         ("awq", ("--cpu-backend", "native", "--quantization", "awq")),
         ("gptq-act-order", ("--cpu-backend", "torch")),
         ("fp8-blocks", ("--cpu-backend", "native")),
-        ("compressed-int4", ("--tensor-parallel-size", "2")),
+        ("compressed-int4", ("--cpu-backend", "torch", "--tensor-parallel-size", "2")),
     ],
 )
 def test_a_quantised_checkpoint_serves_the_values_it_stands_for(

@@ -42,6 +42,10 @@ def complete(server: Server, rank: str | None = None) -> tuple[int, Any]:
 
 
 def test_a_header_chooses_the_replica(server: Server) -> None:
+    wait_until(
+        lambda: generated(server, 0) + generated(server, 1) == 2,
+        what="the tokens that both frontends tried the engine out with are counted",
+    )
     for rank in (1, 0, 1):
         before = generated(server, rank)
         assert complete(server, str(rank))[0] == 200

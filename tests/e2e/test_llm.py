@@ -121,7 +121,7 @@ def test_a_start_that_cannot_succeed_says_why() -> None:
 
 def test_a_dead_worker_ends_a_generation_with_the_reason_and_close_leaves_nothing() -> None:
     before = set(psutil.Process().children(recursive=True))
-    llm = LLM(default_model(), max_model_len=512)
+    llm = LLM(default_model(), max_model_len=512, max_restarts=0)
     try:
         children = set(psutil.Process().children(recursive=True)) - before
         [worker] = [child for child in children if child.cmdline()[0] == "engine: worker 0"]

@@ -144,7 +144,7 @@ def test_a_core_that_dies_again_without_a_token_takes_its_worker_along(run_dir: 
             assert eventually(
                 lambda life=life: supervisor.poll() or lives(run_dir, "core 0") == life
             )
-        assert lives(run_dir, "worker 0") == 2
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, "worker 0") == 2)
 
 
 def test_a_worker_that_dies_takes_its_core_along_and_nobody_else(run_dir: str) -> None:
