@@ -6,12 +6,18 @@ address translation keeps up. Pages are zero, and take memory only once they are
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later: madvise(2)."""
 
 
 def allocate(num_bytes: int) -> NDArray[np.uint8]:
@@ -21,3 +27,29 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:num_bytes]
+
+
+def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
+    """Give buffers of `allocate` their memory while no thread has anything better to do, their beginnings first.
+
+    Otherwise the first write to each page waits for it: a little on a machine of one's own, and 9 ms for 2 MiB were seen
+    in a virtual machine whose host had to find the memory. So much for every layer at once stops a server for a third of a second.
+    """
+    thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
+    if not hasattr(os, "SCHED_IDLE"):
+        return
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Unlike `mmap.madvise`, this lets other threads have the interpreter meanwhile.
+    madvise = ctypes.CDLL(None).madvise
+    for offset in range(0, max(len(buffer) for buffer in buffers), HUGE_PAGE_BYTES):
+        for buffer in buffers:
+            size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
+            begin = ctypes.c_void_p(buffer.ctypes.data + offset)
+            if size > 0 and madvise(begin, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                # An older kernel, or no memory: whoever writes there will see.
+                return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -89,7 +92,7 @@ def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
     if not cache.host_gib:
         return 0
     num_bytes = int(cache.host_gib * GIB)
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     if num_bytes > free:
         raise ConfigError(
             f"--kv-host-gib {cache.host_gib:g} is more than the {free / GIB:.2f} GiB of free memory"
@@ -103,4 +106,24 @@ def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
 
 def free_host_bytes(config: EngineConfig) -> int:
     """What the KV cache of one worker may take of a machine without a GPU."""
-    return int(psutil.virtual_memory().available * CPU_SHARE) // config.parallel.num_workers
+    return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
+
+
+def available_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of the machine's memory, and of what the control groups (v2) that this process is in leave of theirs."""
+    available = [psutil.virtual_memory().available]
+    with suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
+        groups = (cgroups / own, *(cgroups / own).parents)
+        available += [_left_of(group) for group in groups if (group / "memory.max").exists()]
+    return min(available)
+
+
+def _left_of(group: Path) -> int:
+    limit = (group / "memory.max").read_text().strip()
+    if limit == "max":
+        return sys.maxsize
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # The page cache is counted, and given back where memory is wanted.
+    page_cache = int(statistics["active_file"]) + int(statistics["inactive_file"])
+    return max(0, int(limit) - int((group / "memory.current").read_text()) + page_cache)

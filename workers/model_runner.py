@@ -144,6 +144,10 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         tensors = self._allocate(num_blocks)
+        if self._device.type == "cpu":
+            host_memory.populate(
+                [tensor.view(torch.uint8).numpy().reshape(-1) for tensor in tensors]
+            )
         if num_host_blocks:
             self._host_cache = HostCache(num_host_blocks, tensors)
         self._decoding = self._model.decoding(self._batch, self._kv_caches)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import psutil
 import pytest
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.protocol.errors import ConfigError
-from engine.workers.memory import count_kv_blocks
+from engine.workers.memory import available_bytes, count_kv_blocks
 
 MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
 CONFIG = EngineConfig("/run", 1, MODEL, CacheConfig(block_size=16), SchedulerConfig(max_num_seqs=4))
@@ -30,6 +32,18 @@ def test_given_blocks_are_taken_as_they_are() -> None:
 def test_a_quarter_of_the_free_memory() -> None:
     block_bytes = psutil.virtual_memory().available // 48
     assert count_kv_blocks(CONFIG, block_bytes) in range(10, 15)
+
+
+def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
+    def limit(value: str) -> int:
+        (tmp_path / "memory.max").write_text(f"{value}\n")
+        return available_bytes(tmp_path)
+
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 400\nactive_file 600\n")
+    assert limit("9000") == 9000 - 5000 + 400 + 600
+    assert limit("2000") == 0
+    assert limit("max") > 10**6
 
 
 def test_too_little_memory_names_what_would_do() -> None:

@@ -29,9 +29,12 @@ START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 FILLING = Point(prompt=2048, output=1, concurrency=8, requests=8)
 
+SETTLING_S = 10.0
+"""For what a server does once it is ready: Engine gives its KV cache memory, which takes long in a virtual machine."""
+
 
 class Running(ABC):
-    """Started by `with`, which returns once it is ready; `start_s` is what that took."""
+    """Started by `with`, which returns some time after it is ready; `start_s` is what it took to become that."""
 
     def __init__(self, contender: Contender, log: TextIO) -> None:
         self.contender = contender
@@ -46,6 +49,7 @@ class Running(ABC):
             self._stop()
             raise
         self.start_s = time.perf_counter() - begin
+        time.sleep(SETTLING_S)
         return self
 
     def __exit__(self, *_: object) -> None:
