@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .attention import CapturableAttention
 from .attention.graph_break import BreakingAttention, CurrentMetadata
 from .batch import PersistentBatch, StepPlan, even_requests
 from .cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
@@ -74,9 +75,10 @@ class DeviceForward:
         self._hidden_TD = self._hidden_states(max_size)
         arguments = recorder, attention.breaker
         self._chunks = SizedGraphs(self._run_chunks, chunk_sizes(max_size), *arguments)
-        if attention.is_capturable:
+        if isinstance(attention.backend, CapturableAttention):
             largest = min(max_size, self._batch.num_slots)
-            self._decodes = SizedGraphs(self._run_decode, decode_sizes(largest), *arguments)
+            run_decode = partial(self._run_decode, attention.backend)
+            self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
             if self._model.shard.is_last:
                 device, vocab_size = self._batch.device, self._model.spec.vocab_size
                 self._logits_SV = torch.zeros((largest, vocab_size), device=device)
@@ -146,12 +148,12 @@ class DeviceForward:
             self._set_current(plan)
         graphs.capture(size)
 
-    def _run_decode(self, size: int) -> None:
+    def _run_decode(self, attention: CapturableAttention, size: int) -> None:
         """A step of requests that have one token each, or none, and all sample."""
         step = self._buffers.view(size, size)
         self._buffers.gather_block_tables(step)
         metadata = [
-            self._model.attention.build_decode(batch, windows)
+            attention.build_decode(batch, windows)
             for batch, windows in zip(step.groups, self._windows_by_group, strict=True)
         ]
         self._run(step, metadata)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from engine.workers.attention import AttentionLayer, DeviceBatch
+from engine.workers.attention import AttentionLayer, CapturableAttention, DeviceBatch
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from torch import Tensor
 
@@ -22,9 +22,7 @@ class DecodeMetadata:
     batch: DeviceBatch
 
 
-class CapturableAttention(TorchPagedAttention):
-    is_capturable: ClassVar[bool] = True
-
+class CapturableTorchPaged(TorchPagedAttention, CapturableAttention):
     def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> DecodeMetadata:
         return DecodeMetadata(batch)
 

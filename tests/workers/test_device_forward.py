@@ -10,7 +10,7 @@ from engine.protocol.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers import model_loader
 from engine.workers.attention.torch_paged import TorchPagedAttention
-from support.capturable_attention import CapturableAttention
+from support.capturable_attention import CapturableTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import gemma3_gguf
 from support.worker_steps import Steps
@@ -58,8 +58,8 @@ def random_steps(steps: Steps, vocab_size: int, seed: int) -> list[list[int]]:
     ("attention", "device"),
     [
         (TorchPagedAttention, SOME_STEPS),
-        (CapturableAttention, SOME_STEPS),
-        (CapturableAttention, ALL_STEPS),
+        (CapturableTorchPaged, SOME_STEPS),
+        (CapturableTorchPaged, ALL_STEPS),
     ],
 )
 def test_padding_and_what_was_there_before_change_nothing(

@@ -10,7 +10,7 @@ from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers import model_loader
-from support.capturable_attention import CapturableAttention
+from support.capturable_attention import CapturableTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
 from support.worker_steps import Steps, output_of
@@ -37,7 +37,7 @@ def steps(request, monkeypatch, checkpoint) -> Steps:
         return Steps(path, model.config.vocab_size)
     device = EAGER if request.param == "eager device" else captured(12)
     if request.param == "decode graphs":
-        monkeypatch.setattr(model_loader, "attention_backend", CapturableAttention)
+        monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
     return Steps(path, model.config.vocab_size, device=device, accelerator=HostAccelerator())
 
 

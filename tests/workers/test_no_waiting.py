@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from engine.protocol.config import (
 from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers import model_loader
-from engine.workers.attention import AttentionBackend, AttentionBatch, DeviceBatch
+from engine.workers.attention import AttentionBatch, CapturableAttention, DeviceBatch
 from engine.workers.loaders import DummyCheckpoint
 from engine.workers.model_runner import ModelRunner
 from engine.workers.transfers import DownloadedOutput
@@ -46,10 +46,8 @@ QWEN3 = {
 }
 
 
-class NoAttention(AttentionBackend):
+class NoAttention(CapturableAttention):
     """Its kernels would read the metadata on the device."""
-
-    is_capturable: ClassVar[bool] = True
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)

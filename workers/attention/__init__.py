@@ -4,6 +4,7 @@ from .interface import (
     AttentionBackend,
     AttentionBatch,
     AttentionLayer,
+    CapturableAttention,
     DeviceBatch,
     PagedAttention,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionBatch",
     "AttentionLayer",
+    "CapturableAttention",
     "DeviceBatch",
     "PagedAttention",
     "attention_backend",

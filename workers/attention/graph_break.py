@@ -15,7 +15,7 @@ from torch import Tensor
 from ..cuda_graphs import GraphBreaker
 from ..models.layers import HeadNorm
 from ..models.rope import RotaryTables
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer, DeviceBatch
+from .interface import AttentionBackend, AttentionBatch, AttentionLayer
 
 
 @dataclass(slots=True)
@@ -39,22 +39,15 @@ class BreakingAttention(AttentionBackend):
             device=backend.device,
         )
         self.breaker = GraphBreaker()
-        self._backend = backend
+        self.backend = backend
         # All layers of all graphs write here: each one's result is used up before the next one's is there.
         self._attended_THK = torch.empty(0)
 
-    @property
-    def is_capturable(self) -> bool:  # type: ignore[override]
-        return self._backend.is_capturable
-
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return self._backend.kv_cache_shape(num_blocks)
+        return self.backend.kv_cache_shape(num_blocks)
 
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
-        return self._backend.build(batch, windows)
-
-    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
-        return self._backend.build_decode(batch, windows)
+        return self.backend.build(batch, windows)
 
     def forward(
         self,
@@ -66,11 +59,11 @@ class BreakingAttention(AttentionBackend):
         layer: AttentionLayer,
     ) -> Tensor:
         if not isinstance(metadata, CurrentMetadata):
-            return self._backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+            return self.backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
 
         def attend(real: slice) -> Tensor:
             q, k, v = q_THK[real], k_TGK[real], v_TGK[real]
-            return self._backend.forward(q, k, v, kv_cache, metadata.value, layer)
+            return self.backend.forward(q, k, v, kv_cache, metadata.value, layer)
 
         return self._outside_of_graphs(attend, metadata, q_THK)
 
@@ -85,13 +78,13 @@ class BreakingAttention(AttentionBackend):
         layer: AttentionLayer,
     ) -> Tensor:
         if not isinstance(metadata, CurrentMetadata):
-            return self._backend.forward_projected(
+            return self.backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer
             )
 
         def attend(real: slice) -> Tensor:
             of_real = None if tables is None else RotaryTables(*(table[real] for table in tables))
-            return self._backend.forward_projected(
+            return self.backend.forward_projected(
                 qk_THK[real], v_TGK[real], head_norm, of_real, kv_cache, metadata.value, layer
             )
 

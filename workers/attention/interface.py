@@ -7,7 +7,7 @@ G key/value heads, K head dimension.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +73,6 @@ class PagedAttention(ABC):
     `dtype` is that of the KV cache; queries, keys and values may come in another.
     """
 
-    is_capturable: ClassVar[bool] = False
-    """Whether decoding can be captured in a graph: `build_decode` has it then, and `forward` depends on the content of
-    the device's tensors only, not on any number that the host knows."""
-
     def __init__(
         self,
         *,
@@ -104,10 +100,6 @@ class PagedAttention(ABC):
     @abstractmethod
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
         """Return the metadata of one step for a group whose layers have these windows."""
-
-    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
-        """Return metadata of any step in which each request has one token, or none, and `batch` describes them."""
-        raise NotImplementedError
 
 
 class AttentionBackend(PagedAttention):
@@ -142,3 +134,14 @@ class AttentionBackend(PagedAttention):
             qk_THK = apply_rotary(qk_THK, tables)
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
         return self.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
+
+
+class CapturableAttention(AttentionBackend):
+    """Attention whose decoding can be captured in a graph."""
+
+    @abstractmethod
+    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
+        """Return metadata of any step in which each request has one token, or none, and `batch` describes them.
+
+        With it, `forward` depends on the content of the device's tensors only, not on any number that the host knows.
+        """

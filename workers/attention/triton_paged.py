@@ -22,7 +22,7 @@ from torch import Tensor
 from ...protocol.errors import ConfigError
 from ..models.layers import HeadNorm
 from ..models.rope import RotaryTables
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer, DeviceBatch
+from .interface import AttentionBatch, AttentionLayer, CapturableAttention, DeviceBatch
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
@@ -52,10 +52,8 @@ class TritonPagedMetadata:
     )
 
 
-class TritonPagedAttention(AttentionBackend):
+class TritonPagedAttention(CapturableAttention):
     """Raises `ConfigError` for head dimensions and block sizes that the kernels do not know."""
-
-    is_capturable = True
 
     def __init__(
         self,
