@@ -5,7 +5,7 @@ Shapes: T tokens of a step, R sampled rows, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from .attention import CapturableAttention
 from .attention.graph_break import BreakingAttention, CurrentMetadata
 from .batch import PersistentBatch, StepPlan, even_requests
 from .cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
+from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
 from .sampling import choose_greedy
@@ -47,22 +48,21 @@ class DeviceForward:
         self,
         model: Model,
         batch: PersistentBatch,
+        kv_cache: KVCache,
         pipeline: Pipeline,
-        windows_by_group: Sequence[Collection[int | None]],
         max_tokens: int,
         recorder: GraphRecorder | None = None,
         max_graph_size: int = 0,
     ) -> None:
         self._model = model
         self._batch = batch
+        self._kv_cache = kv_cache
         self._pipeline = pipeline
-        self._windows_by_group = windows_by_group
-        self._kv_caches: Sequence[torch.Tensor] = ()
         batch.mirror_block_tables()
         self._buffers = StepBuffers(batch, max_tokens)
         if not model.shard.is_first:
             self._received_TD = self._hidden_states(max_tokens)
-        self._current = [CurrentMetadata() for _ in self._windows_by_group]
+        self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
         max_graph_size = min(max_graph_size, max_tokens)
@@ -88,9 +88,8 @@ class DeviceForward:
         shape = (num_tokens, self._model.spec.hidden_size)
         return torch.zeros(shape, dtype=self._model.hidden_dtype, device=self._batch.device)
 
-    def use(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Compute in these caches, one a layer. What was captured with others is forgotten."""
-        self._kv_caches = kv_caches
+    def forget_graphs(self) -> None:
+        """The KV cache is not where it was when they were captured."""
         for graphs in (self._decodes, self._chunks):
             if graphs is not None:
                 graphs.forget()
@@ -121,7 +120,8 @@ class DeviceForward:
             self._set_current(plan)
             self._chunks.replay(size)
             return Forwarded(self._hidden_TD[:num_tokens], step)
-        return Forwarded(self._forward(step, self._metadata(plan)), step)
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        return Forwarded(self._forward(step, metadata), step)
 
     def append(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
         """The sampled rows' requests have these next tokens, int [R]."""
@@ -154,7 +154,7 @@ class DeviceForward:
         self._buffers.gather_block_tables(step)
         metadata = [
             attention.build_decode(batch, windows)
-            for batch, windows in zip(step.groups, self._windows_by_group, strict=True)
+            for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
         ]
         self._run(step, metadata)
         if self._model.shard.is_last:
@@ -176,17 +176,10 @@ class DeviceForward:
             inputs = self._batch.token_ids_NL[step.slots_T, step.positions_T]
         else:
             inputs = self._received_TD[: step.num_tokens]
-        return self._model.forward(inputs, step.positions_T, self._kv_caches, metadata)
+        return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)
 
     def _set_current(self, plan: StepPlan) -> None:
-        for current, value in zip(self._current, self._metadata(plan), strict=True):
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        for current, value in zip(self._current, metadata, strict=True):
             current.num_tokens = len(plan.positions_T)
             current.value = value
-
-    def _metadata(self, plan: StepPlan) -> list[Any]:
-        return [
-            self._model.attention.build(batch, windows)
-            for batch, windows in zip(
-                self._batch.attention_batches(plan), self._windows_by_group, strict=True
-            )
-        ]

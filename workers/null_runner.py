@@ -6,19 +6,14 @@ As a GPU does, it works through a queue of steps beside the host. It is for what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.config import EngineConfig
 from ..protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
-from ..protocol.messages import (
-    GrammarOutput,
-    HeldRequest,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from ..protocol.messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
+from .runner import GrammarSource
 
 
 class NullOutput:
@@ -64,9 +59,7 @@ class NullRunner:
     def close(self) -> None:
         """No other worker waits for anything of this one."""
 
-    def execute(
-        self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
-    ) -> NullOutput:
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> NullOutput:
         """The tokens of one step, ready when the time of a step has passed since the one before was."""
         for new in output.new_requests:
             params, slot = new.sampling_params, new.slot

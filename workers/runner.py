@@ -31,6 +31,9 @@ class PendingOutput(Protocol):
 
 StepResult = ModelRunnerOutput | PendingOutput
 
+GrammarSource = Callable[[int], GrammarOutput | None]
+"""Waits for the bitmasks of a step. None when they will not come."""
+
 
 class Runner(Protocol):
     """`allocate_kv_cache` and `warm_up` come before the first `execute`."""
@@ -39,9 +42,7 @@ class Runner(Protocol):
 
     def warm_up(self) -> None: ...
 
-    def execute(
-        self, output: SchedulerOutput, await_grammar: Callable[[int], GrammarOutput | None]
-    ) -> StepResult:
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Begin one step. The outputs are ready in the order of the steps, if they are not there at once."""
 
     def forget_requests(self) -> list[HeldRequest]:

@@ -5,7 +5,7 @@ Shapes: S rows of the batch, V vocabulary, G rows under a grammar.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
-from ...protocol.messages import I32, RowLogprobs
+from ...protocol.messages import I32, ModelRunnerOutput, RowLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..transfers import Download, to_device
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED, choose_tokens
@@ -60,6 +60,17 @@ class SamplerOutput:
         self._chosen_S = download.copy(self._chosen_S)
         if self._logprobs is not None:
             self._logprobs = self._logprobs.fetch(download)
+
+    def message(self, step: int, prompt_logprobs: Sequence[RowLogprobs] = ()) -> ModelRunnerOutput:
+        """The output of a step, of which this is what it sampled."""
+        return ModelRunnerOutput(
+            step,
+            sampled_token_ids=self.sampled_token_ids,
+            logprobs=self.logprobs,
+            prompt_logprobs=[*prompt_logprobs],
+            nan_slots=self.nan_slots,
+            failed_slots=self.failed_slots,
+        )
 
     @property
     def sampled_token_ids(self) -> I32:

@@ -1,0 +1,154 @@
+"""Steps on a device with a queue of its own: the next one is queued before the tokens of the last one have come.
+
+R sampled rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
+from ..protocol.sampling_params import SamplingParams
+from .accelerator import Accelerator
+from .batch import even_requests
+from .device_errors import explaining_device_errors
+from .device_forward import DeviceForward
+from .kv_cache import KVCache
+from .memory_profile import MemoryProfile, profile_memory
+from .model_loader import Model
+from .pipeline import Pipeline
+from .request_states import RequestStates
+from .runner import GrammarSource, StepResult
+from .sampling import SamplerOutput
+from .transfers import DownloadedOutput
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceExecution:
+    """Steps of up to `max_tokens` tokens; graphs are captured of those of up to `max_graph_size`, none if it is 0."""
+
+    def __init__(
+        self,
+        model: Model,
+        requests: RequestStates,
+        kv_cache: KVCache,
+        pipeline: Pipeline,
+        accelerator: Accelerator,
+        max_tokens: int,
+        max_graph_size: int,
+    ) -> None:
+        self._model = model
+        self._shard = model.shard
+        self._requests = requests
+        self._batch = requests.batch
+        self._kv_cache = kv_cache
+        self._pipeline = pipeline
+        self._accelerator = accelerator
+        self._max_tokens = max_tokens
+        self._forward = DeviceForward(
+            model,
+            self._batch,
+            kv_cache,
+            pipeline,
+            max_tokens,
+            accelerator.graph_recorder() if max_graph_size else None,
+            max_graph_size,
+        )
+
+    @torch.inference_mode()
+    def profile_memory(self, utilization: float) -> MemoryProfile:
+        """Run the largest step and capture some graphs, on a KV cache of one block."""
+        self._kv_cache.allocate(1)
+        profile = profile_memory(
+            self._accelerator, utilization, self._run_largest_step, self._forward.captures()
+        )
+        self._kv_cache.free()
+        self._forward.forget_graphs()
+        self._accelerator.release_memory()
+        return profile
+
+    def use_kv_cache(self) -> None:
+        self._forward.forget_graphs()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graphs, and let every kernel that comes without one be prepared."""
+        began = time.monotonic()
+        captures = [capture for kind in self._forward.captures() for capture in kind]
+        for capture in captures:
+            capture()
+        self._run_largest_step()
+        self._accelerator.release_memory()
+        if captures:
+            logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
+
+    def _run_largest_step(self) -> None:
+        """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most."""
+        num_slots = self._batch.num_slots
+        num_tokens = min(self._max_tokens, num_slots * self._batch.max_model_len)
+        plan = even_requests(num_tokens, min(num_slots, num_tokens))
+        forwarded = self._forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            self._pipeline.send_hidden(hidden_TD.clone())
+            return
+        sampler = self._requests.sampler
+        no_tokens = np.zeros(0, np.int32)
+        params = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+        for slot in plan.slots_S.tolist():
+            sampler.add(slot, params, no_tokens, ())
+        logits_RV = self._model.compute_logits(hidden_TD[forwarded.step.logit_rows_R])
+        sampler.sample(logits_RV, plan.slots_S, plan.seq_lens_S)
+        for slot in plan.slots_S.tolist():
+            sampler.remove(slot)
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        with explaining_device_errors(f"in step {output.step}"):
+            return self._execute(output, await_grammar)
+
+    @torch.inference_mode()
+    def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        """Queue the step, and what brings its tokens to the host."""
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        self._requests.await_tokens(plan)
+        forwarded = self._forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            # The next step's hidden states may take the place of these before they are sent.
+            self._pipeline.send_hidden(hidden_TD.clone())
+            self._requests.expect_tokens(slots_R)
+            return ModelRunnerOutput(output.step)
+        self._requests.prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        make_output = partial(ModelRunnerOutput, output.step)
+        sampled = None
+        if len(slots_R):
+            metadata = self._requests.sampler.describe(slots_R)
+            is_greedy = metadata.is_greedy and not metadata.needs_logits
+            if forwarded.greedy_R is not None and is_greedy and not output.grammar_slots:
+                sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
+            else:
+                logits_RV = forwarded.logits_RV
+                if logits_RV is None:
+                    hidden_RD = hidden_TD[forwarded.step.logit_rows_R]
+                    logits_RV = self._model.compute_logits(hidden_RD)
+                sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
+                self._forward.append(forwarded.step, sampled.token_ids)
+            self._batch.reserve(slots_R)
+            if not self._shard.is_first:
+                self._pipeline.send_tokens(sampled.token_ids)
+            prompt_logprobs = self._requests.prompt_logprobs.finish(slots_R.tolist())
+            make_output = partial(sampled.message, output.step, prompt_logprobs)
+        # Without tokens, too, a step has its output when the device is done with it.
+        with self._accelerator.download() as download:
+            if sampled is not None:
+                sampled.fetch(download)
+        return DownloadedOutput(output.step, download, make_output)

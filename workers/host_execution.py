@@ -1,0 +1,122 @@
+"""Steps on the CPU, each computed when it is begun.
+
+T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
+from .batch import StepPlan, even_requests
+from .kv_cache import KVCache
+from .model_loader import Decoding, Model
+from .pipeline import Pipeline
+from .request_states import RequestStates
+from .runner import GrammarSource
+from .sampling import SamplerOutput, SamplingMetadata
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
+
+
+class HostExecution:
+    """Decodes by what the model has for that alone, where nobody wants more than the next token."""
+
+    def __init__(
+        self, model: Model, requests: RequestStates, kv_cache: KVCache, pipeline: Pipeline
+    ) -> None:
+        self._model = model
+        self._shard = model.shard
+        self._requests = requests
+        self._batch = requests.batch
+        self._kv_cache = kv_cache
+        self._pipeline = pipeline
+        self._decoding: Decoding | None = None
+        # Of the last step, if `_decoding` did it.
+        self._decoded_rows: SamplingMetadata | None = None
+
+    def profile_memory(self, utilization: float) -> None:
+        """There is nothing to find out: the KV cache has a share of the memory that is free."""
+
+    def use_kv_cache(self) -> None:
+        self._decoding = self._model.decoding(self._batch, self._kv_cache.layers)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
+        for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
+            hidden_TD = self._model.forward(*self._inputs(even_requests(num_tokens, 1)))
+            if self._shard.is_last:
+                self._model.compute_logits(hidden_TD[-1:])
+            else:
+                self._pipeline.send_hidden(hidden_TD)
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        self._decoded_rows = rows = self._rows_to_decode(output)
+        if self._decoding is None or rows is None:
+            return self._execute(output, await_grammar)
+        tokens_S, num_failed = self._decoding.step(rows)
+        if num_failed:
+            return SamplerOutput(torch.from_numpy(tokens_S).long(), rows).message(output.step)
+        return ModelRunnerOutput(output.step, tokens_S.tobytes())
+
+    @torch.inference_mode()
+    def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        inputs = self._inputs(plan)
+        if not self._shard.is_last:
+            self._pipeline.send_hidden(self._model.forward(*inputs))
+            self._requests.expect_tokens(slots_R)
+            return ModelRunnerOutput(output.step)
+        metadata = self._requests.sampler.describe(slots_R)
+        if output.grammar_slots or metadata.needs_logits or not len(slots_R):
+            hidden_TD = self._model.forward(*inputs)
+            sampled = None
+        else:
+            hidden_TD, chosen_R = self._model.forward_and_sample(
+                *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
+            )
+            sampled = SamplerOutput(chosen_R, metadata)
+        prompt_logprobs = self._requests.prompt_logprobs
+        prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        if not len(slots_R):
+            return ModelRunnerOutput(output.step)
+        if sampled is None:
+            logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
+            sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
+        self._batch.append(slots_R, sampled.token_ids)
+        if not self._shard.is_first:
+            self._pipeline.send_tokens(sampled.token_ids)
+        return sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
+
+    def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
+        """The rows of a step that is `_decoding`'s: every slot computes its last token, and nobody wants more than the next."""
+        if self._decoding is None or output.chunks or output.grammar_slots:
+            return None
+        rows = self._decoded_rows
+        if output.slots is None and rows is not None and rows.is_current:
+            return rows
+        slots_S = self._batch.decoding_slots(output)
+        if slots_S is None or self._requests.prompt_logprobs.is_pending:
+            return None
+        rows = self._requests.sampler.describe(slots_S)
+        return None if rows.needs_logits else rows
+
+    def _inputs(self, plan: StepPlan) -> _Inputs:
+        """What the model's `forward` takes."""
+        self._requests.await_tokens(plan)
+        # The first stage begins with the tokens, the others with the hidden states of the stage before.
+        if self._shard.is_first:
+            inputs = self._batch.input_ids(plan)
+        else:
+            shape = (len(plan.positions_T), self._model.spec.hidden_size)
+            inputs = self._pipeline.receive_hidden(
+                torch.empty(shape, dtype=self._model.hidden_dtype)
+            )
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        return inputs, torch.from_numpy(plan.positions_T), self._kv_cache.layers, metadata
