@@ -243,7 +243,7 @@ class TritonPagedAttention(CapturableAttention):
         layer: AttentionLayer,
     ) -> None:
         tile = self.prefill_tile
-        prefill_kernel[(self.num_kv_heads, len(tiles_N2))](
+        prefill_kernel[(len(tiles_N2) * self.num_kv_heads,)](
             q_THK,
             out_THK,
             kv_cache,

@@ -211,6 +211,26 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison, scheduled):
     torch.testing.assert_close(case.forward().double(), case.expected(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("scheduled", [1, 9])
+def test_nothing_comes_in_from_the_blocks_before_a_window(scheduled):
+    """They have been given back: what is there now is somebody else's."""
+    window = 200
+    case = PagedCase(
+        [(700, scheduled)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.3, window=window),
+        dtype=torch.float32,
+        **TRITON,
+    )
+    blocks = case.steps[0].blocks
+    for block in (0, *blocks[: (701 - window) // 16]):
+        case.kv_cache[block] = math.nan
+    torch.testing.assert_close(case.forward().double(), case.expected(), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("rotary_dim", [None, 8, 40])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -62,7 +62,7 @@ def decode_kernel(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
-    token = tl.load(query_start_loc_ptr + request)
+    token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
     first_key, split_keys, num_splits = _splits(
         seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS
@@ -139,7 +139,7 @@ def combine_kernel(
     """Grid (H, S). Add up the splits of each request that has several, `grid_splits` of which there is room for."""
     head, request = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
-    token = tl.load(query_start_loc_ptr + request)
+    token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
     _, _, num_splits = _splits(seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS)
     if (num_queries != 1) | (num_splits <= 1):

@@ -49,6 +49,9 @@ def attend_keys(
     in_head_1K = (dims_K < HEAD_DIM)[None, :]
     in_blocks_NK = (in_tile_N % BLOCK_SIZE * HEAD_DIM)[:, None] + dims_K[None, :]
     block_ptrs_N = blocks_ptr + in_tile_N // BLOCK_SIZE
+    first_key = 0
+    if WINDOW is not None:
+        first_key = tl.min(positions_M, 0) - WINDOW + 1
     # The blocks of a tile are read a tile ahead: a load that waits for another one cannot be.
     blocks_N = tl.load(
         block_ptrs_N + start // BLOCK_SIZE, mask=start + in_tile_N < seq_len, other=0
@@ -78,11 +81,11 @@ def attend_keys(
         weights_MN = tl.exp2(tl.fma(scores_MN, factor, -(top_M * factor)[:, None]))
         rescale_M = tl.exp2((max_M - top_M) * factor)
         sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-        # Past the sequence a block has what its last owner left, and 0 * NaN is not 0.
+        # Past the sequence a block has what its last owner left, before the window it may be another's already, and
+        # 0 * NaN is not 0.
         if IS_MASKED:
-            v_NK = tl.load(
-                k_ptrs_NK + VALUES, mask=(keys_N < seq_len)[:, None] & in_head_1K, other=0.0
-            )
+            is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
+            v_NK = tl.load(k_ptrs_NK + VALUES, mask=is_own_N[:, None] & in_head_1K, other=0.0)
         elif IS_PADDED:
             v_NK = tl.load(k_ptrs_NK + VALUES, mask=in_head_1K, other=0.0)
         else:

@@ -34,15 +34,16 @@ def prefill_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Grid (G, tiles). `tiles` int32 [N, 2] has a request and the first of its queries.
+    """Grid (tiles * G). `tiles` int32 [N, 2] has a request and the first of its queries.
 
     q [T, H, K] with a stride between tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] contiguous.
     `kv_scales` float32 [2, G], or None.
     """
     TILE_QUERIES: tl.constexpr = TILE_ROWS // HEADS_PER_KV_HEAD
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
-    kv_head = tl.program_id(0)
-    tile_ptr = tiles_ptr + 2 * tl.program_id(1)
+    # In one dimension: the others end at 65,535.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile_ptr = tiles_ptr + tl.program_id(0) // NUM_KV_HEADS * 2
     request, first_query = tl.load(tile_ptr), tl.load(tile_ptr + 1)
     first_token = tl.load(query_start_loc_ptr + request)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - first_token
@@ -52,13 +53,15 @@ def prefill_kernel(
     rows_M = tl.arange(0, TILE_ROWS)
     queries_M = rows_M // HEADS_PER_KV_HEAD
     heads_M = kv_head * HEADS_PER_KV_HEAD + rows_M % HEADS_PER_KV_HEAD
-    tokens_M = first_token + first_query + queries_M
+    tile_token = (first_token + first_query).to(tl.int64)
     dims_K = tl.arange(0, BLOCK_K)
     is_row_M = (queries_M < TILE_QUERIES) & (first_query + queries_M < num_queries)
     mask_MK = is_row_M[:, None] & (dims_K < HEAD_DIM)[None, :]
     head_offsets_MK = (heads_M * HEAD_DIM)[:, None] + dims_K[None, :]
     q_MK = tl.load(
-        q_ptr + (tokens_M * q_stride)[:, None] + head_offsets_MK, mask=mask_MK, other=0.0
+        q_ptr + tile_token * q_stride + (queries_M * q_stride)[:, None] + head_offsets_MK,
+        mask=mask_MK,
+        other=0.0,
     )
 
     stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
@@ -120,7 +123,10 @@ def prefill_kernel(
     if kv_scales_ptr is not None:
         out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     tl.store(
-        out_ptr + (tokens_M * (NUM_HEADS * HEAD_DIM))[:, None] + head_offsets_MK,
+        out_ptr
+        + tile_token * (NUM_HEADS * HEAD_DIM)
+        + (queries_M * (NUM_HEADS * HEAD_DIM))[:, None]
+        + head_offsets_MK,
         out_MK.to(out_ptr.dtype.element_ty),
         mask=mask_MK,
     )

@@ -40,7 +40,7 @@ def rotary_store_kernel(
     as in `RotaryTables`, or None; kv_scales float32 [2, G] or None.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
-    token, kv_head = tl.program_id(0), tl.program_id(1)
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
         return
