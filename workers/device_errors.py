@@ -13,6 +13,10 @@ import torch
 
 from ..protocol.errors import EngineError
 
+_DEVICE_ERRORS = (torch.AcceleratorError, torch.cuda.CudaError)
+_SIGNS = ("CUDA error", "Triton Error [CUDA]")
+"""What begins other errors of CUDA's libraries, and of a kernel that could not be launched."""
+
 
 @contextmanager
 def explaining_device_errors(doing: str) -> Iterator[None]:
@@ -25,7 +29,7 @@ def explaining_device_errors(doing: str) -> Iterator[None]:
             "leave more beside the KV cache, or --max-num-batched-tokens or --max-num-seqs to need less"
         ) from error
     except RuntimeError as error:
-        if not (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)):
+        if not (isinstance(error, _DEVICE_ERRORS) or any(sign in str(error) for sign in _SIGNS)):
             raise
         raise EngineError(f"the GPU failed {doing}: {_first_line(error)}") from error
 

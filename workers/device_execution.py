@@ -16,7 +16,6 @@ from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
 from ..protocol.sampling_params import SamplingParams
 from .accelerator import Accelerator
 from .batch import even_requests
-from .device_errors import explaining_device_errors
 from .device_forward import DeviceForward
 from .kv_cache import KVCache
 from .memory_profile import MemoryProfile, profile_memory
@@ -108,12 +107,8 @@ class DeviceExecution:
         for slot in plan.slots_S.tolist():
             sampler.remove(slot)
 
-    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        with explaining_device_errors(f"in step {output.step}"):
-            return self._execute(output, await_grammar)
-
     @torch.inference_mode()
-    def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Queue the step, and what brings its tokens to the host."""
         plan = self._batch.plan(output)
         if not len(plan.slots_S):

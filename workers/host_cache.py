@@ -1,6 +1,6 @@
 """The host tier of the KV cache: blocks copied out of the device's cache and back into it.
 
-N host blocks, L cache tensors (the layers of a group), P elements of one block in one of them, k copied blocks.
+N host blocks, L cache tensors (the layers of a group), P words of one block in one of them, k copied blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class HostCache:
     """
 
     def __init__(self, num_blocks: int, device_caches: list[torch.Tensor]) -> None:
-        self._caches = [cache.view(len(cache), -1) for cache in device_caches]
+        # What the words mean does not matter here, and torch does not index numbers of every type.
+        self._caches = [cache.flatten(1).view(torch.int64) for cache in device_caches]
         self._device = device_caches[0].device
         shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
-        dtype = device_caches[0].dtype
         # Pages that were never written take no memory, unless they are pinned.
-        memory = host_memory.allocate(math.prod(shape) * dtype.itemsize)
-        self._blocks_NLP = torch.from_numpy(memory).view(dtype).view(shape)
+        memory = host_memory.allocate(math.prod(shape) * torch.int64.itemsize)
+        self._blocks_NLP = torch.from_numpy(memory).view(torch.int64).view(shape)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)

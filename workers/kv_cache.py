@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..protocol.messages import SchedulerOutput
@@ -39,20 +39,20 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of a group that are here."""
-        elements = int(np.prod(self._attention.kv_cache_shape(1)))
+        elements = math.prod(self._attention.kv_cache_shape(1))
         return elements * self._attention.dtype.itemsize * self._num_tensors
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        shape = self._attention.kv_cache_shape(num_blocks)
-        tensors = [
-            _zeros(shape, self._attention.dtype, self._device) for _ in range(self._num_tensors)
+        shape, dtype = self._attention.kv_cache_shape(num_blocks), self._attention.dtype
+        memories = [
+            _zeros(math.prod(shape) * dtype.itemsize, self._device)
+            for _ in range(self._num_tensors)
         ]
+        tensors = [memory.view(dtype).view(shape) for memory in memories]
         next_tensor = {group: iter(tensors) for group in self._group_of_layer}
         self.layers = [next(next_tensor[group]) for group in self._group_of_layer]
         if self._device.type == "cpu":
-            host_memory.populate(
-                [tensor.view(torch.uint8).numpy().reshape(-1) for tensor in tensors]
-            )
+            host_memory.populate([memory.numpy() for memory in memories])
         if num_host_blocks:
             self._host_cache = HostCache(num_host_blocks, tensors)
 
@@ -77,8 +77,7 @@ class KVCache:
         ]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(host_memory.allocate(num_bytes)).view(dtype).view(shape)
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.from_numpy(host_memory.allocate(num_bytes))
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

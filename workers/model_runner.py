@@ -11,6 +11,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.kv_cache_groups import KVCacheGroup
 from ..protocol.messages import HeldRequest, SchedulerOutput
 from .accelerator import Accelerator, CUDAAccelerator
+from .device_errors import explaining_device_errors
 from .device_execution import DeviceExecution
 from .host_execution import HostExecution
 from .kv_cache import KVCache
@@ -102,9 +103,10 @@ class ModelRunner:
 
         Only the last of several stages has something to tell; its ranks all sample the same.
         """
-        self._kv_cache.copy_blocks(output)
-        self._requests.apply(output)
-        return self._execution.execute(output, await_grammar)
+        with explaining_device_errors(f"in step {output.step}"):
+            self._kv_cache.copy_blocks(output)
+            self._requests.apply(output)
+            return self._execution.execute(output, await_grammar)
 
     def close(self) -> None:
         """Let the other workers of the replica have what they wait for."""

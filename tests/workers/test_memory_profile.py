@@ -68,6 +68,10 @@ def test_more_than_the_gpu_has_is_said_to_be_so() -> None:
             RuntimeError("CUDA error: an illegal memory access\nhint"),
             "failed in step 3: CUDA error",
         ),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+            "failed in step 3: Triton Error",
+        ),
     ],
 )
 def test_a_failing_gpu_is_explained_in_one_line(error: RuntimeError, message: str) -> None:
