@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..protocol.config import EngineConfig
 from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
 from ..protocol.sampling_params import SamplingParams
 from .accelerator import Accelerator
@@ -30,17 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceExecution:
-    """Steps of up to `max_tokens` tokens; graphs are captured of those of up to `max_graph_size`, none if it is 0."""
+    """Queues a step, and what brings its tokens to the host."""
 
     def __init__(
         self,
+        config: EngineConfig,
         model: Model,
         requests: RequestStates,
         kv_cache: KVCache,
         pipeline: Pipeline,
         accelerator: Accelerator,
-        max_tokens: int,
-        max_graph_size: int,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -49,15 +49,16 @@ class DeviceExecution:
         self._kv_cache = kv_cache
         self._pipeline = pipeline
         self._accelerator = accelerator
-        self._max_tokens = max_tokens
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_logprobs = config.frontend.max_logprobs
         self._forward = DeviceForward(
             model,
             self._batch,
             kv_cache,
             pipeline,
-            max_tokens,
-            accelerator.graph_recorder() if max_graph_size else None,
-            max_graph_size,
+            self._max_tokens,
+            None if config.device.enforce_eager else accelerator.graph_recorder(),
+            config.device.max_cudagraph_capture_size,
         )
 
     @torch.inference_mode()
@@ -99,7 +100,9 @@ class DeviceExecution:
             return
         sampler = self._requests.sampler
         no_tokens = np.zeros(0, np.int32)
-        params = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+        params = SamplingParams(
+            temperature=1.0, top_p=0.5, seed=0, logit_bias={0: 0.0}, logprobs=self._max_logprobs
+        )
         for slot in plan.slots_S.tolist():
             sampler.add(slot, params, no_tokens, ())
         logits_RV = self._model.compute_logits(hidden_TD[forwarded.step.logit_rows_R])
@@ -109,7 +112,6 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Queue the step, and what brings its tokens to the host."""
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)

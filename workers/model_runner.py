@@ -60,13 +60,7 @@ class ModelRunner:
         self._execution: Execution = HostExecution(model, requests, kv_cache, pipeline)
         if accelerator is not None:
             self._execution = DeviceExecution(
-                model,
-                requests,
-                kv_cache,
-                pipeline,
-                accelerator,
-                config.scheduler.max_num_batched_tokens,
-                config.device.max_cudagraph_capture_size if use_graphs else 0,
+                config, model, requests, kv_cache, pipeline, accelerator
             )
 
     @property
