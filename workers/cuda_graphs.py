@@ -13,9 +13,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 Replay = Callable[[], object]
 
@@ -29,6 +31,9 @@ class GraphRecorder(Protocol):
 
     def end(self) -> Replay:
         """Return what launches it again."""
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """Return what a replay finds where this tensor is now, without keeping the memory from what is recorded later."""
 
     def forget(self) -> None:
         """Nothing that was recorded will be launched again."""
@@ -60,9 +65,23 @@ class CUDAGraphRecorder:
         graph.capture_end()
         return graph.replay
 
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        # The pool has the memory as long as there are graphs.
+        return unowned(tensor)
+
     def forget(self) -> None:
         # The pool goes with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory, for somebody who knows that it is there."""
+    owned = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        owned.data_ptr(), tensor.device, owned.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class GraphBreaker:
@@ -93,12 +112,12 @@ class GraphBreaker:
 
         return replay
 
-    def run_eagerly(self, run: Replay) -> None:
-        """Only while capturing."""
+    def run_eagerly(self, run: Callable[..., object], *tensors: Tensor) -> None:
+        """Only while capturing. `run` is given tensors that the graphs write, and must not know of them otherwise."""
         assert self._recorder is not None
         self._segments.append(self._recorder.end())
-        run()
-        self._segments.append(run)
+        run(*tensors)
+        self._segments.append(partial(run, *map(self._recorder.borrowed, tensors)))
         self._recorder.begin()
 
 

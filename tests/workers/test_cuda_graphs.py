@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from engine.workers.cuda_graphs import GraphBreaker, SizedGraphs, chunk_sizes, decode_sizes
+from engine.workers.cuda_graphs import GraphBreaker, SizedGraphs, chunk_sizes, decode_sizes, unowned
 from support.taped_graphs import TapedGraphs
 
 
@@ -38,7 +40,7 @@ def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
     def run() -> None:
         x.add_(1)
         # A number of Python's, which a graph would have remembered.
-        breaker.run_eagerly(lambda: x.mul_(factor[0]))
+        breaker.run_eagerly(lambda x: x.mul_(factor[0]), x)
         x.add_(1)
 
     replay = breaker.capture(recorder, run)
@@ -48,3 +50,14 @@ def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
     replay()
     assert x.tolist() == [21.0] * 3
     assert recorder.num_recorded == recorder.num_replayed == 2
+
+
+def test_a_borrowed_tensor_shows_what_is_in_the_memory_and_does_not_keep_it() -> None:
+    memory = np.arange(12, dtype=np.int32)
+    tensor = torch.from_numpy(memory).view(3, 4)[1:, 1:3]
+    borrowed = unowned(tensor)
+    memory[5] = 50
+    assert borrowed.tolist() == tensor.tolist() == [[50, 6], [9, 10]]
+    kept = weakref.ref(memory)
+    del memory, tensor
+    assert kept() is None

@@ -61,11 +61,10 @@ class BreakingAttention(AttentionBackend):
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
 
-        def attend(real: slice) -> Tensor:
-            q, k, v = q_THK[real], k_TGK[real], v_TGK[real]
-            return self.backend.forward(q, k, v, kv_cache, metadata.value, layer)
+        def attend(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+            return self.backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata.value, layer)
 
-        return self._outside_of_graphs(attend, metadata, q_THK)
+        return self._outside_of_graphs(attend, metadata, q_THK, k_TGK, v_TGK)
 
     def forward_projected(
         self,
@@ -82,29 +81,31 @@ class BreakingAttention(AttentionBackend):
                 qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer
             )
 
-        def attend(real: slice) -> Tensor:
-            of_real = None if tables is None else RotaryTables(*(table[real] for table in tables))
+        def attend(qk_THK: Tensor, v_TGK: Tensor, *cos_and_sin: Tensor) -> Tensor:
+            tables = RotaryTables(*cos_and_sin) if cos_and_sin else None
             return self.backend.forward_projected(
-                qk_THK[real], v_TGK[real], head_norm, of_real, kv_cache, metadata.value, layer
+                qk_THK, v_TGK, head_norm, tables, kv_cache, metadata.value, layer
             )
 
-        return self._outside_of_graphs(attend, metadata, qk_THK[:, : self.num_heads])
+        return self._outside_of_graphs(attend, metadata, qk_THK, v_TGK, *(tables or ()))
 
     def _outside_of_graphs(
-        self, attend: Callable[[slice], Tensor], metadata: CurrentMetadata, q_THK: Tensor
+        self, attend: Callable[..., Tensor], metadata: CurrentMetadata, *tensors: Tensor
     ) -> Tensor:
-        """Let `attend` compute the real tokens, now and in each replay; the result is shaped as `q_THK` is."""
-        if len(q_THK) > len(self._attended_THK):
+        """Let `attend` compute the real tokens of the tensors [T, ...], now and in each replay: [T, H, K]."""
+        num_tokens = len(tensors[0])
+        if num_tokens > len(self._attended_THK):
             assert not self.breaker.is_capturing, "the largest graph runs before it is captured"
-            self._attended_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
-        attended_THK = self._attended_THK[: len(q_THK)]
+            shape = (num_tokens, self.num_heads, self.head_dim)
+            self._attended_THK = tensors[0].new_zeros(shape)
+        attended_THK = self._attended_THK[:num_tokens]
 
-        def run() -> None:
+        def run(*tensors: Tensor) -> None:
             real = slice(metadata.num_tokens)
-            attended_THK[real] = attend(real)
+            attended_THK[real] = attend(*(tensor[real] for tensor in tensors))
 
         if self.breaker.is_capturing:
-            self.breaker.run_eagerly(run)
+            self.breaker.run_eagerly(run, *tensors)
         else:
-            run()
+            run(*tensors)
         return attended_THK
