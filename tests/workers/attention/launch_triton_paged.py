@@ -23,6 +23,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "Llama-3.1-8B": Shape(32, 8, 128, 128),
+    "Qwen3-0.6B": Shape(16, 8, 128, 128, has_head_norm=True),
     "Qwen3-8B, FP8 cache": Shape(32, 8, 128, 128, torch.float8_e4m3fn, has_head_norm=True),
     "SmolLM2-135M": Shape(9, 3, 64, 64),
     "phi-2": Shape(32, 32, 80, 32),

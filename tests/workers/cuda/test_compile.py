@@ -15,13 +15,16 @@ def launch_all() -> None:
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
 
-    x = torch.zeros(4, 8192).bfloat16()
-    for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
-        rms_norm(x, torch.ones(8192), 1e-6, block_TD=x.clone(), rounding=rounding)
-        for name in ("silu", "gelu_tanh"):
-            gated_activation(name, torch.zeros(4, 2 * 14336).bfloat16(), rounding)
+    # Qwen3-0.6B, Llama-3.1-8B and Llama-3.1-70B.
+    for hidden_size, intermediate_size in ((1024, 3072), (4096, 14336), (8192, 28672)):
+        x = torch.zeros(4, hidden_size).bfloat16()
+        gate_up = torch.zeros(4, 2 * intermediate_size).bfloat16()
+        for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
+            rms_norm(x, torch.ones(hidden_size), 1e-6, block_TD=x.clone(), rounding=rounding)
+            for name in ("silu", "gelu_tanh"):
+                gated_activation(name, gate_up, rounding)
 
-    for vocab_size in (32000, 151936):
+    for vocab_size in (32000, 128256, 151936):
         state = SamplingState(2, vocab_size, torch.device("cpu"))
         metadata = SamplingMetadata.of(state, np.arange(2))
         choose_tokens(torch.zeros(2, vocab_size), metadata, np.zeros(2, np.int32))
@@ -58,7 +61,7 @@ def launch_all() -> None:
         matrix(None, columns),
     ):
         linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
-        for num_tokens in (1, 500):
+        for num_tokens in (1, 20, 50, 500):
             linear(torch.zeros(num_tokens, columns).bfloat16())
 
 
