@@ -472,6 +472,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             integer(0, 65536),
         ),
         Flag(
+            "--batch-invariant --enable-deterministic-inference",
+            "device.batch_invariant",
+            "on a GPU, too, a token's numbers do not depend on what shares its step; slower",
+            bool,
+        ),
+        Flag(
             "--null-step-ms",
             "device.null_step_ms",
             "what a step takes on the null device, in milliseconds",

@@ -293,7 +293,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 class DeviceConfig(msgspec.Struct, frozen=True):
     """Where the model runs. `threads` 0 is every core, less one for the other processes on plain torch.
 
-    On CUDA, steps of up to `max_cudagraph_capture_size` tokens are captured as graphs, unless `enforce_eager`.
+    On CUDA, steps of up to `max_cudagraph_capture_size` tokens are captured as graphs, unless `enforce_eager`, and with
+    `batch_invariant` a token's numbers do not depend on its step, as they never do on the CPU.
 
     On the null device nothing is computed: a step takes `null_step_ms` and its tokens are made up.
     """
@@ -304,6 +305,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     null_step_ms: float = 10.0
     enforce_eager: bool = False
     max_cudagraph_capture_size: int = 512
+    batch_invariant: bool = False
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

@@ -164,16 +164,23 @@ def load_model(
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
     torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
+    is_batch_invariant = config.device.batch_invariant
+    if is_batch_invariant and device.type == "cuda":
+        shape["name"] = "triton_batch_invariant"
     attention = attention_backend(**shape)
     if breaks_graphs:
         attention = BreakingAttention(attention)
-    return Decoder(spec, checkpoint, attention, kernels=_layer_kernels(dtype, device), **common)
+    kernels = _layer_kernels(dtype, device, is_batch_invariant)
+    return Decoder(spec, checkpoint, attention, kernels=kernels, **common)
 
 
-def _layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels:
+def _layer_kernels(
+    dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
+) -> LayerKernels:
     if device.type != "cuda":
         return LayerKernels()
     # Triton comes with torch for CUDA; on a CPU there need be none.
     from .cuda.layers import TritonKernels
 
-    return TritonKernels(dtype, has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
+    has_float8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    return TritonKernels(dtype, has_float8=has_float8, is_batch_invariant=is_batch_invariant)

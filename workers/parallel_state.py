@@ -35,7 +35,12 @@ class ParallelState:
 
 
 def join_replica(
-    address: str, rank: int, parallel: ParallelConfig, device: torch.device
+    address: str,
+    rank: int,
+    parallel: ParallelConfig,
+    device: torch.device,
+    *,
+    is_batch_invariant: bool = False,
 ) -> ParallelState:
     """Meet the other workers of the replica at `address` and return this one's place.
 
@@ -60,7 +65,7 @@ def join_replica(
     group = dist.new_subgroups(size)[0] if size > 1 else None
     stage, place = divmod(rank, size)
     return ParallelState(
-        TensorParallel(place, size, group),
+        TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),
         Pipeline(stage, parallel.pipeline_parallel_size, size, rank),
         is_output_rank=rank == parallel.output_rank,
     )

@@ -77,7 +77,13 @@ def open_runner(
         workers_per_core = config.parallel.workers_per_core
         device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
         address = config.rendezvous_address(core_index)
-        parallel = join_replica(address, rank, config.parallel, device)
+        parallel = join_replica(
+            address,
+            rank,
+            config.parallel,
+            device,
+            is_batch_invariant=config.device.batch_invariant,
+        )
         is_dummy = config.model.load_format is LoadFormat.DUMMY
         checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
         runner = ModelRunner(config, device, checkpoint, on_progress, parallel)

@@ -14,14 +14,23 @@ from torch import Tensor
 
 
 class TensorParallel:
-    """One rank's place in its group; by default the only one."""
+    """One rank's place in its group; by default the only one.
+
+    `sums_in_rank_order` says that a token's sum shall not depend on its place in the batch, as it would in a ring.
+    """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sums_in_rank_order: bool = True,
     ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
+        self._sums_in_rank_order = sums_in_rank_order
 
     def part(self, count: int) -> range:
         """This rank's share of `count` things; if they are fewer than the ranks, several ranks have the same one."""
@@ -33,14 +42,10 @@ class TensorParallel:
         return [range(start, max(start + 1, stop)) for start, stop in pairwise(starts)]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, bit for bit the same on each.
-
-        On the CPU it is added up in the order of the ranks, so that a token's sum does not depend on its place in
-        the batch, as it would in a ring.
-        """
+        """Return the sum of all ranks' `x`, bit for bit the same on each."""
         if self.size == 1:
             return x
-        if x.device.type == "cuda":
+        if not self._sums_in_rank_order:
             dist.all_reduce(x, group=self._group)
             return x
         total, *others = self._gather(x)

@@ -26,13 +26,17 @@ _SHARED_BYTES = 232448
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """What a kernel needs of a multiprocessor. `stack_bytes` of a thread are registers that were spilt."""
+    """What a kernel needs of a multiprocessor. `stack_bytes` of a thread are registers that were spilt.
+
+    `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types.
+    """
 
     name: str
     num_warps: int
     registers: int
     shared_bytes: int
     stack_bytes: int
+    products: list[str]
 
     @property
     def fits(self) -> bool:
@@ -71,6 +75,7 @@ class _HopperWithoutADevice:
             load_binary=self._load_binary,
         )
         self._num_warps = 0
+        self._products: list[str] = []
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -83,6 +88,12 @@ class _HopperWithoutADevice:
     def get_current_stream(self, device: int) -> int:
         return 0
 
+    def note_products(self, *, metadata_group: dict[str, str], **others: Any) -> None:
+        """A listener to the compiler, whose kernel is loaded next."""
+        ptx = next(path for name, path in metadata_group.items() if name.endswith(".ptx"))
+        instructions = re.findall(r"\b(wgmma|mma)\.\S*?m\d+n\d+(k\d+\S*)", Path(ptx).read_text())
+        self._products = sorted({" ".join(parts) for parts in instructions})
+
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         self._num_warps = metadata.num_warps
         return lambda *args: None
@@ -92,7 +103,7 @@ class _HopperWithoutADevice:
     ) -> tuple[int, int, int, int, int]:
         registers, stack_bytes = _resource_usage(cubin)
         self.kernels[cubin] = KernelResources(
-            name, self._num_warps, registers, shared_bytes, stack_bytes
+            name, self._num_warps, registers, shared_bytes, stack_bytes, self._products
         )
         return 1, 1, registers, stack_bytes, 1024
 
@@ -114,10 +125,12 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _main(file: str, function: str) -> None:
+    from triton import knobs
     from triton.runtime import driver
 
     hopper = _HopperWithoutADevice()
     driver.set_active(hopper)
+    knobs.compilation.listener = hopper.note_products
     runpy.run_path(file)[function]()
     print(json.dumps([asdict(kernel) for kernel in hopper.kernels.values()]))
 

@@ -6,7 +6,7 @@ from ...protocol.errors import ConfigError
 from .interface import AttentionBackend
 from .torch_paged import TorchPagedAttention
 
-NAMES = ("torch_paged", "triton_paged")
+NAMES = ("torch_paged", "triton_paged", "triton_batch_invariant")
 
 
 def attention_backend(
@@ -37,14 +37,15 @@ def attention_backend(
 def _backend_class(name: str) -> type[AttentionBackend]:
     if name == "torch_paged":
         return TorchPagedAttention
-    if name != "triton_paged":
+    if name not in NAMES:
         raise ConfigError(
             f"the attention backend {name!r} does not exist; choose {', '.join(NAMES)}"
         )
     try:
+        from .batch_invariant import BatchInvariantAttention
         from .triton_paged import TritonPagedAttention
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the attention backend triton_paged needs {error.name}: pip install 'engine[cuda]'"
+            f"the attention backend {name} needs {error.name}: pip install 'engine[cuda]'"
         ) from error
-    return TritonPagedAttention
+    return TritonPagedAttention if name == "triton_paged" else BatchInvariantAttention

@@ -13,6 +13,7 @@ T tokens, S requests, B blocks a row of the block table, H query heads, G key/va
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +55,9 @@ class TritonPagedMetadata:
 
 class TritonPagedAttention(CapturableAttention):
     """Raises `ConfigError` for head dimensions and block sizes that the kernels do not know."""
+
+    fewest_tiled_queries: ClassVar[int] = 2
+    """Requests with fewer queries are done by the kernel for one."""
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class TritonPagedAttention(CapturableAttention):
             block_table,
             slot_mapping,
             max_seq_len,
-            has_decodes=bool((query_lens_S == 1).any()),
+            has_decodes=bool((query_lens_S < self.fewest_tiled_queries).any()),
             prefill_tiles=prefill_tiles if len(tiles_N2) else None,
         )
 
@@ -132,7 +136,7 @@ class TritonPagedAttention(CapturableAttention):
         self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
     ) -> NDArray[np.int32]:
         """Those with the most keys come first: no long one is left when all others are done."""
-        requests = np.flatnonzero(query_lens_S > 1)
+        requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
         queries_per_tile = self.prefill_tile.rows // self._heads_per_kv_head
         num_tiles = -(-query_lens_S[requests] // queries_per_tile)
         request_N = np.repeat(requests, num_tiles)

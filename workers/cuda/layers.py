@@ -22,21 +22,27 @@ from .sampling import choose_tokens
 class TritonKernels(LayerKernels):
     """Quantized matrices stay so; products with others are torch's. What is computed for a product that wants float8 is rounded on the way.
 
-    `has_float8` says whether the device computes with float8.
+    `has_float8` says whether the device computes with float8. With `is_batch_invariant` all products are those of the kernel for
+    quantized matrices, which adds up in one order where torch chooses another kernel for another number of tokens.
     """
 
     keeps_quantized = True
 
-    def __init__(self, dtype: torch.dtype, *, has_float8: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, has_float8: bool, is_batch_invariant: bool = False
+    ) -> None:
         self._dtype = dtype
         self._has_float8 = has_float8
+        self._is_batch_invariant = is_batch_invariant
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         return (matrix.bits is not None or self._has_float8) and can_keep(matrix)
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
         if isinstance(weight, Tensor):
-            return super().linear(weight, bias_O)
+            if not self._is_batch_invariant:
+                return super().linear(weight, bias_O)
+            weight = (_unscaled(weight),)
         return QuantizedLinear(weight, bias_O, self._dtype)
 
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
@@ -70,6 +76,11 @@ class _Norm(RMSNorm):
             multiplier=multiplier,
             rounding=self._rounding,
         )
+
+
+def _unscaled(weight_OD: Tensor) -> QuantizedMatrix:
+    one_O1 = torch.ones((len(weight_OD), 1), device=weight_OD.device)
+    return QuantizedMatrix(weight_OD, None, one_O1, weight_OD.shape[1])
 
 
 def _rounding(consumer: Linear | None) -> Rounding | None:

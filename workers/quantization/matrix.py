@@ -30,7 +30,7 @@ class ActivationScheme(Enum):
 class QuantizedMatrix:
     """A matrix [O, D] whose elements are (value - zero) * scale + offset.
 
-    `values_OD` are uint8 below 2 ** `bits`, or float8_e4m3fn where `bits` is None. Scale, zero and offset are one number for
+    `values_OD` are uint8 below 2 ** `bits`, or floats, as a rule float8_e4m3fn, where `bits` is None. Scale, zero and offset are one number for
     `group_size` neighbouring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG` are of any float type,
     the zeros uint8, or one number for all. Where `column_order_D` is given, `values_OD[:, i]` is the column `column_order_D[i]` of the matrix.
     """

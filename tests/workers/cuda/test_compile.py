@@ -1,6 +1,7 @@
 """Every kernel compiles for Hopper, into what one of its multiprocessors has."""
 
-from support.triton_compile import compile_for_hopper
+import pytest
+from support.triton_compile import KernelResources, compile_for_hopper
 
 
 def launch_all() -> None:
@@ -15,8 +16,8 @@ def launch_all() -> None:
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
 
-    # Qwen3-0.6B, Llama-3.1-8B and Llama-3.1-70B.
-    for hidden_size, intermediate_size in ((1024, 3072), (4096, 14336), (8192, 28672)):
+    # Qwen3-0.6B and Llama-3.1-8B.
+    for hidden_size, intermediate_size in ((1024, 3072), (4096, 14336)):
         x = torch.zeros(4, hidden_size).bfloat16()
         gate_up = torch.zeros(4, 2 * intermediate_size).bfloat16()
         for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
@@ -36,11 +37,12 @@ def launch_all() -> None:
         group_size: int,
         activations: ActivationScheme = ActivationScheme.NONE,
         *,
+        float_type: torch.dtype = torch.float8_e4m3fn,
         zeros: bool = False,
         offsets: bool = False,
     ) -> QuantizedMatrix:
         groups = columns // group_size
-        dtype = torch.uint8 if bits else torch.float8_e4m3fn
+        dtype = torch.uint8 if bits else float_type
         return QuantizedMatrix(
             torch.zeros(rows, columns).to(dtype),
             bits,
@@ -59,15 +61,27 @@ def launch_all() -> None:
         matrix(None, 128, ActivationScheme.GROUP),
         matrix(None, columns, ActivationScheme.TOKEN),
         matrix(None, columns),
+        matrix(None, columns, float_type=torch.bfloat16),
     ):
         linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
         for num_tokens in (1, 20, 50, 500):
             linear(torch.zeros(num_tokens, columns).bfloat16())
 
 
-def test_every_kernel_fits() -> None:
-    kernels = compile_for_hopper(__file__, "launch_all")
+@pytest.fixture(scope="module")
+def kernels() -> list[KernelResources]:
+    return compile_for_hopper(__file__, "launch_all")
+
+
+def test_every_kernel_fits(kernels: list[KernelResources]) -> None:
     assert len({kernel.name for kernel in kernels}) == 7
     assert not [kernel for kernel in kernels if not kernel.fits]
     # Compilers may differ by a few spilt registers.
     assert not [kernel for kernel in kernels if kernel.stack_bytes > 64]
+
+
+def test_products_add_up_as_many_columns_at_once_whatever_the_number_of_tokens(
+    kernels: list[KernelResources],
+) -> None:
+    products = {tuple(kernel.products) for kernel in kernels if kernel.name == "_linear_kernel"}
+    assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}

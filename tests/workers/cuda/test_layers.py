@@ -41,17 +41,19 @@ def logits(path: Path, kernels: TritonKernels | None) -> torch.Tensor:
     return torch.cat([runner.step({0: chunk})[0] for chunk in chunks]).cpu()
 
 
-def kernels(*, has_float8: bool = True) -> TritonKernels:
-    return TritonKernels(torch.float32, has_float8=has_float8)
+def kernels(**options: bool) -> TritonKernels:
+    return TritonKernels(torch.float32, **{"has_float8": True, **options})
 
 
-def check(path: Path, tolerance: float = 2e-5) -> None:
+def check(path: Path, tolerance: float = 2e-5, **options: bool) -> None:
     expected = logits(path, None)
-    assert (logits(path, kernels()) - expected).abs().max() <= tolerance * expected.abs().max()
+    found = logits(path, kernels(**options))
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_norms_and_activations_of_gemma(tmp_path: Path) -> None:
-    check(gemma3_gguf(tmp_path)[0])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_norms_and_activations_of_gemma(tmp_path: Path, is_batch_invariant: bool) -> None:
+    check(gemma3_gguf(tmp_path)[0], is_batch_invariant=is_batch_invariant)
 
 
 def test_multiplied_residuals_and_an_untied_head(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> T
     return Tile(rows, 32, 4, 2)
 
 
+def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
+    """For prompts and single queries alike: as few rows as a product of four warps has."""
+    tile = prefill_tile(head_dim, heads_per_kv_head, dtype)
+    if dtype == torch.float32:
+        return tile
+    return tile._replace(rows=max(64, power_of_2(heads_per_kv_head)), num_warps=4)
+
+
 def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
     """Bound by memory: small, so that several are on a multiprocessor, and enough loads in flight."""
     if dtype == torch.float32:
