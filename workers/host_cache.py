@@ -81,6 +81,6 @@ class HostCache:
 
     @staticmethod
     def _indices(pairs: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-        indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64)
+        indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
         sources_k, targets_k = torch.from_numpy(indices_2k)
         return sources_k, targets_k
