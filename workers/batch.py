@@ -41,21 +41,21 @@ class StepPlan:
         return self.query_start_loc[self.sampling_rows + 1] - 1
 
 
-def even_requests(num_tokens: int, num_requests: int) -> StepPlan:
-    """A step that begins the requests of the first slots, which share its tokens and all sample.
+def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> StepPlan:
+    """A step of the requests of the first slots, which share its tokens and all sample.
 
-    While they have no blocks, they write into the null block.
+    Each has computed `num_computed` tokens before. While they have no blocks, they read and write the null block.
     """
     slots_S = np.arange(num_requests, dtype=np.int32)
     query_start_loc = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
     num_scheduled_S = np.diff(query_start_loc)
-    positions_T = np.arange(num_tokens, dtype=np.int32)
+    positions_T = np.arange(num_computed, num_computed + num_tokens, dtype=np.int32)
     positions_T -= np.repeat(query_start_loc[:-1], num_scheduled_S)
     return StepPlan(
         slots_S,
         num_scheduled_S,
-        np.zeros(num_requests, np.int32),
-        num_scheduled_S,
+        np.full(num_requests, num_computed, np.int32),
+        num_scheduled_S + np.int32(num_computed),
         query_start_loc,
         np.repeat(slots_S, num_scheduled_S),
         positions_T,

@@ -16,7 +16,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
 from ..protocol.sampling_params import SamplingParams
 from .accelerator import Accelerator
-from .batch import even_requests
+from .batch import StepPlan, even_requests
 from .device_forward import DeviceForward
 from .kv_cache import KVCache
 from .memory_profile import MemoryProfile, profile_memory
@@ -78,11 +78,16 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graphs, and let every kernel that comes without one be prepared."""
+        """Capture the graphs, and let every kernel that comes without one be compiled."""
         began = time.monotonic()
         captures = [capture for kind in self._forward.captures() for capture in kind]
         for capture in captures:
             capture()
+        # There are kernels for few tokens, for one token a request, and for sequences so long that programs share their keys.
+        most_decodes = min(self._batch.num_slots, self._max_tokens)
+        for count in (1 << n for n in range(most_decodes.bit_length())):
+            self._run(even_requests(count, count))
+        self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
         self._run_largest_step()
         self._accelerator.release_memory()
         if captures:
@@ -92,7 +97,9 @@ class DeviceExecution:
         """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most."""
         num_slots = self._batch.num_slots
         num_tokens = min(self._max_tokens, num_slots * self._batch.max_model_len)
-        plan = even_requests(num_tokens, min(num_slots, num_tokens))
+        self._run(even_requests(num_tokens, min(num_slots, num_tokens)))
+
+    def _run(self, plan: StepPlan) -> None:
         forwarded = self._forward(plan)
         hidden_TD = forwarded.hidden_TD
         if not self._shard.is_last:

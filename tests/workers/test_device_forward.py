@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -110,3 +112,23 @@ def test_a_step_without_memory_ends_the_worker_with_the_remedy(checkpoint, monke
     assert len(steps.tokens(slots=[0], chunks=[(0, 9)], new=[steps.new(0, [7] * 9)])) == 1
     with pytest.raises(EngineError, match=r"out of memory in step 2.*--max-num-batched-tokens"):
         steps.tokens(slots=[1], chunks=[(0, 11)], new=[steps.new(1, [7] * 11)])
+
+
+class Witness(TorchPagedAttention):
+    """Remembers the steps, as numbers of queries and of keys of their requests."""
+
+    steps: ClassVar[list[list[tuple[int, int]]]] = []
+
+    def build(self, batch, windows):
+        query_lens = np.diff(batch.query_start_loc).tolist()
+        self.steps.append(list(zip(query_lens, batch.seq_lens.tolist(), strict=True)))
+        return super().build(batch, windows)
+
+
+def test_every_kind_of_step_runs_once_before_the_first_request(checkpoint, monkeypatch) -> None:
+    """The first to need a kernel would wait for the compiler."""
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", Witness)
+    Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
+    for kind in ([(1, 1)], [(1, 1)] * 4, [(1, 127)], [(16, 16)] * 4):
+        assert kind in Witness.steps
