@@ -194,11 +194,12 @@ class PersistentBatch:
 
     def attention_batches(self, plan: StepPlan) -> list[AttentionBatch]:
         """The plan as each KV-cache group sees it."""
+        width = -(-int(plan.seq_lens_S.max()) // self.block_size)
         return [
             AttentionBatch(
                 query_start_loc=plan.query_start_loc,
                 seq_lens=plan.seq_lens_S,
-                block_table=block_table[plan.slots_S],
+                block_table=block_table[plan.slots_S, :width],
                 slot_mapping=self.slot_mapping(plan, group),
             )
             for group, block_table in enumerate(self.block_tables)

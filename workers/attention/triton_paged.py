@@ -106,7 +106,7 @@ class TritonPagedAttention(CapturableAttention):
             self.device,
             batch.query_start_loc,
             batch.seq_lens,
-            batch.block_table[:, : -(-max_seq_len // self.block_size)],
+            batch.block_table,
             batch.slot_mapping,
             tiles_N2,
         )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.workers.cuda.float8 import Rounding
+from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized_linear import QuantizedLinear, can_keep
 from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
 from support.triton_interpreter import interpret_without_gpu
@@ -94,11 +95,15 @@ def test_a_group_size_that_is_no_power_of_two() -> None:
     assert not can_keep(random_matrix(8, group_size=24))
 
 
+@pytest.mark.parametrize("is_quantized", [True, False])
 @pytest.mark.parametrize("columns", [1536, 1500])
-def test_the_sum_is_the_same_however_many_tokens_share_the_step(columns: int) -> None:
+def test_the_sum_is_the_same_however_many_tokens_share_the_step(
+    columns: int, is_quantized: bool
+) -> None:
     """Few tokens are split among programs, many are not."""
     matrix = random_matrix(4, rows=16, columns=columns, group_size=128)
-    linear = QuantizedLinear([matrix], None, torch.float32)
+    kernels = TritonKernels(torch.float32, has_float8=True, is_batch_invariant=True)
+    linear = kernels.linear((matrix,) if is_quantized else matrix.dequantize(torch.float32))
     x = torch.randn(70, columns, device=DEVICE)
     together = linear(x)
     alone = torch.cat([linear(x[:1]), linear(x[1:20]), linear(x[20:])])
@@ -106,7 +111,8 @@ def test_the_sum_is_the_same_however_many_tokens_share_the_step(columns: int) ->
         assert torch.equal(alone, together)
     # The interpreter's own products of two shapes are not the same to the bit.
     assert (alone - together).abs().max() <= 1e-6 * together.abs().max()
-    check(matrix, 2)
+    expected = x @ matrix.dequantize(torch.float32).T
+    assert (together - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("scheme", [ActivationScheme.TOKEN, ActivationScheme.GROUP])
