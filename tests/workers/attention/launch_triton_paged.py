@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from engine.workers.attention import AttentionLayer
+from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.models.layers import HeadNorm
 from engine.workers.models.rope import RotaryTables
@@ -31,10 +32,10 @@ SHAPES = {
 }
 
 
-def launch(shape: Shape) -> None:
+def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
     """One request in the middle of its prompt, one that decodes."""
     block_size, device = 16, torch.device("cpu")
-    backend = TritonPagedAttention(
+    backend = backend_class(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -63,4 +64,5 @@ def launch(shape: Shape) -> None:
 
 def launch_all() -> None:
     for shape in SHAPES.values():
-        launch(shape)
+        for backend_class in (TritonPagedAttention, BatchInvariantAttention):
+            launch(shape, backend_class)
