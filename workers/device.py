@@ -38,6 +38,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether it computes with float8 (e4m3)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 wherever it is not emulated."""
     if name == "auto":

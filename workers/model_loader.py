@@ -19,7 +19,7 @@ from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
 from .cpu.library import NotSupportedNatively
-from .device import resolve_dtype, usable_cores
+from .device import has_float8, resolve_dtype, usable_cores
 from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
 from .models.decoder import Decoder
@@ -116,8 +116,11 @@ def load_model(
     shard = parallel.shard(spec)
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = config.cache.kv_cache_dtype
-    if kv_dtype.startswith("fp8") and device.type != "cuda":
-        raise ConfigError(f"--kv-cache-dtype {kv_dtype} needs a GPU; on the CPU there is int8")
+    if kv_dtype.startswith("fp8") and not has_float8(device):
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_dtype} needs a GPU that computes with float8, of compute capability 8.9 or later; "
+            "on the CPU there is int8"
+        )
     shape: dict[str, Any] = {
         "num_heads": len(shard.heads(spec)),
         "num_kv_heads": len(shard.kv_heads(spec)),
@@ -182,5 +185,6 @@ def _layer_kernels(
     # Triton comes with torch for CUDA; on a CPU there need be none.
     from .cuda.layers import TritonKernels
 
-    has_float8 = torch.cuda.get_device_capability(device) >= (8, 9)
-    return TritonKernels(dtype, has_float8=has_float8, is_batch_invariant=is_batch_invariant)
+    return TritonKernels(
+        dtype, has_float8=has_float8(device), is_batch_invariant=is_batch_invariant
+    )
