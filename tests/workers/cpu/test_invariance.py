@@ -1,5 +1,6 @@
 """A token's hidden state depends on the tokens before it and on nothing else, bit for bit."""
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -122,6 +123,25 @@ def test_several_partitions_and_slices(decoders):
         states = engine.step([*company, (tokens, start, stop, blocks)])
         assert_same_bits(states[-1], expected[start:stop])
         start = stop
+
+
+def test_threads_that_lose_their_processors_in_the_middle_of_their_work(checkpoint):
+    """Many more than there are processors: others compute what those had begun, and only one result counts."""
+    options = FORMATS["int4"]
+    crowd = native_decoder(SPEC, checkpoint, num_threads=4 * (os.cpu_count() or 1), **options)
+    prompts = [prompt(1500, seed) for seed in range(2)] + [prompt(300, seed) for seed in range(2, 12)]
+    alone = native_decoder(SPEC, checkpoint, num_threads=1, **options)
+    expected = [whole(alone, tokens) for tokens in prompts]
+    blocks = [list(range(1 + 95 * i, 96 + 95 * i)) for i in range(len(prompts))]
+    steps = [(0, 250), *((n, n + 1) for n in range(250, 290)), (290, 300)]
+    steps_of_two = [(300, 1490), *((n, n + 1) for n in range(1490, 1500))]
+    for _ in range(12):
+        engine = Engine(crowd, num_blocks=1200)
+        for start, stop in steps + steps_of_two:
+            running = 12 if stop <= 300 else 2
+            requests = [(prompts[i], start, stop, blocks[i]) for i in range(running)]
+            for state, whole_state in zip(engine.step(requests), expected, strict=False):
+                assert_same_bits(state, whole_state[start:stop])
 
 
 def test_one_long_context_beside_many_short_ones(decoders):

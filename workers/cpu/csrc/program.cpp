@@ -59,6 +59,7 @@ Program::Program(const ModelShape& shape)
 
 void Program::add(const Op& op) {
   ops_.push_back(op);
+  shares_.emplace_back();
   profile_.push_back(0);
 }
 
@@ -106,13 +107,13 @@ int Program::begin(int phase) {
     const int op = phase % ops_of_slice;
     if (op == 0) begin_slice(phase / ops_of_slice);
     timed_op_ = op;
-    return begin_op(ops_[op]);
+    return begin_op(ops_[op], shares_[op]);
   }
   if (phase == head_phase && step_.num_logit_rows) {
     timed_op_ = ops_of_slice;
     if (step_.sampling)
       logit_maxima_.reserve(sizeof(float) * step_.num_logit_rows * logit_blocks(shape_.vocab_size));
-    return step_.logit_rows ? begin_head(ops_.back()) : 0;
+    return step_.logit_rows ? begin_head(ops_.back(), shares_.back()) : 0;
   }
   timed_op_ = ops_of_slice + 1;
   if (phase > head_phase + 1) return -1;
@@ -124,28 +125,27 @@ int Program::begin(int phase) {
   return -1;
 }
 
-void Program::tile(int phase, int tile, int thread) {
+void Program::run_tile(int phase, Tile& tile) {
   const int ops_of_slice = int(ops_.size()) - 1;
   const int head_phase = num_slices_ * ops_of_slice;
-  if (phase == head_phase) return run_head(ops_.back(), tile, thread);
-  if (phase > head_phase) return choose_token(tile, thread);
+  if (phase == head_phase) return run_head(ops_.back(), shares_.back(), tile);
+  if (phase > head_phase) return choose_token(tile);
   const Op& op = ops_[phase % ops_of_slice];
+  const Shares& shares = shares_[phase % ops_of_slice];
   switch (op.kind) {
     case OpKind::linear:
-      return run_linear(op, tile, thread);
+      return run_linear(op, shares, tile);
     case OpKind::gated_linear:
-      return run_gated(op, tile, thread);
+      return run_gated(op, shares, tile);
     case OpKind::attention:
-      return run_attention(op, tile, thread);
-    default: {
-      const int end = int(int64_t(num_tokens_) * (tile + 1) / row_tiles_);
-      for (int row = int(int64_t(num_tokens_) * tile / row_tiles_); row < end; row++)
-        run_row(op, row);
-    }
+      return run_attention(op, shares, tile);
+    default:
+      return run_rows(op, shares, tile);
   }
 }
 
 void Program::begin_slice(int slice) {
+  pool_.wait_for_others();
   slice_ = slice;
   first_token_ = slice * kSliceTokens;
   num_tokens_ = std::min(step_.num_tokens - first_token_, kSliceTokens);
@@ -153,36 +153,36 @@ void Program::begin_slice(int slice) {
   for (TaskList& list : task_lists_) list.is_made = false;
 }
 
-int Program::begin_op(const Op& op) {
+int Program::begin_op(const Op& op, Shares& shares) {
   switch (op.kind) {
     case OpKind::linear:
-      return share_columns(op, num_tokens_, op.num_parts);
+      return share_columns(op, num_tokens_, op.num_parts, shares);
     case OpKind::gated_linear:
-      return share_columns(op, num_tokens_, 1);
+      return share_columns(op, num_tokens_, 1, shares);
     case OpKind::attention:
-      return begin_attention(op);
+      return begin_attention(op, shares);
     case OpKind::rotate_store:
-      return share_rows(op, qkv_size_);
+      return share_rows(op, qkv_size_, shares);
     case OpKind::sum:
       exchange_->meet();
-      return share_rows(op, shape_.hidden_size);
+      return share_rows(op, shape_.hidden_size, shares);
     default:
-      return share_rows(op, shape_.hidden_size);
+      return share_rows(op, shape_.hidden_size, shares);
   }
 }
 
-int Program::share_rows(const Op& op, int width) {
+int Program::share_rows(const Op& op, int width, Shares& shares) {
   if (pool_.num_threads() > 1 && int64_t(num_tokens_) * width > kNotWorthSharing) {
-    row_tiles_ = std::min(num_tokens_, kTilesPerThread * pool_.num_threads());
-    return row_tiles_;
+    shares.row_tiles = std::min(num_tokens_, kTilesPerThread * pool_.num_threads());
+    return shares.row_tiles;
   }
   for (int row = 0; row < num_tokens_; row++) run_row(op, row);
   return 0;
 }
 
-int Program::share_columns(const Op& op, int rows, int num_parts) {
-  row_blocks_ = (rows + kRowBlock - 1) / kRowBlock;
-  const int wanted = (kTilesPerThread * pool_.num_threads() + row_blocks_ - 1) / row_blocks_;
+int Program::share_columns(const Op& op, int rows, int num_parts, Shares& shares) {
+  shares.row_blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int wanted = (kTilesPerThread * pool_.num_threads() + shares.row_blocks - 1) / shares.row_blocks;
   const int widest = kTileFloats / std::min(rows, kRowBlock);
   int64_t columns = 0;
   for (int i = 0; i < num_parts; i++) columns += op.parts[i]->n;
@@ -191,11 +191,19 @@ int Program::share_columns(const Op& op, int rows, int num_parts) {
     const int n = op.parts[i]->n;
     const int share = int((int64_t(n) * wanted + columns - 1) / columns);
     const int by_size = int(int64_t(n) * op.parts[i]->k / kTileWeights);
-    column_tiles_[i] = std::max({share, by_size, 1});
-    while (widest_tile(n, column_tiles_[i]) > widest) column_tiles_[i]++;
-    tiles += column_tiles_[i];
+    int& column_tiles = shares.column_tiles[i];
+    column_tiles = std::max({share, by_size, 1});
+    while (widest_tile(n, column_tiles) > widest) column_tiles++;
+    tiles += column_tiles;
   }
-  return tiles * row_blocks_;
+  return tiles * shares.row_blocks;
+}
+
+// Each row is done once: some are changed in place.
+void Program::run_rows(const Op& op, const Shares& shares, Tile& tile) {
+  if (!tile.commit()) return;
+  const int end = int(int64_t(num_tokens_) * (tile.index + 1) / shares.row_tiles);
+  for (int row = int(int64_t(num_tokens_) * tile.index / shares.row_tiles); row < end; row++) run_row(op, row);
 }
 
 void Program::run_row(const Op& op, int row) {
@@ -287,93 +295,93 @@ void Program::rotate_store(const Op& op, int row) {
                      keys + g * head_dim, values + g * head_dim);
 }
 
-void Program::run_linear(const Op& op, int tile, int thread) {
-  const int row = tile % row_blocks_ * kRowBlock;
+void Program::run_linear(const Op& op, const Shares& shares, Tile& tile) {
+  const int row = tile.index % shares.row_blocks * kRowBlock;
   const int rows = std::min(num_tokens_ - row, kRowBlock);
-  int part = 0, first_column = 0;
-  tile /= row_blocks_;
-  while (tile >= column_tiles_[part]) {
-    tile -= column_tiles_[part];
+  int part = 0, first_column = 0, index = tile.index / shares.row_blocks;
+  while (index >= shares.column_tiles[part]) {
+    index -= shares.column_tiles[part];
     first_column += op.parts[part++]->n;
   }
   const PackedWeight& weight = *op.parts[part];
-  const int begin = column_bound(weight.n, tile, column_tiles_[part]);
-  const int end = column_bound(weight.n, tile + 1, column_tiles_[part]);
-  if (begin == end) return;
-  const int columns = end - begin;
-  const float* bias = op.vectors[part];
+  const int begin = column_bound(weight.n, index, shares.column_tiles[part]);
+  const int columns = column_bound(weight.n, index + 1, shares.column_tiles[part]) - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
-  const uint8_t* x = activations_[op.source].bytes() + row * row_bytes;
-  if (op.target != LinearTarget::residual) {
-    const int stride = op.target == LinearTarget::qkv ? qkv_size_ : shape_.hidden_size;
-    float* out = (op.target == LinearTarget::qkv     ? qkv(row)
-                  : op.target == LinearTarget::block ? block(row)
-                                                     : own_part(row)) +
-                 first_column + begin;
-    linear_rows(weight, op.input_kind, x, rows, begin, end, out, stride);
-    for (int r = 0; bias && r < rows; r++)
-      rows_.add_scaled(out + size_t(r) * stride, bias + begin, 1.0f, columns);
-    return;
-  }
-  float* out = scratch_[thread]->tile.get();
-  linear_rows(weight, op.input_kind, x, rows, begin, end, out, columns);
-  for (int r = 0; r < rows; r++, out += columns) {
-    if (bias) rows_.add_scaled(out, bias + begin, 1.0f, columns);
-    rows_.add_scaled(residual(row + r) + first_column + begin, out, op.scale, columns);
+  float* sums = scratch_[tile.thread]->tile.get();
+  if (columns)
+    linear_rows(weight, op.input_kind, activations_[op.source].bytes() + row * row_bytes, rows, begin,
+                begin + columns, sums, columns);
+  if (const float* bias = op.vectors[part])
+    for (int r = 0; r < rows; r++) rows_.add_scaled(sums + r * columns, bias + begin, 1.0f, columns);
+  if (!tile.commit()) return;
+  const int first = first_column + begin;
+  for (int r = row; r < row + rows; r++, sums += columns) {
+    if (op.target == LinearTarget::residual)
+      rows_.add_scaled(residual(r) + first, sums, op.scale, columns);
+    else
+      std::copy_n(sums, columns,
+                  first + (op.target == LinearTarget::qkv     ? qkv(r)
+                           : op.target == LinearTarget::block ? block(r)
+                                                              : own_part(r)));
   }
 }
 
-void Program::run_gated(const Op& op, int tile, int thread) {
-  const int row = tile % row_blocks_ * kRowBlock;
+void Program::run_gated(const Op& op, const Shares& shares, Tile& tile) {
+  const int row = tile.index % shares.row_blocks * kRowBlock;
   const int rows = std::min(num_tokens_ - row, kRowBlock);
   const PackedWeight& gate_weight = *op.parts[0];
-  tile /= row_blocks_;
-  const int begin = column_bound(gate_weight.n, tile, column_tiles_[0]);
-  const int end = column_bound(gate_weight.n, tile + 1, column_tiles_[0]);
-  if (begin == end) return;
+  const int index = tile.index / shares.row_blocks;
+  const int begin = column_bound(gate_weight.n, index, shares.column_tiles[0]);
+  const int end = column_bound(gate_weight.n, index + 1, shares.column_tiles[0]);
   const int columns = end - begin;
-  const size_t row_bytes = activation_row_bytes(op.input_kind, gate_weight.k);
-  const uint8_t* x = activations_[0].bytes() + row * row_bytes;
-  float* gate = scratch_[thread]->tile.get();
+  float* gate = scratch_[tile.thread]->tile.get();
   float* up = gate + kTileFloats;
-  linear_rows(gate_weight, op.input_kind, x, rows, begin, end, gate, columns);
-  linear_rows(*op.parts[1], op.input_kind, x, rows, begin, end, up, columns);
-  const size_t out_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
-  uint8_t* out = activations_[1].bytes() + row * out_bytes +
-                 activation_offset(op.activation_kind, begin);
-  for (int r = 0; r < rows; r++, gate += columns, up += columns, out += out_bytes) {
-    if (op.vectors[0]) rows_.add_scaled(gate, op.vectors[0] + begin, 1.0f, columns);
-    if (op.vectors[1]) rows_.add_scaled(up, op.vectors[1] + begin, 1.0f, columns);
-    rows_.gate(shape_.activation, gate, up, columns, gate);
-    quantize_rows(op.activation_kind, gate, columns, 1, columns, out);
+  if (columns) {
+    const size_t row_bytes = activation_row_bytes(op.input_kind, gate_weight.k);
+    const uint8_t* x = activations_[0].bytes() + row * row_bytes;
+    linear_rows(gate_weight, op.input_kind, x, rows, begin, end, gate, columns);
+    linear_rows(*op.parts[1], op.input_kind, x, rows, begin, end, up, columns);
   }
+  for (int r = 0; r < rows; r++) {
+    float* row_gate = gate + r * columns;
+    float* row_up = up + r * columns;
+    if (op.vectors[0]) rows_.add_scaled(row_gate, op.vectors[0] + begin, 1.0f, columns);
+    if (op.vectors[1]) rows_.add_scaled(row_up, op.vectors[1] + begin, 1.0f, columns);
+    rows_.gate(shape_.activation, row_gate, row_up, columns, row_gate);
+  }
+  if (!tile.commit()) return;
+  const size_t out_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
+  uint8_t* out = activations_[1].bytes() + row * out_bytes + activation_offset(op.activation_kind, begin);
+  for (int r = 0; r < rows; r++, gate += columns, out += out_bytes)
+    quantize_rows(op.activation_kind, gate, columns, 1, columns, out);
 }
 
-int Program::begin_head(const Op& op) {
+int Program::begin_head(const Op& op, Shares& shares) {
   const int rows = step_.num_logit_rows, hidden_size = shape_.hidden_size;
   const size_t row_bytes = activation_row_bytes(op.input_kind, hidden_size);
   for (int r = 0; r < rows; r++)
     quantize_rows(op.input_kind, step_.hidden + size_t(step_.logit_rows[r]) * hidden_size, hidden_size, 1,
                   hidden_size, head_activations_.bytes() + r * row_bytes);
-  const int tiles = share_columns(op, rows, 1);
+  const int tiles = share_columns(op, rows, 1, shares);
   if (step_.tokens && !step_.sampling)
-    best_.reserve(size_t(rows) * column_tiles_[0] * sizeof(Best));
+    best_.reserve(size_t(rows) * shares.column_tiles[0] * sizeof(Best));
   return tiles;
 }
 
-void Program::run_head(const Op& op, int tile, int thread) {
+void Program::run_head(const Op& op, const Shares& shares, Tile& tile) {
   const PackedWeight& weight = *op.parts[0];
-  const int row = tile % row_blocks_ * kRowBlock;
+  const int row = tile.index % shares.row_blocks * kRowBlock;
   const int rows = std::min(step_.num_logit_rows - row, kRowBlock);
-  tile /= row_blocks_;
-  const int begin = column_bound(weight.n, tile, column_tiles_[0]);
-  const int end = column_bound(weight.n, tile + 1, column_tiles_[0]);
+  const int index = tile.index / shares.row_blocks;
+  const int begin = column_bound(weight.n, index, shares.column_tiles[0]);
+  const int end = column_bound(weight.n, index + 1, shares.column_tiles[0]);
   const int columns = end - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
-  float* out = scratch_[thread]->tile.get();
+  float* out = scratch_[tile.thread]->tile.get();
   if (columns)
     linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
                 out, columns);
+  if (!tile.commit()) return;
   for (int r = 0; r < rows; r++, out += columns) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);
     if (op.attention.softcap != 0) rows_.soft_cap(out, op.attention.softcap, columns);
@@ -384,19 +392,19 @@ void Program::run_head(const Op& op, int tile, int thread) {
     if (step_.sampling && !exchange_)
       sampling_kernels().block_maxima(out, columns, logit_maxima(row + r) + begin / kLogitBlock);
     if (!step_.tokens || step_.sampling) continue;
-    Best& best = bests()[size_t(row + r) * column_tiles_[0] + tile];
+    Best& best = bests()[size_t(row + r) * shares.column_tiles[0] + index];
     best = {-INFINITY, begin};
     if (columns == 0) continue;
-    const int index = rows_.argmax(out, columns, &best.logit);
-    best.index = index < 0 ? -1 : begin + index;
+    const int token = rows_.argmax(out, columns, &best.logit);
+    best.index = token < 0 ? -1 : begin + token;
   }
 }
 
 // Of this rank's share of the vocabulary.
 Program::Best Program::most_likely(int row) const {
-  const Best* best = bests() + size_t(row) * column_tiles_[0];
+  const Best* best = bests() + size_t(row) * shares_.back().column_tiles[0];
   Best winner = best[0];
-  for (int i = 1; i < column_tiles_[0]; i++) winner = likelier(winner, best[i]);
+  for (int i = 1; i < shares_.back().column_tiles[0]; i++) winner = likelier(winner, best[i]);
   if (exchange_ && winner.index >= 0) winner.index += first_token_of(exchange_->rank());
   return winner;
 }
@@ -414,12 +422,14 @@ void Program::take_most_likely() {
   }
 }
 
-void Program::choose_token(int row, int thread) {
+void Program::choose_token(Tile& tile) {
+  if (!tile.commit()) return;
+  const int row = tile.index;
   const float* logits = step_.logits + size_t(row) * shape_.vocab_size;
   float* maxima = logit_maxima(row);
   if (!step_.logit_rows || exchange_) sampling_kernels().block_maxima(logits, shape_.vocab_size, maxima);
   step_.tokens[row] =
-      scratch_[thread]->chooser.choose(*step_.sampling, row, logits, maxima);
+      scratch_[tile.thread]->chooser.choose(*step_.sampling, row, logits, maxima);
 }
 
 }  // namespace engine

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -160,12 +161,6 @@ class Program final : private Phases {
   static Best likelier(const Best& first, const Best& second) {
     return first.index >= 0 && (second.index < 0 || second.logit > first.logit) ? second : first;
   }
-  struct Scratch {
-    Scratch(int max_rows, const KVLayout& kv, int vocab_size);
-    AttentionScratch attention;
-    std::unique_ptr<float[]> tile;
-    TokenChooser chooser;
-  };
   // A buffer that is aligned to 64 bytes and only grows.
   class Buffer {
    public:
@@ -181,22 +176,42 @@ class Program final : private Phases {
     size_t bytes_ = 0;
   };
 
+  struct Scratch {
+    Scratch(int max_rows, const KVLayout& kv, int vocab_size);
+    AttentionScratch attention;
+    std::unique_ptr<float[]> tile;
+    TokenChooser chooser;
+    Buffer results;  // of the attention tasks of a tile
+  };
+  // How an operation is shared out, until the next slice.
+  struct Shares {
+    int row_tiles;
+    int row_blocks, column_tiles[kMaxParts];
+    const TaskList* tasks;
+  };
+
   int begin(int phase) override;
-  void tile(int phase, int tile, int thread) override;
+  void run_tile(int phase, Tile& tile) override;
 
   void begin_slice(int slice);
-  int begin_op(const Op& op);
-  int begin_head(const Op& op);
-  int begin_attention(const Op& op);
-  int share_rows(const Op& op, int width);
-  int share_columns(const Op& op, int rows, int num_parts);
+  int begin_op(const Op& op, Shares& shares);
+  int begin_head(const Op& op, Shares& shares);
+  int begin_attention(const Op& op, Shares& shares);
+  int share_rows(const Op& op, int width, Shares& shares);
+  int share_columns(const Op& op, int rows, int num_parts, Shares& shares);
   void run_row(const Op& op, int row);
-  void run_linear(const Op& op, int tile, int thread);
-  void run_gated(const Op& op, int tile, int thread);
-  void run_head(const Op& op, int tile, int thread);
-  void run_attention(const Op& op, int tile, int thread);
+  void run_rows(const Op& op, const Shares& shares, Tile& tile);
+  void run_linear(const Op& op, const Shares& shares, Tile& tile);
+  void run_gated(const Op& op, const Shares& shares, Tile& tile);
+  void run_head(const Op& op, const Shares& shares, Tile& tile);
+  void run_attention(const Op& op, const Shares& shares, Tile& tile);
   AttentionTask attention_task(const Op& op, const Task& task) const;
-  void attend(const Op& op, const Task& task, const AttentionTask& attention, Scratch& scratch);
+  size_t result_bytes(const Op& op, const Task& task) const;
+  void attend(const Op& op, const Task& task, const AttentionTask& attention, Scratch& scratch,
+              uint8_t* result);
+  void finish_attention(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch,
+                        uint8_t* activations);
+  void write_attention(const Op& op, const Task& task, uint8_t* result, Scratch& scratch);
   void embed(const Op& op, int row);
   void rotate_store(const Op& op, int row);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight);
@@ -213,7 +228,7 @@ class Program final : private Phases {
   void sum_parts(const Op& op, int row);
   Best most_likely(int row) const;
   void take_most_likely();
-  void choose_token(int row, int thread);
+  void choose_token(Tile& tile);
 
   float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }
   float* block(int row) const { return block_.floats() + size_t(row) * shape_.hidden_size; }
@@ -235,7 +250,7 @@ class Program final : private Phases {
   }
   Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
   size_t partial_floats() const;
-  AttentionState partial_state(int slot) const;
+  AttentionState partial_state(float* floats) const;
 
   const ModelShape shape_;
   const KVLayout kv_;
@@ -244,7 +259,7 @@ class Program final : private Phases {
   const int qkv_size_;
   std::vector<Op> ops_;
   std::vector<Rope> ropes_;
-  std::vector<TaskList> task_lists_;
+  std::deque<TaskList> task_lists_;
   Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
   Buffer logits_, logit_maxima_;  // of rows that are not sampled by the most likely token
   Buffer own_logits_;             // of this rank's share of the vocabulary
@@ -262,9 +277,7 @@ class Program final : private Phases {
   int num_slices_ = 0, slice_ = 0;
   int first_token_ = 0, num_tokens_ = 0;  // of the slice
   int first_sequence_ = 0;                // with tokens in the slice
-  int row_tiles_ = 0;
-  int row_blocks_ = 0, column_tiles_[kMaxParts] = {};
-  const TaskList* tasks_ = nullptr;
+  std::vector<Shares> shares_;            // of each operation
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point op_start_;
   std::vector<double> profile_ = {0};

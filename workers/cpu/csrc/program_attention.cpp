@@ -1,5 +1,6 @@
 // How a program shares out its attention.
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 
 #include "program.h"
@@ -12,27 +13,27 @@ constexpr int kMaxTasksOfTile = 16;
 
 }  // namespace
 
-int Program::begin_attention(const Op& op) {
-  tasks_ = &tasks_of(op);
-  if (tasks_->num_slots) {
-    partial_.reserve(tasks_->num_slots * partial_floats() * sizeof(float));
-    if (size_t(tasks_->num_slots) > num_finished_slots_) {
-      num_finished_slots_ = tasks_->num_slots;
+int Program::begin_attention(const Op& op, Shares& shares) {
+  const TaskList& list = tasks_of(op);
+  shares.tasks = &list;
+  if (list.num_slots) {
+    partial_.reserve(list.num_slots * partial_floats() * sizeof(float));
+    if (size_t(list.num_slots) > num_finished_slots_) {
+      num_finished_slots_ = list.num_slots;
       finished_slots_.reset(new std::atomic<int>[num_finished_slots_]);
     }
-    for (int i = 0; i < tasks_->num_slots; i++) finished_slots_[i].store(0);
+    for (int i = 0; i < list.num_slots; i++) finished_slots_[i].store(0);
   }
-  return int(tasks_->first_tasks.size()) - 1;
+  return int(list.first_tasks.size()) - 1;
 }
 
 size_t Program::partial_floats() const {
   return size_t(shape_.num_heads / shape_.num_kv_heads) * (kv_.padded_head_dim() + 32);
 }
 
-AttentionState Program::partial_state(int slot) const {
+AttentionState Program::partial_state(float* floats) const {
   const int rows = shape_.num_heads / shape_.num_kv_heads;
-  float* state = partial_.floats() + slot * partial_floats();
-  return {state, state + 16 * rows, state + 32 * rows};
+  return {floats, floats + 16 * rows, floats + 32 * rows};
 }
 
 AttentionTask Program::attention_task(const Op& op, const Task& task) const {
@@ -54,41 +55,77 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
   };
 }
 
-void Program::run_attention(const Op& op, int tile, int thread) {
-  const int begin = tasks_->first_tasks[tile], count = tasks_->first_tasks[tile + 1] - begin;
+// Results stay with the thread until the tile is committed: activations, or the state of a partition.
+void Program::run_attention(const Op& op, const Shares& shares, Tile& tile) {
+  const TaskList& list = *shares.tasks;
+  const int begin = list.first_tasks[tile.index], count = list.first_tasks[tile.index + 1] - begin;
+  Scratch& scratch = *scratch_[tile.thread];
   AttentionTask tasks[kMaxTasksOfTile] = {};
+  uint8_t* results[kMaxTasksOfTile];
+  size_t bytes = 0;
   for (int i = 0; i < count; i++) {
-    tasks[i] = attention_task(op, tasks_->tasks[begin + i]);
+    tasks[i] = attention_task(op, list.tasks[begin + i]);
     if (i) tasks[i - 1].next = &tasks[i];
+    bytes += result_bytes(op, list.tasks[begin + i]);
   }
+  scratch.results.reserve(bytes);
   attention_.fetch(kv_, op.attention, tasks[0]);
-  for (int i = 0; i < count; i++)
-    attend(op, tasks_->tasks[begin + i], tasks[i], *scratch_[thread]);
+  uint8_t* result = scratch.results.bytes();
+  for (int i = 0; i < count; i++) {
+    results[i] = result;
+    attend(op, list.tasks[begin + i], tasks[i], scratch, result);
+    result += result_bytes(op, list.tasks[begin + i]);
+  }
+  if (!tile.commit()) return;
+  for (int i = 0; i < count; i++) write_attention(op, list.tasks[begin + i], results[i], scratch);
 }
 
-void Program::attend(const Op& op, const Task& task, const AttentionTask& attention,
-                     Scratch& scratch) {
-  const int heads = attention.num_heads, rows = task.num_tokens * heads;
-  AttentionState total = scratch.attention.total;
-  if (task.num_slots > 1) total = partial_state(task.slot);
-  attention_.attend(kv_, op.attention, attention, scratch.attention, total);
+size_t Program::result_bytes(const Op& op, const Task& task) const {
+  if (task.num_slots > 1) return partial_floats() * sizeof(float);
+  const int columns = shape_.num_heads / shape_.num_kv_heads * shape_.head_dim;
+  return (task.num_tokens * activation_row_bytes(op.activation_kind, columns) + 63) / 64 * 64;
+}
+
+void Program::attend(const Op& op, const Task& task, const AttentionTask& attention, Scratch& scratch,
+                     uint8_t* result) {
+  if (task.num_slots > 1)
+    return attention_.attend(kv_, op.attention, attention, scratch.attention,
+                             partial_state(reinterpret_cast<float*>(result)));
+  attention_.attend(kv_, op.attention, attention, scratch.attention, scratch.attention.total);
+  finish_attention(op, task, scratch.attention.total, scratch, result);
+}
+
+// The activations of a task's tokens, from the state of all their keys.
+void Program::finish_attention(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch,
+                               uint8_t* activations) {
+  const int heads = shape_.num_heads / shape_.num_kv_heads, columns = heads * shape_.head_dim;
+  float* out = scratch.tile.get();
+  attention_.finish(total, task.num_tokens * heads, shape_.head_dim, out);
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
+  for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes)
+    quantize_rows(op.activation_kind, out, columns, 1, columns, activations);
+}
+
+void Program::write_attention(const Op& op, const Task& task, uint8_t* result, Scratch& scratch) {
+  const int heads = shape_.num_heads / shape_.num_kv_heads, columns = heads * shape_.head_dim;
   if (task.num_slots > 1) {
+    float* partials = partial_.floats() + task.first_slot * partial_floats();
+    std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(), result,
+                partial_floats() * sizeof(float));
     // Whoever is last combines the partitions, in their order.
     std::atomic<int>& finished = finished_slots_[task.first_slot];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_slots) return;
-    total = partial_state(task.first_slot);
+    const AttentionState total = partial_state(partials);
     for (int i = 1; i < task.num_slots; i++)
-      attention_.combine(total, partial_state(task.first_slot + i), rows, kv_.padded_head_dim());
+      attention_.combine(total, partial_state(partials + i * partial_floats()), heads, kv_.padded_head_dim());
+    finish_attention(op, task, total, scratch, result);
   }
-  float* out = scratch.tile.get();
-  attention_.finish(total, rows, shape_.head_dim, out);
-  const int columns = heads * shape_.head_dim;
-  const size_t row_bytes =
-      activation_row_bytes(op.activation_kind, shape_.num_heads * shape_.head_dim);
-  uint8_t* activations = activations_[1].bytes() + task.token * row_bytes +
-                         activation_offset(op.activation_kind, task.kv_head * columns);
-  for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes)
-    quantize_rows(op.activation_kind, out, columns, 1, columns, activations);
+  const size_t stride = activation_row_bytes(op.activation_kind, shape_.num_heads * shape_.head_dim);
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
+  uint8_t* out = activations_[1].bytes() + task.token * stride +
+                 activation_offset(op.activation_kind, task.kv_head * columns);
+  for (int t = 0; t < task.num_tokens; t++, out += stride, result += row_bytes)
+    std::memcpy(out, result, activation_offset(op.activation_kind, columns));
 }
 
 const Program::TaskList& Program::tasks_of(const Op& op) {

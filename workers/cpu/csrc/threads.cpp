@@ -8,15 +8,26 @@ namespace engine {
 
 namespace {
 
+// Longer than threads that all have their processors wait for each other at the end of a phase.
+constexpr int kSpinsBeforeRepeat = 1000;
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-inline int claimed(uint32_t state) { return int(state & 0xffff); }
-inline int total(uint32_t state) { return int(state >> 16); }
+inline int claimed(uint64_t state) { return int(state & 0xffff); }
+inline int total(uint64_t state) { return int(state >> 16 & 0xffff); }
+inline uint32_t serial_of(uint64_t state) { return uint32_t(state >> 32); }
+
+inline void wait_a_moment(int spins) {
+  if (spins < kSpinsBeforeYield)
+    pause();
+  else
+    sched_yield();
+}
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads)
+    : committed_(new std::atomic<uint32_t>[kMaxTiles]), is_computing_(new Flag[num_threads]) {
   for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker(i); });
 }
 
@@ -29,49 +40,82 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// Only one thread is in here at a time, and none holds a tile.
-void ThreadPool::open(int phase) {
+// Only one thread is in here at a time.
+void ThreadPool::open(int phase, int thread) {
+  opener_ = thread;
   int tiles;
   while ((tiles = phases_->begin(phase)) == 0) phase++;
-  phase_ = phase;
-  finished_tiles_.store(0, std::memory_order_relaxed);
-  if (tiles < 0)
+  const uint32_t serial = first_serial_ + uint32_t(phase);
+  if (tiles < 0) {
+    next_serial_ = serial + 1;
     running_.store(false, std::memory_order_release);
-  else
-    state_.store(uint32_t(tiles) << 16, std::memory_order_release);
+    return;
+  }
+  for (int i = 0; i < tiles; i++) committed_[i].store(serial - 1, std::memory_order_relaxed);
+  finished_tiles_.store(0, std::memory_order_relaxed);
+  state_.store(uint64_t(serial) << 32 | uint64_t(tiles) << 16);
+}
+
+void ThreadPool::compute(uint32_t serial, int num_tiles, int index, int thread) {
+  Tile tile(index, thread, committed_[index], serial);
+  phases_->run_tile(int(serial - first_serial_), tile);
+  // As long as a tile of this thread's is not counted the phase is the same.
+  if (tile.is_mine() && finished_tiles_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_tiles)
+    open(int(serial - first_serial_) + 1, thread);
 }
 
 bool ThreadPool::run_a_tile(int thread) {
   // Looking first keeps the count of claims from running away.
-  uint32_t state = state_.load(std::memory_order_acquire);
+  uint64_t state = state_.load(std::memory_order_acquire);
   if (claimed(state) >= total(state)) return false;
-  // Whatever phase this claims from cannot end before the tile does: its fields stand still.
-  state = state_.fetch_add(1, std::memory_order_acq_rel);
-  if (claimed(state) >= total(state)) return false;
-  const int phase = phase_;
-  phases_->tile(phase, claimed(state), thread);
-  if (finished_tiles_.fetch_add(1, std::memory_order_acq_rel) + 1 == total(state)) open(phase + 1);
-  return true;
+  // Set before the claim: a step does not end under a thread that has claimed a tile of it.
+  std::atomic<bool>& is_computing = is_computing_[thread].is_set;
+  is_computing.store(true);
+  state = state_.fetch_add(1);
+  const bool has_tile = claimed(state) < total(state);
+  if (has_tile) compute(serial_of(state), total(state), claimed(state), thread);
+  is_computing.store(false, std::memory_order_release);
+  return has_tile;
+}
+
+bool ThreadPool::repeat_a_tile(int thread) {
+  std::atomic<bool>& is_computing = is_computing_[thread].is_set;
+  is_computing.store(true);
+  const uint64_t state = state_.load();
+  const uint32_t serial = serial_of(state);
+  const int tiles = total(state);
+  int tile = 0;
+  while (tile < tiles && committed_[tile].load(std::memory_order_acquire) != serial - 1) tile++;
+  const bool has_tile = tile < tiles;
+  if (has_tile) compute(serial, tiles, tile, thread);
+  is_computing.store(false, std::memory_order_release);
+  return has_tile;
+}
+
+void ThreadPool::wait_for_others() {
+  for (int i = 0; i < num_threads(); i++)
+    for (int spins = 0; i != opener_ && is_computing_[i].is_set.load(); spins++)
+      wait_a_moment(spins);
 }
 
 void ThreadPool::run(Phases& phases) {
   phases_ = &phases;
+  first_serial_ = next_serial_;
   running_.store(true);
-  open(0);
+  open(0, 0);
   if (num_sleeping_.load() > 0) {
     { std::lock_guard<std::mutex> lock(mutex_); }
     wake_.notify_all();
   }
   int spins = 0;
   while (running_.load(std::memory_order_acquire)) {
-    if (run_a_tile(0)) {
+    if (run_a_tile(0) || (++spins % kSpinsBeforeRepeat == 0 && repeat_a_tile(0)))
       spins = 0;
-    } else if (++spins < kSpinsBeforeYield) {
-      pause();
-    } else {
-      sched_yield();
-    }
+    else
+      wait_a_moment(spins);
   }
+  opener_ = 0;
+  wait_for_others();
 }
 
 void ThreadPool::worker(int thread) {
@@ -80,14 +124,11 @@ void ThreadPool::worker(int thread) {
   Clock::time_point idle_since = Clock::now();
   int spins = 0;
   for (;;) {
-    if (run_a_tile(thread)) {
+    if (run_a_tile(thread) || (++spins % kSpinsBeforeRepeat == 0 && repeat_a_tile(thread))) {
       spins = 0;
       continue;
     }
-    if (++spins < kSpinsBeforeYield)
-      pause();
-    else
-      sched_yield();
+    wait_a_moment(spins);
     if (spins % kSpinsPerLook) continue;
     if (running_.load(std::memory_order_relaxed)) {
       idle_since = Clock::now();

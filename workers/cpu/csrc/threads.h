@@ -1,14 +1,15 @@
 // One pool of threads that runs the phases of a step.
 //
-// Threads claim tiles one at a time, so that one which loses its processor delays the others by its
-// tile and no more. Whoever finishes the last tile of a phase opens the next; nobody waits for threads
-// that hold no work. Threads spin for microseconds while a step runs and shortly after it, and sleep
-// between steps.
+// Threads claim tiles one at a time. Whoever finishes the last tile of a phase opens the next; nobody waits for
+// threads that hold no work, nor for one that has lost its processor in the middle of a tile: another computes the
+// tile as well, and the first to be done writes it. Threads spin for microseconds while a step runs and shortly
+// after it, and sleep between steps.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -24,15 +25,40 @@ inline void pause() {
 #endif
 }
 
+// A tile in the hands of one of the threads that compute it.
+class Tile {
+ public:
+  Tile(int index, int thread, std::atomic<uint32_t>& committed, uint32_t serial)
+      : index(index), thread(thread), committed_(committed), serial_(serial) {}
+  Tile(const Tile&) = delete;
+
+  // To be asked once, before anything is written that is not this thread's own: whether it may be. If not,
+  // the step may be past this phase: all that has been read since it was computed may be anything.
+  bool commit() {
+    uint32_t open = serial_ - 1;
+    is_mine_ = committed_.compare_exchange_strong(open, serial_, std::memory_order_acq_rel);
+    return is_mine_;
+  }
+  bool is_mine() const { return is_mine_; }
+
+  const int index, thread;
+
+ private:
+  std::atomic<uint32_t>& committed_;
+  const uint32_t serial_;
+  bool is_mine_ = false;
+};
+
 // A step: phases that follow each other, each of tiles that may run in any order and at once.
 class Phases {
  public:
   virtual ~Phases() = default;
   // The number of tiles of the phase, at most kMaxTiles, or -1 if there is no such phase any more. Called
-  // once for each, by one thread, after all tiles of the phases before it: what is not worth sharing is
-  // done here.
+  // once for each, by one thread, after all tiles of the phases before it have been written: what is not worth
+  // sharing is done here. Tiles of those phases may still be computed, in vain: what they are computed from must
+  // stay valid, whatever its values, unless ThreadPool::wait_for_others() is called first.
   virtual int begin(int phase) = 0;
-  virtual void tile(int phase, int tile, int thread) = 0;
+  virtual void run_tile(int phase, Tile& tile) = 0;
 };
 
 constexpr int kMaxTiles = 60000;
@@ -45,21 +71,34 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
 
   int num_threads() const { return int(threads_.size()) + 1; }
-  // One call at a time.
+  // One call at a time. When it returns no thread computes anything.
   void run(Phases& phases);
+  // From Phases::begin(): until no other thread computes anything.
+  void wait_for_others();
 
  private:
+  // On a cache line of its own.
+  struct alignas(64) Flag {
+    std::atomic<bool> is_set{false};
+  };
+
   void worker(int thread);
   bool run_a_tile(int thread);
-  void open(int phase);
+  bool repeat_a_tile(int thread);
+  void compute(uint32_t serial, int num_tiles, int index, int thread);
+  void open(int phase, int thread);
 
-  // Tiles of the phase in the upper half, tiles claimed in the lower. Claiming adds one.
-  alignas(64) std::atomic<uint32_t> state_{0};
+  // The serial number of the phase above, then 16 bits of its tiles, then those claimed. Claiming adds one.
+  alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> finished_tiles_{0};
   alignas(64) std::atomic<bool> running_{false};
   std::atomic<int> num_sleeping_{0};
   Phases* phases_ = nullptr;
-  int phase_ = 0;
+  uint32_t first_serial_ = 1, next_serial_ = 1;  // of the step's phases, and after its last
+  int opener_ = 0;
+  // Of each tile: the phase's serial number once it is committed, and one less before.
+  std::unique_ptr<std::atomic<uint32_t>[]> committed_;
+  std::unique_ptr<Flag[]> is_computing_;
   bool stopping_ = false;
   std::mutex mutex_;
   std::condition_variable wake_;
