@@ -129,7 +129,9 @@ def test_threads_that_lose_their_processors_in_the_middle_of_their_work(checkpoi
     """Many more than there are processors: others compute what those had begun, and only one result counts."""
     options = FORMATS["int4"]
     crowd = native_decoder(SPEC, checkpoint, num_threads=4 * (os.cpu_count() or 1), **options)
-    prompts = [prompt(1500, seed) for seed in range(2)] + [prompt(300, seed) for seed in range(2, 12)]
+    prompts = [prompt(1500, seed) for seed in range(2)] + [
+        prompt(300, seed) for seed in range(2, 12)
+    ]
     alone = native_decoder(SPEC, checkpoint, num_threads=1, **options)
     expected = [whole(alone, tokens) for tokens in prompts]
     blocks = [list(range(1 + 95 * i, 96 + 95 * i)) for i in range(len(prompts))]
