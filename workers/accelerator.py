@@ -75,15 +75,17 @@ class CUDAAccelerator:
     def download(self) -> Iterator[Download]:
         # A stream of its own: the next step need not wait for the copies.
         self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
-        download = _CUDADownload()
+        download = _CUDADownload(self._device)
         with torch.cuda.stream(self._download_stream):
             yield download
             download.arrived.record()
 
 
 class _CUDADownload:
-    def __init__(self) -> None:
-        self.arrived = torch.cuda.Event()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Who waits for it sleeps.
+        self.arrived = torch.cuda.Event(blocking=True)
         self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -96,4 +98,6 @@ class _CUDADownload:
         return self.arrived.query()
 
     def wait(self) -> None:
-        self.arrived.synchronize()
+        # Another thread than that of the model has no device until it is told one.
+        with torch.cuda.device(self._device):
+            self.arrived.synchronize()

@@ -26,8 +26,11 @@ class NullOutput:
     def is_ready(self) -> bool:
         return time.monotonic() >= self._ready_at
 
-    def output(self) -> ModelRunnerOutput:
+    def wait(self) -> None:
         time.sleep(max(self._ready_at - time.monotonic(), 0))
+
+    def output(self) -> ModelRunnerOutput:
+        self.wait()
         return self._output
 
 

@@ -25,6 +25,9 @@ class PendingOutput(Protocol):
 
     def is_ready(self) -> bool: ...
 
+    def wait(self) -> None:
+        """Sleep until it is ready, in any thread."""
+
     def output(self) -> ModelRunnerOutput:
         """Wait for it."""
 

@@ -50,7 +50,10 @@ class DownloadedOutput:
         with explaining_device_errors(f"in step {self._step} or the next one"):
             return self._download.has_arrived()
 
-    def output(self) -> ModelRunnerOutput:
+    def wait(self) -> None:
         with explaining_device_errors(f"in step {self._step} or the next one"):
             self._download.wait()
+
+    def output(self) -> ModelRunnerOutput:
+        self.wait()
         return self._make_output()

@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import signal
-import time
 from collections import deque
 from typing import Any
 
@@ -34,11 +33,10 @@ from ..protocol.messages import (
 )
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
+from .device_watch import DeviceWatch
 from .runner import PendingOutput, Runner, StepResult, open_runner
 
 logger = logging.getLogger(__name__)
-
-NAP_S = 50e-6
 
 
 class Worker:
@@ -69,6 +67,10 @@ class Worker:
         self._received: deque[WorkerCommand] = deque()
         # The steps that were begun and have no output yet.
         self._computing: deque[PendingOutput] = deque()
+        self._device = DeviceWatch()
+        self._poller = zmq.Poller()
+        self._poller.register(self._core.socket, zmq.POLLIN)
+        self._poller.register(self._device.fd, zmq.POLLIN)
         self._next_step = 0
 
     def run(self) -> None:
@@ -162,8 +164,10 @@ class Worker:
                 command = self._core.receive()
             if self._received:
                 return self._received.popleft()
-            # Nothing wakes for both a message and a device.
-            time.sleep(NAP_S)
+            if self._computing:
+                self._device.watch(self._computing[0])
+            if self._device.fd in dict(self._poller.poll()):
+                self._device.clear()
 
     def _put_off(self, command: WorkerCommand) -> None:
         if isinstance(command, CoreHello):
