@@ -98,9 +98,10 @@ class EngineCore:
         if config.cache.kv_events is not None:
             self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
         parallel = config.parallel
-        self._is_one_of_several = parallel.data_parallel_size > 1
+        is_one_of_several = parallel.data_parallel_size > 1
+        self._logs_kv_events = self._kv_events is not None or is_one_of_several
         self._news: ClientNews | None = None
-        if self._is_one_of_several or parallel.api_server_count > 1:
+        if is_one_of_several or parallel.api_server_count > 1:
             self._news = ClientNews()
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
@@ -110,6 +111,8 @@ class EngineCore:
         self._vocab_size = config.model.vocab_size
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._outputs: list[dict[int, EngineCoreOutputs]] = []
+        """What the clients are to be told, in this order."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
         self._waiting_since = 0.0
@@ -143,21 +146,29 @@ class EngineCore:
             self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         while not self._stop.requested:
             # To find a socket empty costs more than to ask for all of them at once.
-            readable = dict(self._poller.poll(self._poll_timeout_ms()))
-            self._beat()
+            is_compiling = self._grammars.is_compiling
+            timeout_ms = GRAMMAR_POLL_MS if is_compiling else BEAT_INTERVAL_MS
+            readable = dict(self._poller.poll(timeout_ms))
+            now = time.monotonic()
+            if now >= self._next_beat:
+                self._beat(now)
             if self._clients.socket in readable:
                 self._take_client_messages()
             if self._workers.socket in readable:
-                self._take_worker_messages()
-            self._take_compiled_grammars()
+                self._take_worker_message()
+            if is_compiling:
+                self._take_compiled_grammars()
             self._dispatch_steps()
-            self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
-            self._publish_kv_events()
-            self._send_news()
-            signals = self._stop.take()
-            raise_if_worker_lost(signals)
-            if signal.SIGUSR1 in signals:
-                self._dump_event_log("signal")
+            self._send_outputs()
+            if self._logs_kv_events:
+                self._publish_kv_events()
+            if self._news is not None:
+                self._send_news(self._news)
+            if self._stop.fd in readable:
+                signals = self._stop.take()
+                raise_if_worker_lost(signals)
+                if signal.SIGUSR1 in signals:
+                    self._dump_event_log("signal")
 
     def close(self) -> None:
         """Close every socket, once what was sent has left."""
@@ -183,7 +194,7 @@ class EngineCore:
         self._scheduler = RecordedScheduler(
             setup,
             structured_output=self._grammars,
-            log_kv_events=self._kv_events is not None or self._is_one_of_several,
+            log_kv_events=self._logs_kv_events,
         )
         if self._workers.held:
             self._scheduler.inherit(self._workers.held)
@@ -261,11 +272,12 @@ class EngineCore:
             and identity == b"client%d" % hello.client_index
         )
 
-    def _take_worker_messages(self) -> None:
-        for message in self._workers.receive():
-            if isinstance(message, ModelRunnerOutput):
-                self._take_step_result(message)
-            elif are_sound_drafts(message, self._vocab_size, self._max_num_seqs):
+    def _take_worker_message(self) -> None:
+        message = self._workers.receive()
+        if isinstance(message, ModelRunnerOutput):
+            self._take_step_result(message)
+        elif message is not None:
+            if are_sound_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)
             else:
                 self._workers.drop_frame()
@@ -279,35 +291,46 @@ class EngineCore:
                 f"the worker answered step {result.step} with numbers that are no tokens and slots"
             )
         self._waiting_since = now = time.monotonic()
-        outputs = self._scheduler.update_from_output(self._in_flight[0], result, now)
+        self._outputs.append(self._scheduler.update_from_output(self._in_flight[0], result, now))
         self._in_flight.popleft()
         self._num_steps += 1
         self._num_tokens += len(result.sampled_token_ids) // 4
         # The workers wait for a bitmask, the clients wait for nothing.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
-        self._send_outputs(outputs)
 
-    def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for client_index, client_outputs in outputs.items():
-            if client_outputs.stats is not None:
-                client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
-            self._clients.send(self._client_ids[client_index], client_outputs)
-            if self._news is not None and client_outputs.finished_set:
-                self._news.finished(client_index, len(client_outputs.finished_set) // 4)
+    def _send_outputs(self) -> None:
+        """Tell the clients what came of the steps, and of their requests otherwise.
+
+        It follows the next step at once, so that what sends wakes up for both together.
+        """
+        if urgent := self._scheduler.take_outputs(time.monotonic()):
+            self._outputs.append(urgent)
+        unsent, self._outputs = self._outputs, []
+        for outputs in unsent:
+            for client_index, client_outputs in outputs.items():
+                if client_outputs.stats is not None:
+                    client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
+                self._clients.send(self._client_ids[client_index], client_outputs)
+                if self._news is not None and client_outputs.finished_set:
+                    self._news.finished(client_index, len(client_outputs.finished_set) // 4)
+        if self._scheduler.violations:
+            self._report_violations()
+
+    def _report_violations(self) -> None:
         for violation in self._scheduler.violations:
             logger.error("the scheduler's books do not balance: %s", violation)
-        if self._scheduler.violations and not self._has_dumped_violations:
+        self._scheduler.violations.clear()
+        if not self._has_dumped_violations:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
-        self._scheduler.violations.clear()
 
     def _report_loss(self) -> None:
         """Tell the clients which of their requests were being computed, and see that they have heard it."""
         try:
             accused = self._scheduler.find_accused()
             self._scheduler.finish_requests(accused.convicts, FinishReason.ERROR, CONVICTION)
-            self._send_outputs(self._scheduler.take_outputs(time.monotonic()))
+            self._send_outputs()
         except Exception:
             logger.exception("what was being computed is not known")
             return
@@ -361,10 +384,9 @@ class EngineCore:
         if self._kv_events is not None:
             self._kv_events.serve_replays()
 
-    def _send_news(self) -> None:
-        if self._news is not None:
-            for client_index, news in self._news.take():
-                self._clients.send(self._client_ids[client_index], news)
+    def _send_news(self, news: ClientNews) -> None:
+        for client_index, message in news.take():
+            self._clients.send(self._client_ids[client_index], message)
 
     def _take_compiled_grammars(self) -> None:
         for key, error in self._grammars.poll():
@@ -386,13 +408,7 @@ class EngineCore:
         bitmask = self._scheduler.get_grammar_bitmask(step)
         self._workers.send(GrammarOutput(step.step, bitmask))
 
-    def _poll_timeout_ms(self) -> int:
-        return GRAMMAR_POLL_MS if self._grammars.is_compiling else BEAT_INTERVAL_MS
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now < self._next_beat:
-            return
+    def _beat(self, now: float) -> None:
         self._next_beat = now + BEAT_INTERVAL_S
         waited_s = now - self._waiting_since
         if self._in_flight and waited_s > self._patience_s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -120,22 +119,25 @@ class WorkerGroup:
         """To every worker."""
         self._hub.send_all(self._identities, message)
 
-    def receive(self) -> Iterator[ModelRunnerOutput | DraftTokenIds]:
-        """What has come. Raises EngineError for a worker that has lost its state."""
-        while (received := self._hub.receive()) is not None:
-            identity, message = received
-            if identity not in self._identities:
-                self.drop_frame()
-            elif message is None:
-                raise EngineError(
-                    f"{identity.decode()} has left, and come back with no memory of its steps"
-                )
-            elif identity == self._output_worker and isinstance(
-                message, ModelRunnerOutput | DraftTokenIds
-            ):
-                yield message
-            else:
-                self.drop_frame()
+    def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
+        """The one message that a poll has found; None if it is not for us.
+
+        Raises EngineError for a worker that has lost its state.
+        """
+        received = self._hub.receive_one()
+        if received is None:
+            return None
+        identity, message = received
+        if identity == self._output_worker and isinstance(
+            message, ModelRunnerOutput | DraftTokenIds
+        ):
+            return message
+        if message is None and identity in self._identities:
+            raise EngineError(
+                f"{identity.decode()} has left, and come back with no memory of its steps"
+            )
+        self.drop_frame()
+        return None
 
     def close(self) -> None:
         self._hub.close()

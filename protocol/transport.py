@@ -43,6 +43,12 @@ RECONNECT_MS: Final = 10
 REMOTE_RECONNECT_MS: Final = 1000
 """How often at least it dials another machine, where it begins as often."""
 
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_SNDMORE: Final = int(zmq.SNDMORE)
+"""pyzmq's own are enumerations, whose every operator runs Python code."""
+
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
 
@@ -60,8 +66,8 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether a receive would not wait. To be told so by an exception costs several times as much."""
-    events: Any = socket.get(zmq.EVENTS)
-    return bool(events & zmq.POLLIN)
+    events: Any = socket.get(_EVENTS)
+    return bool(events & _POLLIN)
 
 
 class Peer(Generic[In]):
@@ -94,7 +100,7 @@ class Peer(Generic[In]):
 
     def send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.Again):
-            self.socket.send(_encode(message), zmq.NOBLOCK)
+            self.socket.send(_encode(message), _NOBLOCK)
 
     def receive(self, *, block: bool = False) -> In | None:
         """The next message; None when there is none (never None if `block`)."""
@@ -137,13 +143,15 @@ class Hub(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
-        self.socket.send_multipart((identity, _encode(message)))
+        self.send_all([identity], message)
 
     def send_all(self, identities: list[bytes], message: msgspec.Struct) -> None:
         """Encode once, send to each."""
         frame = _encode(message)
+        send = self.socket.send
         for identity in identities:
-            self.socket.send_multipart((identity, frame))
+            send(identity, _SNDMORE)
+            send(frame)
 
     def receive(self) -> tuple[bytes, In | None] | None:
         """The next message and who sent it; None when there is none.
@@ -152,15 +160,27 @@ class Hub(Generic[In]):
         it may be lost.
         """
         while _has_message(self.socket):
-            frames = self.socket.recv_multipart()
-            if len(frames) == 2:
-                if not frames[1]:
-                    return frames[0], None
-                try:
-                    return frames[0], self._decode(frames[1])
-                except UNREADABLE:
-                    pass
-            self.num_dropped_frames += 1
+            if (received := self.receive_one()) is not None:
+                return received
+        return None
+
+    def receive_one(self) -> tuple[bytes, In | None] | None:
+        """What `receive` returns, of the one message that a poll has found; None if it does not decode."""
+        try:
+            identity = self.socket.recv(_NOBLOCK)
+        except zmq.Again:
+            return None
+        frame = self.socket.recv(copy=False)
+        if not frame.more:
+            if not (data := frame.bytes):
+                return identity, None
+            try:
+                return identity, self._decode(data)
+            except UNREADABLE:
+                pass
+        while frame.more:
+            frame = self.socket.recv(copy=False)
+        self.num_dropped_frames += 1
         return None
 
     def close(self) -> None:
