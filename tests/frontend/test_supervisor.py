@@ -177,14 +177,27 @@ def test_a_process_that_dies_again_and_again_ends_the_engine(run_dir: str) -> No
 
 @pytest.mark.parametrize("name", ["frontend 0", "core 0", "worker 0"])
 def test_a_process_that_is_silent_is_replaced(run_dir: str, name: str) -> None:
-    limits = RecoveryConfig(heartbeat_timeout_s=1.0)
+    limits = RecoveryConfig(heartbeat_timeout_s=1.0, max_restarts=20)
     told: list[str] = []
+    stopped: set[int] = set()
     with supervisor_of(run_dir, ALL_READY, recovery=limits, on_recovery=told.append) as supervisor:
         supervisor.start()
         supervisor.wait_until_ready()
-        os.kill(supervisor.pids[name], signal.SIGSTOP)
-        assert eventually(lambda: supervisor.poll() or lives(run_dir, name) == 2)
-    assert told[0].startswith(f"{name} has given no sign of life for ")
+
+        def is_found_silent() -> bool:
+            # Where others keep the machine busy, a process that did not stop may be found silent first, and
+            # this one is replaced for its sake.
+            pid = supervisor.pids.get(name, 0)
+            if pid and pid not in stopped:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.add(pid)
+            supervisor.poll()
+            return any(text.startswith(f"{name} has given no sign of life for ") for text in told)
+
+        assert eventually(is_found_silent, 60.0)
+        assert eventually(
+            lambda: supervisor.poll() or supervisor.pids.get(name) not in (None, *stopped)
+        )
 
 
 def test_a_step_that_takes_too_long_is_a_hang_though_its_process_lives(run_dir: str) -> None:
