@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, takewhile
@@ -67,6 +68,7 @@ class BlockTables:
         self._windows = windows_of(groups, block_size, max_num_seqs)
         self.has_windows = bool(self._windows)
         self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._grown: set[int] = set()
         self._dropped: list[tuple[int, int, int]] = []
         self._updates = b""
 
@@ -135,9 +137,19 @@ class BlockTables:
 
     # its tokens become more
 
+    @property
+    def capacity(self) -> Int64Array:
+        """Tokens that the blocks of each slot can hold."""
+        if self._grown:
+            (tables,) = self.blocks
+            slots, self._grown = list(self._grown), set()
+            num_blocks = as_array([len(tables[slot]) for slot in slots])
+            self._capacity[as_array(slots)] = num_blocks * self._block_size
+        return self._capacity
+
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
         """What `slots` lack to hold `num_tokens` tokens each."""
-        missing = num_tokens - self._capacity[slots]
+        missing = num_tokens - self.capacity[slots]
         rows = (missing > 0).nonzero()[0]
         counts = -(-missing[rows] // self._block_size)
         total = int(counts.sum()) if len(rows) else 0
@@ -154,7 +166,7 @@ class BlockTables:
             return
         updates: list[tuple[int, int, int, int]] = []
         blocks = iter(self._pool.allocate(growth.total))
-        num_held = self._capacity[growth.slots] // self._block_size
+        num_held = self.capacity[growth.slots] // self._block_size
         self._capacity[growth.slots] = (num_held + growth.counts) * self._block_size
         rows = zip(growth.slots.tolist(), num_held.tolist(), growth.counts.tolist(), strict=True)
         for slot, start, count in rows:
@@ -172,18 +184,32 @@ class BlockTables:
             self.blocks[group][slot][index] = block
         self._updates = int32_bytes(updates)
 
+    def grow_by_one(self, slots: list[int]) -> bytes:
+        """Give each of these slots a block, where there is nothing but full attention. Returns the updates."""
+        blocks = self._pool.allocate(len(slots))
+        self._grown.update(slots)
+        (tables,) = self.blocks
+        updates = array("i")
+        for slot, block in zip(slots, blocks, strict=True):
+            table = tables[slot]
+            updates.extend((0, slot, len(table), block))
+            table.append(block)
+        return updates.tobytes()
+
     def _grow_simple(self, growth: Growth) -> None:
         slots, counts, total = growth
+        if total == len(slots):
+            self._updates = self.grow_by_one(slots.tolist())
+            return
         blocks = self._pool.allocate(total)
         updates = np.empty((total, 4), np.int32)
         updates[:, 0] = 0
         updates[:, 3] = blocks
-        num_held = self._capacity[slots] // self._block_size
+        num_held = self.capacity[slots] // self._block_size
         self._capacity[slots] = (num_held + counts) * self._block_size
-        if total > len(slots):
-            first = np.cumsum(counts) - counts
-            num_held = np.repeat(num_held - first, counts) + np.arange(total)
-            slots = np.repeat(slots, counts)
+        first = np.cumsum(counts) - counts
+        num_held = np.repeat(num_held - first, counts) + np.arange(total)
+        slots = np.repeat(slots, counts)
         updates[:, 1] = slots
         updates[:, 2] = num_held
         (tables,) = self.blocks

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..protocol.arrays import Int32Array, Int64Array, int32_bytes
+from ..protocol.arrays import Int64Array, int32_bytes, int32_view
 from ..protocol.messages import (
     EngineCoreOutputs,
     EventKind,
@@ -135,12 +135,12 @@ class ClientOutputs:
     def take(
         self,
         sampling: Batch,
-        token_ids: Int32Array,
+        token_ids: bytes,
         counts: Int64Array | None,
         now: float,
         make_stats: Callable[[], SchedulerStats],
     ) -> dict[int, EngineCoreOutputs]:
-        """The messages after a step: its tokens, what is urgent, and the statistics.
+        """The messages after a step: its int32 tokens, what is urgent, and the statistics.
 
         `counts` are the tokens of each row, None for one each.
         """
@@ -149,7 +149,8 @@ class ClientOutputs:
             if counts is None
             else self._split_counted(sampling, token_ids, counts, now)
         )
-        outputs.update(self.take_urgent(now))
+        if len(outputs) < len(self._outboxes):
+            outputs.update(self.take_urgent(now))
         listener = next(iter(self._outboxes), None)
         if listener is not None:
             if listener not in outputs:
@@ -157,18 +158,19 @@ class ClientOutputs:
             outputs[listener].stats = make_stats()
         return outputs
 
-    def _split(
-        self, sampling: Batch, token_ids: Int32Array, now: float
-    ) -> dict[int, EngineCoreOutputs]:
-        return {
-            rows.client_index: self._outboxes[rows.client_index].empty(
-                self._core_index, now, rows.request_indices, token_ids[rows.positions].tobytes()
+    def _split(self, sampling: Batch, token_ids: bytes, now: float) -> dict[int, EngineCoreOutputs]:
+        outputs = {}
+        for client_index, positions, request_indices in sampling.clients:
+            theirs = token_ids
+            if len(request_indices) < len(token_ids):
+                theirs = int32_view(token_ids)[positions].tobytes()
+            outputs[client_index] = self._outboxes[client_index].empty(
+                self._core_index, now, request_indices, theirs
             )
-            for rows in sampling.clients
-        }
+        return outputs
 
     def _split_counted(
-        self, sampling: Batch, token_ids: Int32Array, counts: Int64Array, now: float
+        self, sampling: Batch, token_ids: bytes, counts: Int64Array, now: float
     ) -> dict[int, EngineCoreOutputs]:
         row_of_token = np.repeat(np.arange(len(counts)), counts)
         outputs = {}
@@ -179,7 +181,7 @@ class ClientOutputs:
                 self._core_index,
                 now,
                 rows.request_indices,
-                token_ids[is_included[row_of_token]].tobytes(),
+                int32_view(token_ids)[is_included[row_of_token]].tobytes(),
             )
             message.num_tokens = int32_bytes(counts[rows.positions])
             outputs[rows.client_index] = message

@@ -9,6 +9,7 @@ import msgspec
 
 from ..protocol.messages import (
     EngineCoreOutputs,
+    KVConnectorStats,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -56,6 +57,9 @@ class DecisionChain:
             else:
                 self._rows[client_index] = message.request_indices
             ends = [(end.request_index, end.reason, end.stop_reason) for end in finished]
+            stats = message.stats
+            if stats is not None and stats.kv_connector is not None:
+                stats = _without_counts(stats, stats.kv_connector)
             covered.append(
                 (
                     client_index,
@@ -65,7 +69,7 @@ class DecisionChain:
                     ends,
                     message.finished_set,
                     events,
-                    message.stats and _without_counts(message.stats),
+                    stats,
                 )
             )
             if events or message.finished_set:
@@ -96,9 +100,8 @@ def _sizes_of_content(step: SchedulerOutput) -> object:
     )
 
 
-def _without_counts(stats: SchedulerStats) -> SchedulerStats:
+def _without_counts(stats: SchedulerStats, connector: KVConnectorStats) -> SchedulerStats:
     """The KV connector counts for itself."""
-    if stats.kv_connector is not None and stats.kv_connector.counts:
-        stats = copy(stats)
-        stats.kv_connector = msgspec.structs.replace(stats.kv_connector, counts={})  # type: ignore[type-var]
+    stats = copy(stats)
+    stats.kv_connector = msgspec.structs.replace(connector, counts={})
     return stats

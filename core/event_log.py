@@ -139,6 +139,7 @@ class EventLog:
         start = None
         if len(requests) <= MAX_FROZEN_REQUESTS and not self.problem:
             try:
+                scheduler.slots.settle()
                 start = FrozenState(scheduler)
             except Exception as error:
                 # Whatever is wrong here, requests must not suffer from it.

@@ -158,6 +158,10 @@ class RequestLifecycle:
             request.status = RequestStatus.WAITING
             self.queue.restore(request)
 
+    def is_deadline_past(self, now: float) -> bool:
+        """Whether `expire` may have something to do."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
+
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; those that wait have cost nothing yet."""
         deadlines = self._deadlines
@@ -338,8 +342,8 @@ class RequestLifecycle:
     def make_stats(self) -> SchedulerStats:
         """Gauges now, and counts since the last call."""
         stats, self.stats = self.stats, SchedulerStats()
-        stats.num_running = len(self.running)
-        stats.num_waiting = self.num_waiting
+        stats.num_running = num_running = len(self.running)
+        stats.num_waiting = len(self.requests) - num_running
         pool, host = self.manager.pool, self.manager.host
         stats.kv_cache_usage = pool.usage
         if pool.lifetimes.has_news:

@@ -154,9 +154,10 @@ class RunningPass:
         if plan.encoders is not None:
             self._encoders.carry_out(plan.encoders)
         state.num_computed_tokens[slots] = plan.computed
-        state.num_expected_tokens[slots] += samples
+        num_expected = state.num_expected_tokens
+        num_expected[slots] += samples
         if self._drafts is not None:
-            state.num_expected_tokens[slots] += plan.num_drafts(samples)
+            num_expected[slots] += plan.num_drafts(samples)
         self._manager.tables.grow(plan.growth)
         for slot, num_prefill_tokens in list(self._running.prefilling.items()):
             request = self._running[slot]

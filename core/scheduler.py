@@ -67,6 +67,7 @@ from .requirements import Requirements
 from .running_pass import RunningPass
 from .running_requests import RunningRequests
 from .slots import SlotArray, Slots
+from .steady_decode import SteadyDecode
 from .step_results import StepResults
 from .step_writer import StepWriter
 
@@ -215,6 +216,21 @@ class Scheduler(SchedulerInterface):
             transfers=self._transfers,
         )
         self._writer = StepWriter(self._running, self.kv_cache_manager, self._drafts)
+        self._steady: SteadyDecode | None = None
+        is_fixed = (
+            speculative is None
+            and kv_transfer is None
+            and config.num_micro_batches == 1
+            and not config.inject_preemption
+        )
+        if is_fixed and SteadyDecode.is_possible(self.kv_cache_manager):
+            self._steady = SteadyDecode(
+                self._lifecycle,
+                self._encoders,
+                self._results,
+                may_displace=config.policy == SchedulingPolicy.PRIORITY
+                and config.priority_preemption,
+            )
         self._step = 0
         self.violations: list[str] = []
         """What did not add up, since the owner of the scheduler last emptied this."""
@@ -264,6 +280,19 @@ class Scheduler(SchedulerInterface):
     # the next step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        return self._repeat(now) or self._plan(now)
+
+    def _repeat(self, now: float) -> SchedulerOutput | None:
+        """The step before once more, if nothing has happened that the next one depends on."""
+        step = self._steady.repeat(self._step + 1, now) if self._steady is not None else None
+        if step is not None:
+            self._step += 1
+        return step
+
+    def _plan(self, now: float) -> SchedulerOutput | None:
+        """The next step, whatever it was before."""
+        if self._steady is not None:
+            self._steady.end()
         tried = self._lifecycle.quarantine.next()
         if tried is not None:
             if self._results.is_anything_expected:
@@ -316,6 +345,8 @@ class Scheduler(SchedulerInterface):
             self._transfers.describe(step)
         if self._encoders.are_in_use:
             self._encoders.describe(step)
+        if self._steady is not None:
+            self._steady.begin(step, in_flight)
         return step
 
     def _beside(self, tried: Request | None) -> list[int]:
@@ -409,8 +440,11 @@ class Scheduler(SchedulerInterface):
         return self._running.has_removed
 
     def has_requests(self) -> bool:
-        is_waiting = self._transfers is not None and self._transfers.are_outstanding
-        return super().has_requests() or is_waiting
+        return (
+            bool(self.requests)
+            or self._running.has_removed
+            or (self._transfers is not None and self._transfers.are_outstanding)
+        )
 
     def get_kv_connector(self) -> KVConnector | None:
         return self._transfers.connector if self._transfers is not None else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,12 @@ SlotArray: TypeAlias = npt.NDArray[np.intp]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 _INITIAL_OUTPUT_CAPACITY = 256
+
+_FEW_STOPS: Final = 8
+"""So many tokens are looked for one by one."""
+
+_MAX_PUT_OFF: Final = 64
+"""Outputs of steps that wait to be sorted into those of each request."""
 
 
 def as_array(values: list[int]) -> Int64Array:
@@ -39,23 +45,68 @@ class Slots:
         self.generation: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.client_index: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.request_index: Int32Array = np.zeros(max_num_seqs, np.int32)
-        self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.num_expected_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._num_expected_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.num_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._num_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_vacated = 0
         """Grows whenever a slot is vacated; equal values mean that every slot kept its request."""
+        self._alike: SlotArray = np.zeros(0, np.intp)
+        self._num_advanced = 0
+        self._appended: list[bytes] = []
+        """What `settle` has still to carry out for the slots `_alike`."""
+        self._num_until_limit = 0
+        """Before so many tokens more no request comes to the end of its output, or of the memory for it; 0 if unknown."""
         self._output_capacity = _INITIAL_OUTPUT_CAPACITY
         self._output_token_ids: Int32Array = np.zeros(
             max_num_seqs * self._output_capacity, np.int32
         )
         self._num_stopped_by: Int32Array = np.zeros(vocab_size, np.int32)
+        self._stops: set[int] = set()
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_computed_tokens(self) -> Int64Array:
+        self.settle()
+        return self._num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> Int64Array:
+        self.settle()
+        return self._num_expected_tokens
+
+    @property
+    def num_output_tokens(self) -> Int64Array:
+        self.settle()
+        return self._num_output_tokens
+
+    def settle(self) -> None:
+        """Carry out what was put off because the same slots do the same in many steps."""
+        slots = self._alike
+        if self._num_advanced:
+            self._num_computed_tokens[slots] += self._num_advanced
+            self._num_expected_tokens[slots] += self._num_advanced
+            self._num_advanced = 0
+        if self._appended:
+            length = len(self._appended)
+            appended = int32_view(b"".join(self._appended)).reshape(length, -1).T
+            self._appended = []
+            num_output = self._num_output_tokens[slots]
+            starts = slots * self._output_capacity + num_output
+            self._output_token_ids[starts[:, None] + np.arange(length)] = appended
+            self._num_output_tokens[slots] = num_output + length
+
+    def advance(self, slots: SlotArray) -> None:
+        """Each of `slots` computes one token, and samples one."""
+        if slots is not self._alike:
+            self.settle()
+            self._alike = slots
+        self._num_advanced += 1
 
     def take(
         self,
@@ -65,6 +116,7 @@ class Slots:
         max_output_tokens: Int64Array,
     ) -> SlotArray:
         """Give each request a slot. `max_output_tokens` count the output tokens that they have already, too."""
+        self.settle()
         count = len(requests)
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
@@ -72,12 +124,13 @@ class Slots:
         self.is_running[slots] = True
         self.client_index[slots] = as_array([request.client_index for request in requests])
         self.request_index[slots] = as_array([request.request_index for request in requests])
-        self.num_computed_tokens[slots] = num_computed_tokens
-        self.num_expected_tokens[slots] = num_expected_tokens
+        self._num_computed_tokens[slots] = num_computed_tokens
+        self._num_expected_tokens[slots] = num_expected_tokens
         num_prompt_tokens = as_array([request.num_prompt_tokens for request in requests])
         self.max_computed_tokens[slots] = num_prompt_tokens + max_output_tokens - 1
-        self.num_output_tokens[slots] = 0
+        self._num_output_tokens[slots] = 0
         self.max_output_tokens[slots] = max_output_tokens
+        self._num_until_limit = 0
         for request, slot in zip(requests, taken, strict=True):
             request.slot = slot
             request.num_admissions += 1
@@ -89,6 +142,7 @@ class Slots:
 
     def vacate(self, requests: Sequence[Request]) -> None:
         """Take the slots back; rows of steps in flight that name them become stale."""
+        self.settle()
         vacated = [request.slot for request in requests]
         slots = as_array(vacated)
         self.is_running[slots] = False
@@ -107,7 +161,7 @@ class Slots:
         self._reserve_output(len(output))
         start = request.slot * self._output_capacity
         self._output_token_ids[start : start + len(output)] = output
-        self.num_output_tokens[request.slot] = len(output)
+        self._num_output_tokens[request.slot] = len(output)
         request.output_token_ids = b""
 
     def _count_stops(self, requests: Sequence[Request], change: int) -> None:
@@ -116,6 +170,10 @@ class Slots:
         for stop_token_ids, count in alike.items():
             for token_id in stop_token_ids:
                 self._num_stopped_by[token_id] += change * count
+                if self._num_stopped_by[token_id]:
+                    self._stops.add(token_id)
+                else:
+                    self._stops.remove(token_id)
 
     def num_known_tokens(self, slots: SlotArray) -> Int64Array:
         """Tokens of the prompt and those that the workers have reported."""
@@ -128,6 +186,29 @@ class Slots:
         start = slot * self._output_capacity
         return self._output_token_ids[start : start + int(self.num_output_tokens[slot])]
 
+    def append_alike(self, slots: SlotArray, frame: bytes) -> bool:
+        """Append one token of the int32 `frame` to each of `slots`, if none of them may have ended by it.
+
+        Returns whether this was done.
+        """
+        if slots is not self._alike:
+            return False
+        if not self._num_until_limit:
+            most = np.minimum(self.max_output_tokens, self._output_capacity)
+            until_limit = (most - self.num_output_tokens)[self.is_running]
+            self._num_until_limit = int(until_limit.min()) - 1
+        if self._num_until_limit <= 0 or len(self._stops) > _FEW_STOPS:
+            return False
+        for token_id in self._stops:
+            # Bytes of two tokens may look like it, which does no harm.
+            if token_id.to_bytes(4, "little") in frame:
+                return False
+        self._num_until_limit -= 1
+        self._appended.append(frame)
+        if len(self._appended) == _MAX_PUT_OFF:
+            self.settle()
+        return True
+
     def append_output(self, slots: SlotArray, token_ids: Int32Array) -> SlotArray:
         """Append one token to each of `slots`.
 
@@ -135,12 +216,11 @@ class Slots:
         with a token that some running request stops at.
         """
         num_output = self.num_output_tokens[slots]
-        longest = int(num_output.max())
-        if longest >= self._output_capacity:
-            self._reserve_output(longest + 1)
+        self._reserve_output(int(num_output.max()) + 1)
         self._output_token_ids[slots * self._output_capacity + num_output] = token_ids
         num_output += 1
-        self.num_output_tokens[slots] = num_output
+        self._num_output_tokens[slots] = num_output
+        self._num_until_limit = 0
         may_end = num_output >= self.max_output_tokens[slots]
         may_end |= self.may_stop(token_ids)
         return may_end.nonzero()[0]
@@ -154,7 +234,8 @@ class Slots:
         self._reserve_output(int(num_output.max()) + 1)
         starts = slots * self._output_capacity + before - (np.cumsum(counts) - counts)
         self._output_token_ids[np.repeat(starts, counts) + np.arange(len(token_ids))] = token_ids
-        self.num_output_tokens[slots] = num_output
+        self._num_output_tokens[slots] = num_output
+        self._num_until_limit = 0
         may_end = num_output >= self.max_output_tokens[slots]
         may_end |= self.may_stop(token_ids[np.cumsum(counts) - 1])
         return may_end.nonzero()[0]

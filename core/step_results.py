@@ -83,6 +83,31 @@ class StepResults:
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
         """Take in the oldest step's output. Returns that step, and what each client is to be told."""
         step = self._pop(scheduler_output, output)
+        if not self._is_plain(step, output) or not self._slots.append_alike(
+            step.sampling.slots, output.sampled_token_ids
+        ):
+            return step, self._take_rows(step, output, now)
+        return step, self._clients.take(
+            step.sampling, output.sampled_token_ids, None, now, self._lifecycle.make_stats
+        )
+
+    def _is_plain(self, step: StepInFlight, output: ModelRunnerOutput) -> bool:
+        """Whether there is nothing but one more token for each of those who ran before and run still."""
+        return not (
+            step.sampling.num_vacated != self._slots.num_vacated
+            or step.prefilled
+            or step.constrained
+            or output.failed_slots
+            or output.logprobs
+            or output.prompt_logprobs
+            or output.nan_slots
+            or self._drafts is not None
+            or self._lifecycle.transfers is not None
+        )
+
+    def _take_rows(
+        self, step: StepInFlight, output: ModelRunnerOutput, now: float
+    ) -> dict[int, EngineCoreOutputs]:
         token_ids = int32_view(output.sampled_token_ids)
         if self._lifecycle.transfers is not None:
             self._lifecycle.transfers.take(step, output.kv_connector_output, now)
@@ -121,8 +146,8 @@ class StepResults:
             self._last_batch = step.step, step.batch
             if output.drafts is not None:
                 self._drafts.propose(step.batch, output.drafts)
-        return step, self._clients.take(
-            sampling, token_ids, counts, now, self._lifecycle.make_stats
+        return self._clients.take(
+            sampling, token_ids.tobytes(), counts, now, self._lifecycle.make_stats
         )
 
     def take_drafts(self, drafts: DraftTokenIds) -> None:

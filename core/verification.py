@@ -30,8 +30,9 @@ def subtract_rejections(
     """Correct the counts of requests whose drafts were all expected to be accepted."""
     state, slots = running.slots, sampling.slots
     rejected = num_drafts + 1 - counts
-    state.num_computed_tokens[slots] -= rejected
-    state.num_expected_tokens[slots] -= rejected
+    num_computed, num_expected = state.num_computed_tokens, state.num_expected_tokens
+    num_computed[slots] -= rejected
+    num_expected[slots] -= rejected
     accepted = counts[num_drafts > 0] - 1
     stats.num_drafts += len(accepted)
     stats.num_draft_tokens += int(num_drafts.sum())

@@ -29,7 +29,7 @@ from support.model_connector import (
     find_bad_blocks_by_chance,
 )
 from support.model_worker import propose_by_chance
-from support.recorded_harness import RecordedHarness, replay
+from support.recorded_harness import PlanningScheduler, RecordedHarness, replay
 from support.traffic import HYBRIDS, SALTS, Traffic, random_harness, run_traffic
 
 VOCAB_SIZE = 32
@@ -171,6 +171,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             replay(self.harness.dump())
             self.harness.lose_core()
 
+    @rule(num_steps=st.integers(2, 12))
+    def run_on(self, num_steps):
+        """Nothing happens for a while but what is running."""
+        for _ in range(num_steps):
+            self.harness.schedule()
+            while self.harness.num_in_flight >= self.harness.max_in_flight:
+                self.harness.update()
+
     @rule(reset_running=st.booleans())
     def reset_prefix_cache(self, reset_running):
         self.harness.scheduler.reset_prefix_cache(reset_running, self.harness.now)
@@ -184,7 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "harness"):
             self.harness.drain()
-            replay(self.harness.dump())
+            dump = self.harness.dump()
+            assert replay(dump, PlanningScheduler) == replay(dump)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -11,6 +11,7 @@ from engine.core.event_log import EventLog
 from engine.core.recorded_scheduler import RecordedScheduler
 from engine.core.replayer import Replayer
 from engine.core.scheduler import Scheduler
+from engine.protocol.messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
 
@@ -19,6 +20,13 @@ class TransparentRecorder(RecordedScheduler):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
+
+
+class PlanningScheduler(Scheduler):
+    """Plans every step, also one that repeats the one before."""
+
+    def _repeat(self, now: float) -> SchedulerOutput | None:
+        return None
 
 
 class RecordedHarness(Harness):

@@ -1,0 +1,119 @@
+"""Steps that repeat the one before: all that runs decodes, and nobody comes or leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..protocol.arrays import Int64Array
+from ..protocol.messages import SchedulerOutput
+from .batch import Batch, StepInFlight
+from .encoder_inputs import EncoderInputs
+from .kv_cache_manager import KVCacheManager
+from .request_lifecycle import RequestLifecycle
+from .step_results import StepResults
+
+
+class SteadyDecode:
+    """Repeats a step until something changes, doing in it what changes: it counts, and gives blocks to a few slots.
+
+    Which slots need a block is the same every `block_size` steps. What it decides is what planning for
+    everybody anew would decide. It is of use because the core sleeps between two steps: what
+    it needs then is no longer in the processor's caches, so the less of it the better.
+    """
+
+    def __init__(
+        self,
+        lifecycle: RequestLifecycle,
+        encoders: EncoderInputs,
+        results: StepResults,
+        *,
+        may_displace: bool,
+    ) -> None:
+        """`may_displace` tells whether a request that waits may take the slot of one that runs."""
+        self._lifecycle = lifecycle
+        self._queue = lifecycle.queue
+        self._slots = lifecycle.running.slots
+        self._tables = lifecycle.manager.tables
+        self._pool = lifecycle.manager.pool
+        self._block_size = lifecycle.manager.block_size
+        self._encoders = encoders
+        self._results = results
+        self._may_displace = may_displace
+        self._batch = Batch(np.zeros(0, np.intp), self._slots)
+        self._num_common_blocks = 0
+        self._num_left = 0
+        self._num_repeated = 0
+        self._room: Int64Array = np.zeros(0, np.int64)
+        self._growing: list[list[int]] = []
+
+    @staticmethod
+    def is_possible(manager: KVCacheManager) -> bool:
+        """Whether blocks are only ever added to the tables, and nothing is copied."""
+        return manager.host is None and manager.tables.is_simple
+
+    def begin(self, output: SchedulerOutput, in_flight: StepInFlight) -> None:
+        """A step was planned. If it is one that repeats itself, it may be repeated until `end`."""
+        batch = in_flight.batch
+        if (
+            output.slots is not None
+            or output.chunks
+            or output.removed_slots
+            or in_flight.sampling is not batch
+            or in_flight.has_prefill
+            or in_flight.constrained
+            or not len(batch)
+            or self._may_admit()
+            or self._lifecycle.quarantine.suspects
+        ):
+            return
+        slots = batch.slots
+        computed = self._slots.num_computed_tokens[slots]
+        room = self._tables.capacity[slots] - computed
+        if room.max() >= self._block_size:
+            return
+        self._batch = batch
+        self._num_common_blocks = output.num_common_blocks
+        self._num_left = int((self._slots.max_computed_tokens[slots] - computed).min())
+        self._num_repeated = 0
+        self._room = room
+        self._growing = []
+
+    def end(self) -> None:
+        """The step to come is planned."""
+        self._num_left = 0
+
+    def repeat(self, step: int, now: float) -> SchedulerOutput | None:
+        """The same step once more, as number `step`; None if it cannot be the same."""
+        batch = self._batch
+        if (
+            not self._num_left
+            or batch.num_vacated != self._slots.num_vacated
+            or self._may_admit()
+            or self._encoders.are_in_use
+            or self._lifecycle.is_deadline_past(now)
+        ):
+            return None
+        phase = self._num_repeated % self._block_size
+        if phase == len(self._growing):
+            self._growing.append(batch.slots[self._room == phase].tolist())
+        growing = self._growing[phase]
+        if len(growing) > self._pool.num_free:
+            return None
+        self._pool.lifetimes.now = now
+        updates = b""
+        if growing:
+            updates = self._tables.grow_by_one(growing)
+        self._num_left -= 1
+        self._num_repeated += 1
+        self._slots.advance(batch.slots)
+        self._results.expect(StepInFlight(step, batch, batch, [], [], now, False, [], None))
+        stats = self._lifecycle.stats
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += len(batch.slots)
+        return SchedulerOutput(
+            step, block_updates=updates, num_common_blocks=self._num_common_blocks
+        )
+
+    def _may_admit(self) -> bool:
+        """Whether somebody waits for whom there is a slot, or who may take another's."""
+        return len(self._queue) > 0 and (self._slots.num_free > 0 or self._may_displace)
