@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "packed_layout.h"
+
 namespace engine {
 
 namespace {
@@ -14,18 +16,19 @@ constexpr int kTileWeights = 1 << 18;
 // Rows of so few elements altogether are not worth waking anyone for.
 constexpr int kNotWorthSharing = 6144;
 
-// Columns are shared out in units that are whole groups of activations, larger ones if there are many.
-int unit_columns(int columns, int tiles) {
-  return columns >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
+// Columns are shared out in units that are whole groups of activations; larger ones if there are many, and where
+// the kernels read several tiles at once.
+int unit_columns(const PackedWeight& w, int tiles) {
+  return !is_integer(w.format) || w.n >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
 }
-int column_bound(int columns, int tile, int tiles) {
-  const int unit = unit_columns(columns, tiles);
-  const int units = (columns + unit - 1) / unit;
-  return std::min(int(int64_t(units) * tile / tiles) * unit, columns);
+int column_bound(const PackedWeight& w, int tile, int tiles) {
+  const int unit = unit_columns(w, tiles);
+  const int units = (w.n + unit - 1) / unit;
+  return std::min(int(int64_t(units) * tile / tiles) * unit, w.n);
 }
-int widest_tile(int columns, int tiles) {
-  const int unit = unit_columns(columns, tiles);
-  const int units = (columns + unit - 1) / unit;
+int widest_tile(const PackedWeight& w, int tiles) {
+  const int unit = unit_columns(w, tiles);
+  const int units = (w.n + unit - 1) / unit;
   return (units + tiles - 1) / tiles * unit;
 }
 
@@ -193,7 +196,7 @@ int Program::share_columns(const Op& op, int rows, int num_parts, Shares& shares
     const int by_size = int(int64_t(n) * op.parts[i]->k / kTileWeights);
     int& column_tiles = shares.column_tiles[i];
     column_tiles = std::max({share, by_size, 1});
-    while (widest_tile(n, column_tiles) > widest) column_tiles++;
+    while (widest_tile(*op.parts[i], column_tiles) > widest) column_tiles++;
     tiles += column_tiles;
   }
   return tiles * shares.row_blocks;
@@ -304,8 +307,8 @@ void Program::run_linear(const Op& op, const Shares& shares, Tile& tile) {
     first_column += op.parts[part++]->n;
   }
   const PackedWeight& weight = *op.parts[part];
-  const int begin = column_bound(weight.n, index, shares.column_tiles[part]);
-  const int columns = column_bound(weight.n, index + 1, shares.column_tiles[part]) - begin;
+  const int begin = column_bound(weight, index, shares.column_tiles[part]);
+  const int columns = column_bound(weight, index + 1, shares.column_tiles[part]) - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   float* sums = scratch_[tile.thread]->tile.get();
   if (columns)
@@ -331,8 +334,8 @@ void Program::run_gated(const Op& op, const Shares& shares, Tile& tile) {
   const int rows = std::min(num_tokens_ - row, kRowBlock);
   const PackedWeight& gate_weight = *op.parts[0];
   const int index = tile.index / shares.row_blocks;
-  const int begin = column_bound(gate_weight.n, index, shares.column_tiles[0]);
-  const int end = column_bound(gate_weight.n, index + 1, shares.column_tiles[0]);
+  const int begin = column_bound(gate_weight, index, shares.column_tiles[0]);
+  const int end = column_bound(gate_weight, index + 1, shares.column_tiles[0]);
   const int columns = end - begin;
   float* gate = scratch_[tile.thread]->tile.get();
   float* up = gate + kTileFloats;
@@ -373,8 +376,8 @@ void Program::run_head(const Op& op, const Shares& shares, Tile& tile) {
   const int row = tile.index % shares.row_blocks * kRowBlock;
   const int rows = std::min(step_.num_logit_rows - row, kRowBlock);
   const int index = tile.index / shares.row_blocks;
-  const int begin = column_bound(weight.n, index, shares.column_tiles[0]);
-  const int end = column_bound(weight.n, index + 1, shares.column_tiles[0]);
+  const int begin = column_bound(weight, index, shares.column_tiles[0]);
+  const int end = column_bound(weight, index + 1, shares.column_tiles[0]);
   const int columns = end - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
   float* out = scratch_[tile.thread]->tile.get();
