@@ -227,6 +227,20 @@ def test_outliers_take_no_levels_from_the_rest_of_their_group() -> None:
     assert split < 1.2 * without_outliers < 0.2 * int8
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_only_the_fours_of_outliers_have_second_terms(isa: int) -> None:
+    native_library().engine_select_isa(isa)
+    weight = random_weight(T.Q8_0, F.U8, 16, 512)
+    x_RK = np.random.default_rng(4).uniform(-1, 1, (2, 512)).astype(np.float32)
+    x_RK[0, [70, 300]] = 100, -3000
+    # Large all together, these are no outliers.
+    x_RK[1, 96:128] *= 1000
+    fours = quantized(weight, x_RK, ActivationKind.INT8_SPLIT)[:, 16 * 48 : 16 * 49]
+    expected = np.zeros((2, 16), np.uint8)
+    expected[0, [70 // 32, 300 // 32]] = 1 << 70 % 32 // 4, 1 << 300 % 32 // 4
+    np.testing.assert_array_equal(fours, expected)
+
+
 def test_rows_without_outliers_are_plain_int8() -> None:
     for source_type, weight_format in INTEGER_PACKINGS:
         weight = random_weight(source_type, weight_format, 32, 256)
@@ -240,7 +254,7 @@ def test_rows_without_outliers_are_plain_int8() -> None:
 
 
 def split_activations(rows: int, k: int) -> Floats:
-    """Of each row other groups are split; more than 64 groups need a second mask."""
+    """Of each row other fours are split; more than 64 groups need masks from two vectors."""
     x_RK = activations(rows, k, seed=5)
     for row, column in enumerate(np.random.default_rng(6).integers(0, k, rows)):
         x_RK[row, column] = 100 * np.abs(x_RK[row]).max()
@@ -249,7 +263,7 @@ def split_activations(rows: int, k: int) -> Floats:
 
 @pytest.mark.parametrize(("source_type", "weight_format"), INTEGER_PACKINGS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_split_groups_have_the_same_bits_by_every_set_and_in_every_company(
+def test_split_fours_have_the_same_bits_by_every_set_and_in_every_company(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     kind, library = ActivationKind.INT8_SPLIT, native_library()

@@ -20,7 +20,7 @@ bool isa_supported(Isa isa) {
       return isa_supported(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-             __builtin_cpu_supports("avx512bf16");
+             __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("bmi2");
 #elif defined(__aarch64__) && defined(__linux__)
     case Isa::neon:
       return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP

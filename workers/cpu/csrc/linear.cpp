@@ -24,42 +24,6 @@ const LinearKernels& kernels() {
   }
 }
 
-// How many times the mean of a row's scales a group's must be to be split.
-constexpr float kSplitRatio = 3;
-
-void split_group(const float* x, ActivationGroup& group, int8_t* high) {
-  const float amax = group.scale * 127.0f, inverse = float(127 * kHighUnit) / amax;
-  int32_t sums[2] = {0, 0};
-  for (int half = 0; half < 2; half++) {
-    for (int i = 16 * half; i < 16 * half + 16; i++) {
-      // Adding 1.5 * 2^23 rounds to the nearest integer.
-      const int32_t q = int32_t((x[i] * inverse + 0x1.8p23f) - 0x1.8p23f);
-      const int32_t above = (q + kHighUnit / 2) >> kHighShift;
-      high[i] = int8_t(above);
-      group.q[i] = int8_t(q - above * kHighUnit);
-      sums[half] += q;
-    }
-  }
-  set_sums(group, amax / float(127 * kHighUnit), sums[0], sums[1]);
-}
-
-// Turns a row of int8 into one of int8_split.
-void split_groups(const float* x, int num_groups, uint8_t* row) {
-  auto* groups = reinterpret_cast<ActivationGroup*>(row);
-  auto* is_split = reinterpret_cast<uint64_t*>(groups + num_groups);
-  auto* high = reinterpret_cast<int8_t*>(row + high_terms_at(num_groups));
-  std::memset(is_split, 0, activation_row_bytes(ActivationKind::int8_split, num_groups * kGroup) -
-                               num_groups * sizeof(ActivationGroup));
-  float sum = 0;
-  for (int g = 0; g < num_groups; g++) sum += groups[g].scale;
-  const float limit = kSplitRatio / float(num_groups) * sum;
-  for (int g = 0; g < num_groups; g++) {
-    if (!(groups[g].scale > limit)) continue;
-    is_split[g / 64] |= uint64_t(1) << g % 64;
-    split_group(x + g * kGroup, groups[g], high + g * kGroup);
-  }
-}
-
 }  // namespace
 
 size_t activation_row_bytes(ActivationKind kind, int k) {
@@ -75,8 +39,10 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
   const size_t row_bytes = activation_row_bytes(kind, k);
   auto* row = static_cast<uint8_t*>(out);
   for (int r = 0; r < rows; r++, x += x_stride, row += row_bytes) {
-    if (is_int8(kind)) kernels().quantize_int8(x, k, row);
-    if (kind == ActivationKind::int8_split) split_groups(x, k / kGroup, row);
+    if (kind == ActivationKind::int8)
+      kernels().quantize_int8(x, k, row);
+    else if (kind == ActivationKind::int8_split)
+      kernels().quantize_int8_split(x, k, row);
     else if (kind == ActivationKind::bf16)
       kernels().quantize_bf16(x, k, row);
     else if (kind == ActivationKind::f32)

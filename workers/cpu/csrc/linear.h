@@ -29,8 +29,8 @@ enum class ActivationKind : int32_t {
   int8 = 0,  // for the integer formats: int8 and a float32 scale per group of 32
   bf16 = 1,  // for bf16
   f32 = 2,   // for f16 and f32
-  // For the integer formats: int8, with a second int8 where outliers would leave the rest of a group
-  // few levels. Which groups these are depends on the whole row.
+  // For the integer formats: int8, with a second int8 for outliers that would leave the rest of their group
+  // few levels.
   int8_split = 3,
 };
 
@@ -44,10 +44,6 @@ struct PackedWeight {
 // Columns [n_begin, n_end) of the output are computed from whole tiles of packed rows: n_begin must be
 // a multiple of this, n_end one or n itself. Multiples of 4 * kColumnTile are fastest.
 constexpr int kColumnTile = 16;
-
-constexpr bool is_int8(ActivationKind kind) {
-  return kind == ActivationKind::int8 || kind == ActivationKind::int8_split;
-}
 
 // Bytes of one row of k activations: row r of a buffer begins at r * activation_row_bytes(kind, k).
 // Always a multiple of 16; buffers are aligned to 64.

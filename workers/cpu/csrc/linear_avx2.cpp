@@ -127,6 +127,18 @@ ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t*
     sums[r] = {dot16<kMaxCode>(sums[r].low, low, fours), dot16<kMaxCode>(sums[r].high, high, fours)};
   }
 }
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  ENGINE_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    int32_t four;
+    std::memcpy(&four, q + r * row_bytes, 4);
+    const __m256i fours = _mm256_set1_epi32(four);
+    sums[r] = add(sums[r], {_mm256_madd_epi16(pairs<kMaxCode>(codes.low, fours), ones),
+                            _mm256_madd_epi16(pairs<kMaxCode>(codes.high, fours), ones)});
+  }
+}
 ENGINE_INLINE Floats odd_halves(Codes x) {
   const __m256i upper = _mm256_set1_epi32(-65536);
   return {_mm256_castsi256_ps(_mm256_and_si256(x.low, upper)),
@@ -149,28 +161,53 @@ ENGINE_INLINE int32_t sum_of(__m256i x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
 
-void quantize_group(const float* x, ActivationGroup& group) {
+ENGINE_INLINE __m256i max_of_fours(__m256i x) {
+  x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
+  return _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+}
+
+template <bool kIsSplit>
+uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  __m256i amax = _mm256_setzero_si256();
-  for (int i = 0; i < 4; i++) amax = _mm256_max_epi32(amax, _mm256_and_si256(load(x + 8 * i), magnitude));
-  __m128i lanes = _mm_max_epi32(_mm256_castsi256_si128(amax), _mm256_extracti128_si256(amax, 1));
-  lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4e));
-  lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0xb1));
-  const GroupScale scale = group_scale(_mm_cvtsi128_si32(lanes));
+  __m256i amax = _mm256_setzero_si256(), eighths = _mm256_setzero_si256();
+  for (int i = 0; i < 4; i++) {
+    const __m256i fours = max_of_fours(_mm256_and_si256(load(x + 8 * i), magnitude));
+    amax = _mm256_max_epi32(amax, fours);
+    eighths = _mm256_add_epi32(eighths, _mm256_srli_epi32(fours, 3));
+  }
+  const int32_t amax_bits = _mm_cvtsi128_si32(
+      _mm_max_epi32(_mm256_castsi256_si128(amax), _mm256_extracti128_si256(amax, 1)));
+  const int32_t sum_of_eighths = _mm_cvtsi128_si32(
+      _mm_add_epi32(_mm256_castsi256_si128(eighths), _mm256_extracti128_si256(eighths, 1)));
+  const GroupScale scale = kIsSplit ? split_scale(amax_bits, sum_of_eighths) : group_scale(amax_bits);
   __m256i q[4];
   for (int i = 0; i < 4; i++)
     q[i] = scale.inverse == 0 ? _mm256_setzero_si256()
                               : _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i),
                                                                  _mm256_set1_ps(scale.inverse)));
+  set_sums(group, scale.scale, sum_of(_mm256_add_epi32(q[0], q[1])), sum_of(_mm256_add_epi32(q[2], q[3])));
+  uint8_t fours = 0;
+  if (kIsSplit) {
+    alignas(32) int32_t all[kGroup];
+    for (int i = 0; i < 4; i++) _mm256_store_si256(reinterpret_cast<__m256i*>(all + 8 * i), q[i]);
+    fours = split_outliers(all, high);
+    for (int i = 0; i < 4; i++) q[i] = load(all + 8 * i);
+  }
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(group.q),
                       _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-  set_sums(group, scale.scale, sum_of(_mm256_add_epi32(q[0], q[1])), sum_of(_mm256_add_epi32(q[2], q[3])));
+  return fours;
 }
 
 void quantize_int8(const float* x, int k, void* out) {
   auto* group = static_cast<ActivationGroup*>(out);
-  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+  for (int i = 0; i < k; i += kGroup) quantize_group<false>(x + i, *group++, nullptr);
+}
+
+void quantize_int8_split(const float* x, int k, void* out) {
+  const SplitRow row(out, k);
+  for (int g = 0; g < k / kGroup; g++)
+    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -60,17 +60,21 @@ template <int kZeroPoint>
 ENGINE_INLINE Ints times(Ints minus_sum) {
   return _mm512_slli_epi32(minus_sum, __builtin_ctz(kZeroPoint));
 }
-// Adds to each row's sum the dot product of 16 codes of each column with 16 activations.
+// Adds to each row's sum the dot product of four codes of each column with four activations.
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot4(Ints (&sums)[kRows], Codes codes, const uint8_t* q, size_t row_bytes) {
+  ENGINE_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    int32_t four;
+    std::memcpy(&four, q + r * row_bytes, 4);
+    sums[r] = _mm512_dpbusd_epi32(sums[r], codes, _mm512_set1_epi32(four));
+  }
+}
+// The same for four times as many.
 template <int kMaxCode, int kRows>
 ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
   ENGINE_UNROLL
-  for (int i = 0; i < 4; i++)
-    ENGINE_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      int32_t four;
-      std::memcpy(&four, q + r * row_bytes + 4 * i, 4);
-      sums[r] = _mm512_dpbusd_epi32(sums[r], codes[i], _mm512_set1_epi32(four));
-    }
+  for (int i = 0; i < 4; i++) dot4<kMaxCode, kRows>(sums, codes[i], q + 4 * i, row_bytes);
 }
 // sum + w[1] * x[1], rounded, + w[0] * x[0], rounded, for the pair of each column.
 ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
@@ -79,25 +83,42 @@ ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
   return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
 }
 
+ENGINE_INLINE __m512i magnitude_bits(__m512 x) {
+  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+}
+ENGINE_INLINE __m512i max_of_fours(__m512i x) {
+  x = _mm512_max_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_BADC));
+  return _mm512_max_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_CDAB));
+}
 ENGINE_INLINE __m128i max_of_lanes(__m512i x) {
   const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
   return _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
+ENGINE_INLINE __m256i bytes_of(__m512i first, __m512i second) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(first)),
+                                 _mm512_cvtepi32_epi8(second), 1);
+}
 
 // One value of a group a lane. If there are fewer than four groups the last takes the others' place too.
-void quantize_four_groups(const float* x, int num_groups, ActivationGroup* groups) {
-  const __m512i magnitude_bits = _mm512_set1_epi32(0x7fffffff);
+template <bool kIsSplit>
+void quantize_four_groups(const float* x, int num_groups, ActivationGroup* groups, uint8_t* fours, int8_t* high) {
   int group_of[4];
   __m512 values[4][2];
-  __m128i partial[4];
+  __m128i partial[4], sums[4];
   ENGINE_UNROLL
   for (int i = 0; i < 4; i++) {
     group_of[i] = i < num_groups ? i : num_groups - 1;
     values[i][0] = _mm512_loadu_ps(x + group_of[i] * kGroup);
     values[i][1] = _mm512_loadu_ps(x + group_of[i] * kGroup + 16);
-    partial[i] = max_of_lanes(
-        _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(values[i][0]), magnitude_bits),
-                         _mm512_and_si512(_mm512_castps_si512(values[i][1]), magnitude_bits)));
+    __m512i first = magnitude_bits(values[i][0]), second = magnitude_bits(values[i][1]);
+    if (kIsSplit) {
+      first = max_of_fours(first);
+      second = max_of_fours(second);
+      const __m512i sum = _mm512_add_epi32(_mm512_srli_epi32(first, 3), _mm512_srli_epi32(second, 3));
+      const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+      sums[i] = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    }
+    partial[i] = max_of_lanes(_mm512_max_epi32(first, second));
   }
   const __m128i pair0 = _mm_max_epi32(_mm_unpacklo_epi32(partial[0], partial[1]),
                                       _mm_unpackhi_epi32(partial[0], partial[1]));
@@ -109,20 +130,46 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
   const __mmask8 is_tiny = _mm_cmplt_epi32_mask(amax_bits, _mm_set1_epi32(kTinyBits));
   const __mmask8 is_infinite = _mm_cmpge_epi32_mask(amax_bits, _mm_set1_epi32(kInfinityBits));
   __m128 scale = _mm_maskz_div_ps(__mmask8(~is_tiny), amax, steps);
+  __m128 inverse_scale = _mm_maskz_div_ps(__mmask8(~(is_tiny | is_infinite)), steps, amax);
+  if (kIsSplit) {
+    const __m128i eighths = _mm_unpacklo_epi64(_mm_unpacklo_epi32(sums[0], sums[1]),
+                                               _mm_unpacklo_epi32(sums[2], sums[3]));
+    const __m128 sum_of_seven = _mm_cvtepi32_ps(_mm_sub_epi32(eighths, _mm_srli_epi32(amax_bits, 3)));
+    const __m128 typical = _mm_castsi128_ps(_mm_cvtps_epi32(_mm_mul_ps(sum_of_seven, _mm_set1_ps(kMeanOfSeven))));
+    const __mmask8 has_outliers = __mmask8(~(is_tiny | is_infinite)) &
+                                  _mm_cmp_ps_mask(amax, _mm_mul_ps(typical, _mm_set1_ps(kOutlierRatio)), _CMP_GT_OQ);
+    const __m128 least = _mm_mul_ps(scale, _mm_set1_ps(1.0f / kHighUnit));
+    const __m128 ordinary = _mm_mul_ps(typical, _mm_set1_ps(kOrdinaryRatio / 127.0f));
+    scale = _mm_mask_max_ps(scale, has_outliers, ordinary, least);
+    inverse_scale = _mm_mask_div_ps(inverse_scale, has_outliers, _mm_set1_ps(1.0f), scale);
+  }
   scale = _mm_mask_mov_ps(scale, is_infinite, _mm_castsi128_ps(_mm_set1_epi32(kNaNBits)));
-  const __m512 inverse = _mm512_castps128_ps512(
-      _mm_maskz_div_ps(__mmask8(~(is_tiny | is_infinite)), steps, amax));
+  const __m512 inverse = _mm512_castps128_ps512(inverse_scale);
 
   __m256i sums_of_4[4];
   ENGINE_UNROLL
   for (int i = 0; i < 4; i++) {
     const __m512 by = _mm512_permutexvar_ps(_mm512_set1_epi32(i), inverse);
-    // Infinity and NaN convert to a number whose low byte is 0.
-    const __m128i q0 = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i][0], by)));
-    const __m128i q1 = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i][1], by)));
-    const __m256i q = _mm256_inserti128_si256(_mm256_castsi128_si256(q0), q1, 1);
+    // Infinity and NaN convert to a number that has no magnitude and whose low byte is 0.
+    __m512i q0 = _mm512_cvtps_epi32(_mm512_mul_ps(values[i][0], by));
+    __m512i q1 = _mm512_cvtps_epi32(_mm512_mul_ps(values[i][1], by));
+    sums_of_4[i] = _mm256_setzero_si256();
+    if (kIsSplit) {
+      const __m512i most = _mm512_set1_epi32(127), half = _mm512_set1_epi32(kHighUnit / 2);
+      const __mmask16 is_outlier0 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q0)), most);
+      const __mmask16 is_outlier1 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q1)), most);
+      const __m512i above0 = _mm512_maskz_srai_epi32(is_outlier0, _mm512_add_epi32(q0, half), kHighShift);
+      const __m512i above1 = _mm512_maskz_srai_epi32(is_outlier1, _mm512_add_epi32(q1, half), kHighShift);
+      q0 = _mm512_sub_epi32(q0, _mm512_slli_epi32(above0, kHighShift));
+      q1 = _mm512_sub_epi32(q1, _mm512_slli_epi32(above1, kHighShift));
+      const __m256i above = bytes_of(above0, above1);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + group_of[i] * kGroup), above);
+      fours[group_of[i]] = uint8_t(_pext_u32(uint32_t(is_outlier0) | uint32_t(is_outlier1) << 16, 0x11111111));
+      sums_of_4[i] = _mm256_slli_epi32(_mm256_dpbusd_epi32(sums_of_4[i], _mm256_set1_epi8(1), above), kHighShift);
+    }
+    const __m256i q = bytes_of(q0, q1);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(groups[group_of[i]].q), q);
-    sums_of_4[i] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+    sums_of_4[i] = _mm256_dpbusd_epi32(sums_of_4[i], _mm256_set1_epi8(1), q);
   }
   const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums_of_4[0], sums_of_4[1]),
                                            _mm256_hadd_epi32(sums_of_4[2], sums_of_4[3]));
@@ -147,7 +194,14 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
 void quantize_int8(const float* x, int k, void* out) {
   auto* groups = static_cast<ActivationGroup*>(out);
   for (int g = 0; g < k / kGroup; g += 4)
-    quantize_four_groups(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g);
+    quantize_four_groups<false>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g, nullptr, nullptr);
+}
+
+void quantize_int8_split(const float* x, int k, void* out) {
+  const SplitRow row(out, k);
+  for (int g = 0; g < k / kGroup; g += 4)
+    quantize_four_groups<true>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, row.groups + g,
+                               row.fours + g, row.high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -11,6 +11,7 @@ namespace engine {
 struct LinearKernels {
   // x is one row of k floats.
   void (*quantize_int8)(const float* x, int k, void* out);
+  void (*quantize_int8_split)(const float* x, int k, void* out);
   void (*quantize_bf16)(const float* x, int k, void* out);
   // As linear_rows, by weight format.
   void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,

@@ -113,6 +113,17 @@ ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t*
     }
   }
 }
+template <int kMaxCode, int kRows>
+ENGINE_INLINE void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
+  ENGINE_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    const int8x16_t four =
+        vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(q + r * row_bytes)));
+    ENGINE_UNROLL
+    for (int i = 0; i < 4; i++)
+      sums[r].v[i] = vdotq_s32(sums[r].v[i], centred<kMaxCode>(codes.v[i]), four);
+  }
+}
 ENGINE_INLINE float32x4_t odd_half(uint8x16_t pairs) {
   return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(pairs), vdupq_n_u32(0xffff0000)));
 }
@@ -129,31 +140,45 @@ ENGINE_INLINE Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* 
   });
 }
 
-void quantize_group(const float* x, ActivationGroup& group) {
-  const uint32x4_t magnitude = vdupq_n_u32(0x7fffffff);
-  uint32x4_t amax = vdupq_n_u32(0);
-  for (int i = 0; i < kGroup; i += 4)
-    amax = vmaxq_u32(amax, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), magnitude));
-  const GroupScale scale = group_scale(int32_t(vmaxvq_u32(amax)));
-  int32_t sums[2];
+template <bool kIsSplit>
+uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
+  uint32_t amax_bits = 0, sum_of_eighths = 0;
+  for (int i = 0; i < kGroup; i += 4) {
+    const uint32_t four_bits = vmaxvq_u32(vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffff)));
+    amax_bits = four_bits > amax_bits ? four_bits : amax_bits;
+    sum_of_eighths += four_bits >> 3;
+  }
+  const GroupScale scale = kIsSplit ? split_scale(int32_t(amax_bits), int32_t(sum_of_eighths))
+                                    : group_scale(int32_t(amax_bits));
+  int32_t q[kGroup], sums[2];
   for (int half = 0; half < 2; half++) {
-    int32x4_t q[4];
-    for (int i = 0; i < 4; i++)
-      q[i] = scale.inverse == 0
-                 ? vdupq_n_s32(0)
-                 : vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 16 * half + 4 * i), scale.inverse));
-    const int16x8_t low = vcombine_s16(vmovn_s32(q[0]), vmovn_s32(q[1]));
-    const int16x8_t high = vcombine_s16(vmovn_s32(q[2]), vmovn_s32(q[3]));
-    const int8x16_t bytes = vcombine_s8(vmovn_s16(low), vmovn_s16(high));
-    vst1q_s8(group.q + 16 * half, bytes);
-    sums[half] = vaddlvq_s8(bytes);
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int i = 16 * half; i < 16 * half + 16; i += 4) {
+      const int32x4_t four = scale.inverse == 0 ? vdupq_n_s32(0)
+                                                : vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i), scale.inverse));
+      vst1q_s32(q + i, four);
+      sum = vaddq_s32(sum, four);
+    }
+    sums[half] = vaddvq_s32(sum);
+  }
+  const uint8_t fours = kIsSplit ? split_outliers(q, high) : 0;
+  for (int i = 0; i < kGroup; i += 8) {
+    const int16x8_t eight = vcombine_s16(vmovn_s32(vld1q_s32(q + i)), vmovn_s32(vld1q_s32(q + i + 4)));
+    vst1_s8(group.q + i, vmovn_s16(eight));
   }
   set_sums(group, scale.scale, sums[0], sums[1]);
+  return fours;
 }
 
 void quantize_int8(const float* x, int k, void* out) {
   auto* group = static_cast<ActivationGroup*>(out);
-  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+  for (int i = 0; i < k; i += kGroup) quantize_group<false>(x + i, *group++, nullptr);
+}
+
+void quantize_int8_split(const float* x, int k, void* out) {
+  const SplitRow row(out, k);
+  for (int g = 0; g < k / kGroup; g++)
+    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -83,12 +83,15 @@ inline Ints times(const Ints& minus_sum) {
   return each<Ints>([&](int i) { return minus_sum.v[i] * kZeroPoint; });
 }
 template <int kMaxCode, int kRows>
-inline void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
+inline void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
   for (int r = 0; r < kRows; r++)
-    for (int v = 0; v < 4; v++)
-      for (int i = 0; i < kColumnTile; i++)
-        for (int j = 0; j < 4; j++)
-          sums[r].v[i] += codes[v].v[4 * i + j] * int8_t(q[r * row_bytes + 4 * v + j]);
+    for (int i = 0; i < kColumnTile; i++)
+      for (int j = 0; j < 4; j++)
+        sums[r].v[i] += codes.v[4 * i + j] * int8_t(q[r * row_bytes + j]);
+}
+template <int kMaxCode, int kRows>
+inline void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
+  for (int v = 0; v < 4; v++) dot4<kMaxCode, kRows>(sums, codes[v], q + 4 * v, row_bytes);
 }
 inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
   uint16_t pairs[2 * kColumnTile], pair[2];
@@ -100,23 +103,38 @@ inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
   });
 }
 
-void quantize_group(const float* x, ActivationGroup& group) {
-  int32_t amax_bits = 0, sums[2] = {0, 0};
-  for (int i = 0; i < kGroup; i++) {
-    const int32_t magnitude = int32_t(float_bits(x[i]) & 0x7fffffff);
-    if (magnitude > amax_bits) amax_bits = magnitude;
+template <bool kIsSplit>
+uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
+  int32_t amax_bits = 0, sum_of_eighths = 0, q[kGroup], sums[2] = {0, 0};
+  for (int v = 0; v < kGroup / 4; v++) {
+    int32_t four_bits = 0;
+    for (int i = 4 * v; i < 4 * v + 4; i++) {
+      const int32_t magnitude = int32_t(float_bits(x[i]) & 0x7fffffff);
+      if (magnitude > four_bits) four_bits = magnitude;
+    }
+    if (four_bits > amax_bits) amax_bits = four_bits;
+    sum_of_eighths += four_bits >> 3;
   }
-  const GroupScale scale = group_scale(amax_bits);
+  const GroupScale scale = kIsSplit ? split_scale(amax_bits, sum_of_eighths) : group_scale(amax_bits);
   for (int i = 0; i < kGroup; i++) {
-    group.q[i] = scale.inverse == 0 ? int8_t(0) : int8_t(std::lrint(x[i] * scale.inverse));
-    sums[i / 16] += group.q[i];
+    q[i] = scale.inverse == 0 ? 0 : int32_t(std::lrint(x[i] * scale.inverse));
+    sums[i / 16] += q[i];
   }
+  const uint8_t fours = kIsSplit ? split_outliers(q, high) : 0;
+  for (int i = 0; i < kGroup; i++) group.q[i] = int8_t(q[i]);
   set_sums(group, scale.scale, sums[0], sums[1]);
+  return fours;
 }
 
 void quantize_int8(const float* x, int k, void* out) {
   auto* group = static_cast<ActivationGroup*>(out);
-  for (int i = 0; i < k; i += kGroup) quantize_group(x + i, *group++);
+  for (int i = 0; i < k; i += kGroup) quantize_group<false>(x + i, *group++, nullptr);
+}
+
+void quantize_int8_split(const float* x, int k, void* out) {
+  const SplitRow row(out, k);
+  for (int g = 0; g < k / kGroup; g++)
+    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -33,14 +33,30 @@ struct ActivationGroup {
 };
 static_assert(sizeof(ActivationGroup) == 48, "rows are 16-byte multiples of these");
 
-// A row of int8_split is one of int8, then a bit of a uint64 for each group that is split, then an int8
-// `high` for each element: an activation is (high * kHighUnit + q) * scale, and the sums are of these.
-// Where a group is not split all its `high` are zero, so that adding them changes nothing.
+// A row of int8_split is one of int8, then for each group a mask of its fours (what a product takes at once)
+// that have second terms, then an int8 `high` for each element: an activation is (high * kHighUnit + q) * scale,
+// and the sums are of these. Other fours have `high` of zero: adding them changes nothing.
 constexpr int kHighShift = 6, kHighUnit = 1 << kHighShift;
+// Masks are padded to a multiple of this.
+constexpr int kMaskGroups = 64;
+
+constexpr size_t masks_at(int groups) { return size_t(groups) * sizeof(ActivationGroup); }
 
 constexpr size_t high_terms_at(int groups) {
-  return size_t(groups) * sizeof(ActivationGroup) + size_t(groups + 63) / 64 * sizeof(uint64_t);
+  return masks_at(groups) + size_t(groups + kMaskGroups - 1) / kMaskGroups * kMaskGroups;
 }
+
+// Where the parts of a row of int8_split are.
+struct SplitRow {
+  ActivationGroup* groups;
+  uint8_t* fours;
+  int8_t* high;
+
+  SplitRow(void* row, int k)
+      : groups(static_cast<ActivationGroup*>(row)),
+        fours(static_cast<uint8_t*>(row) + masks_at(k / kGroup)),
+        high(static_cast<int8_t*>(row) + high_terms_at(k / kGroup)) {}
+};
 
 constexpr bool is_integer(WeightFormat format) { return format <= WeightFormat::u8; }
 
