@@ -131,17 +131,18 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
   const __mmask8 is_infinite = _mm_cmpge_epi32_mask(amax_bits, _mm_set1_epi32(kInfinityBits));
   __m128 scale = _mm_maskz_div_ps(__mmask8(~is_tiny), amax, steps);
   __m128 inverse_scale = _mm_maskz_div_ps(__mmask8(~(is_tiny | is_infinite)), steps, amax);
+  unsigned has_outliers = 0;
   if (kIsSplit) {
     const __m128i eighths = _mm_unpacklo_epi64(_mm_unpacklo_epi32(sums[0], sums[1]),
                                                _mm_unpacklo_epi32(sums[2], sums[3]));
     const __m128 sum_of_seven = _mm_cvtepi32_ps(_mm_sub_epi32(eighths, _mm_srli_epi32(amax_bits, 3)));
     const __m128 typical = _mm_castsi128_ps(_mm_cvtps_epi32(_mm_mul_ps(sum_of_seven, _mm_set1_ps(kMeanOfSeven))));
-    const __mmask8 has_outliers = __mmask8(~(is_tiny | is_infinite)) &
-                                  _mm_cmp_ps_mask(amax, _mm_mul_ps(typical, _mm_set1_ps(kOutlierRatio)), _CMP_GT_OQ);
+    has_outliers = ~(is_tiny | is_infinite) &
+                   _mm_cmp_ps_mask(amax, _mm_mul_ps(typical, _mm_set1_ps(kOutlierRatio)), _CMP_GT_OQ);
     const __m128 least = _mm_mul_ps(scale, _mm_set1_ps(1.0f / kHighUnit));
     const __m128 ordinary = _mm_mul_ps(typical, _mm_set1_ps(kOrdinaryRatio / 127.0f));
-    scale = _mm_mask_max_ps(scale, has_outliers, ordinary, least);
-    inverse_scale = _mm_mask_div_ps(inverse_scale, has_outliers, _mm_set1_ps(1.0f), scale);
+    scale = _mm_mask_max_ps(scale, __mmask8(has_outliers), ordinary, least);
+    inverse_scale = _mm_mask_div_ps(inverse_scale, __mmask8(has_outliers), _mm_set1_ps(1.0f), scale);
   }
   scale = _mm_mask_mov_ps(scale, is_infinite, _mm_castsi128_ps(_mm_set1_epi32(kNaNBits)));
   const __m512 inverse = _mm512_castps128_ps512(inverse_scale);
@@ -155,17 +156,21 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
     __m512i q1 = _mm512_cvtps_epi32(_mm512_mul_ps(values[i][1], by));
     sums_of_4[i] = _mm256_setzero_si256();
     if (kIsSplit) {
-      const __m512i most = _mm512_set1_epi32(127), half = _mm512_set1_epi32(kHighUnit / 2);
-      const __mmask16 is_outlier0 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q0)), most);
-      const __mmask16 is_outlier1 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q1)), most);
-      const __m512i above0 = _mm512_maskz_srai_epi32(is_outlier0, _mm512_add_epi32(q0, half), kHighShift);
-      const __m512i above1 = _mm512_maskz_srai_epi32(is_outlier1, _mm512_add_epi32(q1, half), kHighShift);
-      q0 = _mm512_sub_epi32(q0, _mm512_slli_epi32(above0, kHighShift));
-      q1 = _mm512_sub_epi32(q1, _mm512_slli_epi32(above1, kHighShift));
-      const __m256i above = bytes_of(above0, above1);
+      __m256i above = _mm256_setzero_si256();
+      __mmask16 is_outlier0 = 0, is_outlier1 = 0;
+      if (has_outliers >> i & 1) {
+        const __m512i most = _mm512_set1_epi32(127), half = _mm512_set1_epi32(kHighUnit / 2);
+        is_outlier0 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q0)), most);
+        is_outlier1 = _mm512_cmpgt_epi32_mask(max_of_fours(_mm512_abs_epi32(q1)), most);
+        const __m512i above0 = _mm512_maskz_srai_epi32(is_outlier0, _mm512_add_epi32(q0, half), kHighShift);
+        const __m512i above1 = _mm512_maskz_srai_epi32(is_outlier1, _mm512_add_epi32(q1, half), kHighShift);
+        q0 = _mm512_sub_epi32(q0, _mm512_slli_epi32(above0, kHighShift));
+        q1 = _mm512_sub_epi32(q1, _mm512_slli_epi32(above1, kHighShift));
+        above = bytes_of(above0, above1);
+        sums_of_4[i] = _mm256_slli_epi32(_mm256_dpbusd_epi32(sums_of_4[i], _mm256_set1_epi8(1), above), kHighShift);
+      }
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + group_of[i] * kGroup), above);
       fours[group_of[i]] = uint8_t(_pext_u32(uint32_t(is_outlier0) | uint32_t(is_outlier1) << 16, 0x11111111));
-      sums_of_4[i] = _mm256_slli_epi32(_mm256_dpbusd_epi32(sums_of_4[i], _mm256_set1_epi8(1), above), kHighShift);
     }
     const __m256i q = bytes_of(q0, q1);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(groups[group_of[i]].q), q);
