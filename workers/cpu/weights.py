@@ -33,7 +33,10 @@ class ActivationKind(IntEnum):
 
     @property
     def of_whole_rows(self) -> ActivationKind:
-        """What is used in its place where a row is quantized all at once."""
+        """What is used in its place where a row is quantized all at once.
+
+        Rows in parts are what activations and heads give: their outliers are in no few columns.
+        """
         return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
 
 
