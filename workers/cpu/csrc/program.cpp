@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kRowBlock = 64;
 constexpr int kTileFloats = 8192;
+// So many that the time a tile takes is worth cutting, for the threads to end at the same time.
+constexpr int kManyRows = 16;
 constexpr int kTileWeights = 1 << 18;
 // Rows of so few elements altogether are not worth waking anyone for.
 constexpr int kNotWorthSharing = 6144;
@@ -21,10 +23,11 @@ constexpr int kNotWorthSharing = 6144;
 int unit_columns(const PackedWeight& w, int tiles) {
   return !is_integer(w.format) || w.n >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
 }
+// Wider tiles come first: what is left for the end is small.
 int column_bound(const PackedWeight& w, int tile, int tiles) {
   const int unit = unit_columns(w, tiles);
   const int units = (w.n + unit - 1) / unit;
-  return std::min(int(int64_t(units) * tile / tiles) * unit, w.n);
+  return std::min((units / tiles * tile + std::min(units % tiles, tile)) * unit, w.n);
 }
 int widest_tile(const PackedWeight& w, int tiles) {
   const int unit = unit_columns(w, tiles);
@@ -185,7 +188,8 @@ int Program::share_rows(const Op& op, int width, Shares& shares) {
 
 int Program::share_columns(const Op& op, int rows, int num_parts, Shares& shares) {
   shares.row_blocks = (rows + kRowBlock - 1) / kRowBlock;
-  const int wanted = (kTilesPerThread * pool_.num_threads() + shares.row_blocks - 1) / shares.row_blocks;
+  const int tiles_per_thread = rows < kManyRows ? kTilesPerThread : 2 * kTilesPerThread;
+  const int wanted = (tiles_per_thread * pool_.num_threads() + shares.row_blocks - 1) / shares.row_blocks;
   const int widest = kTileFloats / std::min(rows, kRowBlock);
   int64_t columns = 0;
   for (int i = 0; i < num_parts; i++) columns += op.parts[i]->n;
