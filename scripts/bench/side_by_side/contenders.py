@@ -128,7 +128,9 @@ def find_contenders(
         found = [
             engine_contender(path, "engine", model, "Q4_1", engine_flags),
             # As OpenVINO's KV cache is by default.
-            engine_contender(path, "engine-int8-kv", model, "Q4_1, int8 KV", [*engine_flags, *INT8_KV]),
+            engine_contender(
+                path, "engine-int8-kv", model, "Q4_1, int8 KV", [*engine_flags, *INT8_KV]
+            ),
             engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
             _llama("llama-bf16", server, model, "bf16", bf16, kv_token_bytes),
             _llama("llama-q4", server, model, "Q4_1", path, kv_token_bytes),
