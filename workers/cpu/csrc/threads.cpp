@@ -13,9 +13,13 @@ constexpr int kSpinsBeforeRepeat = 1000;
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-inline int claimed(uint64_t state) { return int(state & 0xffff); }
-inline int total(uint64_t state) { return int(state >> 16 & 0xffff); }
-inline uint32_t serial_of(uint64_t state) { return uint32_t(state >> 32); }
+// Those of a step differ; what has the number again is long gone.
+constexpr uint32_t kSerials = 1u << (64 - 2 * kTileBits);
+
+inline int claimed(uint64_t state) { return int(state & kMaxTiles); }
+inline int total(uint64_t state) { return int(state >> kTileBits & kMaxTiles); }
+inline uint32_t serial_of(uint64_t state) { return uint32_t(state >> (2 * kTileBits)); }
+inline int phase_of(uint32_t serial, uint32_t first_serial) { return int((serial - first_serial) % kSerials); }
 
 inline void wait_a_moment(int spins) {
   if (spins < kSpinsBeforeYield)
@@ -45,23 +49,24 @@ void ThreadPool::open(int phase, int thread) {
   opener_ = thread;
   int tiles;
   while ((tiles = phases_->begin(phase)) == 0) phase++;
-  const uint32_t serial = first_serial_ + uint32_t(phase);
+  const uint32_t serial = (first_serial_ + uint32_t(phase)) % kSerials;
   if (tiles < 0) {
-    next_serial_ = serial + 1;
+    next_serial_ = (serial + 1) % kSerials;
     running_.store(false, std::memory_order_release);
     return;
   }
   for (int i = 0; i < tiles; i++) committed_[i].store(serial - 1, std::memory_order_relaxed);
   finished_tiles_.store(0, std::memory_order_relaxed);
-  state_.store(uint64_t(serial) << 32 | uint64_t(tiles) << 16);
+  state_.store(uint64_t(serial) << (2 * kTileBits) | uint64_t(tiles) << kTileBits);
 }
 
 void ThreadPool::compute(uint32_t serial, int num_tiles, int index, int thread) {
+  const int phase = phase_of(serial, first_serial_);
   Tile tile(index, thread, committed_[index], serial);
-  phases_->run_tile(int(serial - first_serial_), tile);
+  phases_->run_tile(phase, tile);
   // As long as a tile of this thread's is not counted the phase is the same.
   if (tile.is_mine() && finished_tiles_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_tiles)
-    open(int(serial - first_serial_) + 1, thread);
+    open(phase + 1, thread);
 }
 
 bool ThreadPool::run_a_tile(int thread) {

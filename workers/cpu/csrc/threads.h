@@ -61,7 +61,7 @@ class Phases {
   virtual void run_tile(int phase, Tile& tile) = 0;
 };
 
-constexpr int kMaxTiles = 60000;
+constexpr int kTileBits = 22, kMaxTiles = (1 << kTileBits) - 1;
 
 class ThreadPool {
  public:
@@ -88,7 +88,7 @@ class ThreadPool {
   void compute(uint32_t serial, int num_tiles, int index, int thread);
   void open(int phase, int thread);
 
-  // The serial number of the phase above, then 16 bits of its tiles, then those claimed. Claiming adds one.
+  // The serial number of the phase above, then kTileBits of its tiles, then of those claimed. Claiming adds one.
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> finished_tiles_{0};
   alignas(64) std::atomic<bool> running_{false};
