@@ -20,7 +20,7 @@ class DeviceWatch:
         self._wake, self._waker = socket.socketpair()
         self._outputs: SimpleQueue[PendingOutput] = SimpleQueue()
         self._watched: PendingOutput | None = None
-        threading.Thread(target=self._wait, name="device watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="device watch", daemon=True)
 
     @property
     def fd(self) -> int:
@@ -28,9 +28,13 @@ class DeviceWatch:
         return self._wake.fileno()
 
     def watch(self, output: PendingOutput) -> None:
-        if output is not self._watched:
-            self._watched = output
-            self._outputs.put(output)
+        if output is self._watched:
+            return
+        # A CPU has its outputs at once: nobody waits for one.
+        if self._thread.ident is None:
+            self._thread.start()
+        self._watched = output
+        self._outputs.put(output)
 
     def clear(self) -> None:
         """Take note that `fd` was readable."""

@@ -57,8 +57,10 @@ class ModelRunner:
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
-        self._execution: Execution = HostExecution(model, requests, kv_cache, pipeline)
-        if accelerator is not None:
+        self._execution: Execution
+        if accelerator is None:
+            self._execution = HostExecution(model, requests, kv_cache, pipeline)
+        else:
             self._execution = DeviceExecution(
                 config, model, requests, kv_cache, pipeline, accelerator
             )

@@ -164,8 +164,7 @@ class Worker:
                 command = self._core.receive()
             if self._received:
                 return self._received.popleft()
-            if self._computing:
-                self._device.watch(self._computing[0])
+            self._device.watch(self._computing[0])
             if self._device.fd in dict(self._poller.poll()):
                 self._device.clear()
 

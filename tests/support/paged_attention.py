@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from engine.workers.attention import attention_backend
+from engine.workers.attention import AttentionLayer, attention_backend
 from support.batches import Scheduled, attention_batch
 
 CPU = torch.device("cpu")
@@ -23,6 +23,37 @@ def reference(q_TGQK, k_LGK, v_LGK, layer):
         hidden |= key <= query - layer.window
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("gqtl,lgk->tgqk", weights, v_LGK.double())
+
+
+class OneSequence:
+    """150 random tokens in half precision that attend to each other, some in each step."""
+
+    def __init__(self, backend_name, *, num_heads, num_kv_heads, window=None, device=CPU):
+        self.window = window
+        self.backend = attention_backend(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=16,
+            block_size=16,
+            dtype=torch.float16,
+            device=device,
+            name=backend_name,
+        )
+        self.layer = AttentionLayer(scale=0.3, window=window)
+        torch.manual_seed(0)
+        self.qkv = [
+            torch.randn(150, heads, 16).half().to(device)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        ]
+        shape = self.backend.kv_cache_shape(11)
+        self.kv_cache = torch.zeros(shape, dtype=torch.float16, device=device)
+
+    def attend(self, first, last):
+        """What tokens [first, last) get, in a step of their own; those before must have had theirs."""
+        batch = attention_batch([Scheduled(first, last - first, range(1, 11))], 16)
+        qkv = (x[first:last] for x in self.qkv)
+        metadata = self.backend.build(batch, {self.window})
+        return self.backend.forward(*qkv, self.kv_cache, metadata, self.layer)
 
 
 class PagedCase:

@@ -24,7 +24,6 @@ ENGINE_KV_CACHE_BYTES = 1024 * MIB
 LLAMA_CONTEXT = 98_304
 MAX_STREAMS = 64
 MAX_MODEL_LEN = 4096
-INT8_KV = ("--kv-cache-dtype", "int8")
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,11 @@ def find_contenders(
     if not model_files:
         model, path, safetensors = "SmolLM2-135M", Path(default_model()), peers / "smollm2-bf16"
         bf16 = peers / "smollm2-bf16.gguf"
+        # As OpenVINO's KV cache is by default.
+        int8_kv = [*engine_flags, "--kv-cache-dtype", "int8"]
         found = [
             engine_contender(path, "engine", model, "Q4_1", engine_flags),
-            # As OpenVINO's KV cache is by default.
-            engine_contender(
-                path, "engine-int8-kv", model, "Q4_1, int8 KV", [*engine_flags, *INT8_KV]
-            ),
+            engine_contender(path, "engine-int8-kv", model, "Q4_1, int8 KV", int8_kv),
             engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
             _llama("llama-bf16", server, model, "bf16", bf16, kv_token_bytes),
             _llama("llama-q4", server, model, "Q4_1", path, kv_token_bytes),

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from engine.workers.attention import AttentionLayer, DeviceBatch, attention_backend
-from support.batches import Scheduled, attention_batch
-from support.paged_attention import PagedCase
+from engine.workers.attention import AttentionLayer, DeviceBatch
+from support.paged_attention import OneSequence, PagedCase
 from support.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()
@@ -13,28 +12,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_decoded_token_has_the_bits_that_it_has_in_a_prompt(window):
-    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16}
-    backend = attention_backend(
-        **shape, dtype=torch.float16, device=DEVICE, name="triton_batch_invariant"
+    sequence = OneSequence(
+        "triton_batch_invariant", num_heads=4, num_kv_heads=2, window=window, device=DEVICE
     )
-    layer = AttentionLayer(scale=0.3, window=window)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(150, heads, 16).half().to(DEVICE) for heads in (4, 2, 2))
-    kv_cache = torch.zeros(backend.kv_cache_shape(11), dtype=torch.float16, device=DEVICE)
-
-    def attended(first, last):
-        batch = attention_batch([Scheduled(first, last - first, range(1, 11))], 16)
-        tokens = slice(first, last)
-        metadata = backend.build(batch, {window})
-        return backend.forward(q[tokens], k[tokens], v[tokens], kv_cache, metadata, layer)
-
-    prompt = attended(0, 150)
+    prompt = sequence.attend(0, 150)
     # The interpreter's matrix products are numpy's, whose sums depend on a row's place among the others: there only
     # the first token of a tile is alike.
-    queries_per_tile = backend.prefill_tile.rows // 2
+    queries_per_tile = sequence.backend.prefill_tile.rows // 2
     tokens = range(0, 150, queries_per_tile if DEVICE.type == "cpu" else 1)
     for token in tokens:
-        assert torch.equal(attended(token, token + 1)[0], prompt[token])
+        assert torch.equal(sequence.attend(token, token + 1)[0], prompt[token])
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -4,6 +4,7 @@ The interpreter multiplies no bfloat16 matrices, so these tests are in float16, 
 """
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner
-from support.paged_attention import PagedCase, run
+from support.paged_attention import OneSequence, PagedCase, run
 from support.random_checkpoints import random_checkpoint
 from support.triton_compile import compile_for_hopper
 from support.triton_interpreter import interpret_without_gpu
@@ -135,27 +136,14 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(window):
 
 
 def test_a_prompt_has_the_same_bits_in_any_chunks():
-    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16}
-    backend = attention_backend(**shape, dtype=torch.float16, device=DEVICE, name="triton_paged")
-    layer = AttentionLayer(scale=0.3)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(150, heads, 16).half().to(DEVICE) for heads in (2, 1, 1))
-
-    def outputs(*chunks):
-        kv_cache = torch.zeros(backend.kv_cache_shape(11), dtype=torch.float16, device=DEVICE)
-        parts, start = [], 0
-        for size in chunks:
-            batch = attention_batch([Scheduled(start, size, range(1, 11))], 16)
-            part = slice(start, start + size)
-            metadata = backend.build(batch, {None})
-            parts.append(backend.forward(q[part], k[part], v[part], kv_cache, metadata, layer))
-            start += size
-        return torch.cat(parts)
+    def outputs(*bounds):
+        sequence = OneSequence("triton_paged", num_heads=2, num_kv_heads=1, device=DEVICE)
+        return torch.cat([sequence.attend(first, last) for first, last in pairwise(bounds)])
 
     # The interpreter's matrix products are numpy's, whose sums depend on a row's place among the others: there the
     # chunks begin with a tile.
-    chunks = (64, 86) if DEVICE.type == "cpu" else (2, 77, 71)
-    assert torch.equal(outputs(*chunks), outputs(150))
+    bounds = (0, 64, 150) if DEVICE.type == "cpu" else (0, 2, 79, 150)
+    assert torch.equal(outputs(*bounds), outputs(0, 150))
 
 
 def test_padding_writes_nothing_and_changes_nothing():
