@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kv_cache.h"
+#include "readahead.h"
 
 namespace engine {
 

@@ -51,9 +51,9 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 }
 
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
-                 int n_end, float* out, ptrdiff_t out_stride) {
+                 int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead) {
   kernels().linear[int(w.format)](w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out,
-                                  out_stride);
+                                  out_stride, readahead);
 }
 
 void unpack_weight_row(const PackedWeight& w, int row, float* out) {

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "readahead.h"
+
 namespace engine {
 
 // How the weights of a matrix are stored. `code`, `scale` and `offset` are of a group of 32 (u6: 16)
@@ -55,9 +57,12 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 
 // out[r * out_stride + (n - n_begin)] for r in [0, rows) and n in [n_begin, n_end); `x` is from
 // quantize_rows with a kind for the weight's format. Any number of rows: weights are read from
-// memory once per 64 rows or more.
+// memory once per 64 rows or more. `readahead` makes a step for about kReadaheadWeights weights times
+// kReadaheadRows rows, or fewer.
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
-                 int n_end, float* out, ptrdiff_t out_stride);
+                 int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead);
+
+constexpr int kReadaheadWeights = 512, kReadaheadRows = 16;
 
 // The k elements of rows of the matrix, as float32 (for embeddings).
 void unpack_weight_row(const PackedWeight& w, int row, float* out);

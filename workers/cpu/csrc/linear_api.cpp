@@ -37,7 +37,8 @@ ENGINE_API void engine_quantize_rows(int32_t kind, const float* x, ptrdiff_t x_s
 ENGINE_API void engine_linear_rows(const PackedWeight* w, int32_t kind, const void* x, int32_t rows,
                                    int32_t n_begin, int32_t n_end, float* out,
                                    ptrdiff_t out_stride) {
-  linear_rows(*w, ActivationKind(kind), x, rows, n_begin, n_end, out, out_stride);
+  Readahead nothing;
+  linear_rows(*w, ActivationKind(kind), x, rows, n_begin, n_end, out, out_stride, nothing);
 }
 
 ENGINE_API void engine_unpack_weight_row(const PackedWeight* w, int32_t row, float* out) {

@@ -16,7 +16,7 @@ struct LinearKernels {
   // As linear_rows, by weight format.
   void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,
                                     int rows, int n_begin, int n_end, float* out,
-                                    ptrdiff_t out_stride);
+                                    ptrdiff_t out_stride, Readahead& readahead);
 };
 
 namespace portable {

@@ -11,7 +11,6 @@ namespace engine {
 namespace {
 
 constexpr int kRowBlock = 64;
-constexpr int kTileFloats = 8192;
 // So many that the time a tile takes is worth cutting, for the threads to end at the same time.
 constexpr int kManyRows = 16;
 constexpr int kTileWeights = 1 << 18;
@@ -46,10 +45,23 @@ void Program::Buffer::reserve(size_t bytes) {
   data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
 }
 
-Program::Scratch::Scratch(int max_rows, const KVLayout& kv, int vocab_size)
+Program::Rows::Rows(const ModelShape& shape)
+    : hidden_size_(shape.hidden_size),
+      qkv_size_((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim),
+      widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim})) {}
+
+void Program::Rows::reserve(int rows) {
+  residual_.reserve(sizeof(float) * rows * hidden_size_);
+  block_.reserve(sizeof(float) * rows * hidden_size_);
+  qkv_.reserve(sizeof(float) * rows * qkv_size_);
+  for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest_ + 64));
+}
+
+Program::Scratch::Scratch(int max_rows, const KVLayout& kv, const ModelShape& shape)
     : attention(max_rows, kv.padded_head_dim()),
       tile(new float[std::max(2 * kTileFloats, max_rows * kv.head_dim)]),
-      chooser(vocab_size) {}
+      chooser(shape.vocab_size),
+      rows(shape) {}
 
 Program::Program(const ModelShape& shape)
     : shape_(shape),
@@ -57,16 +69,27 @@ Program::Program(const ModelShape& shape)
       attention_(attention_kernels()),
       rows_(row_kernels()),
       qkv_size_((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim),
+      slice_rows_(shape),
       pool_(shape.num_threads) {
   const int max_rows = std::max(kTaskRows, shape.num_heads / shape.num_kv_heads);
   for (int i = 0; i < pool_.num_threads(); i++)
-    scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_, shape_.vocab_size));
+    scratch_.push_back(std::make_unique<Scratch>(max_rows, kv_, shape_));
 }
 
 void Program::add(const Op& op) {
   ops_.push_back(op);
   shares_.emplace_back();
   profile_.push_back(0);
+  for (auto& scratch : scratch_) scratch->profile.push_back(0);
+  segments_.clear();
+}
+
+std::vector<double> Program::profile() const {
+  std::vector<double> sum = profile_;
+  for (const auto& scratch : scratch_)
+    for (size_t op = 0; op < scratch->profile.size(); op++)
+      sum[op] += scratch->profile[op] / pool_.num_threads();
+  return sum;
 }
 
 void Program::add_rope(const float* inverse_frequencies, int half, float factor) {
@@ -79,12 +102,8 @@ bool Program::run(const Step& step) {
   step_ = step;
   num_slices_ = (step.num_tokens + kSliceTokens - 1) / kSliceTokens;
   const int rows = std::min(step.num_tokens, kSliceTokens);
-  const size_t widest = std::max(
-      {shape_.hidden_size, shape_.intermediate_size, shape_.num_heads * shape_.head_dim});
-  residual_.reserve(sizeof(float) * rows * shape_.hidden_size);
-  block_.reserve(sizeof(float) * rows * shape_.hidden_size);
-  qkv_.reserve(sizeof(float) * rows * qkv_size_);
-  for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest + 64));
+  slice_rows_.reserve(rows);
+  if (segments_.empty()) find_segments();
   head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
   if (exchange_ && (step.sampling || step.logits))
     own_logits_.reserve(sizeof(float) * step.num_logit_rows *
@@ -112,6 +131,9 @@ int Program::begin(int phase) {
   if (phase < head_phase) {
     const int op = phase % ops_of_slice;
     if (op == 0) begin_slice(phase / ops_of_slice);
+    timed_op_ = -1;
+    // The pieces go through all operations but the first.
+    if (op && num_pieces_) return op == 1 ? pool_.num_threads() : 0;
     timed_op_ = op;
     return begin_op(ops_[op], shares_[op]);
   }
@@ -136,6 +158,7 @@ void Program::run_tile(int phase, Tile& tile) {
   const int head_phase = num_slices_ * ops_of_slice;
   if (phase == head_phase) return run_head(ops_.back(), shares_.back(), tile);
   if (phase > head_phase) return choose_token(tile);
+  if (num_pieces_ && phase % ops_of_slice) return run_pieces(tile);
   const Op& op = ops_[phase % ops_of_slice];
   const Shares& shares = shares_[phase % ops_of_slice];
   switch (op.kind) {
@@ -157,6 +180,11 @@ void Program::begin_slice(int slice) {
   num_tokens_ = std::min(step_.num_tokens - first_token_, kSliceTokens);
   while (step_.query_start_loc[first_sequence_ + 1] <= first_token_) first_sequence_++;
   for (TaskList& list : task_lists_) list.is_made = false;
+  num_pieces_ = count_pieces();
+  if (num_pieces_) {
+    make_runs();
+    pieces_.begin(num_pieces_, int(segments_.size()), pool_.num_threads(), has_chunks());
+  }
 }
 
 int Program::begin_op(const Op& op, Shares& shares) {
@@ -182,7 +210,7 @@ int Program::share_rows(const Op& op, int width, Shares& shares) {
     shares.row_tiles = std::min(num_tokens_, kTilesPerThread * pool_.num_threads());
     return shares.row_tiles;
   }
-  for (int row = 0; row < num_tokens_; row++) run_row(op, row);
+  for (int row = 0; row < num_tokens_; row++) run_row(op, slice_rows_, row);
   return 0;
 }
 
@@ -210,56 +238,59 @@ int Program::share_columns(const Op& op, int rows, int num_parts, Shares& shares
 void Program::run_rows(const Op& op, const Shares& shares, Tile& tile) {
   if (!tile.commit()) return;
   const int end = int(int64_t(num_tokens_) * (tile.index + 1) / shares.row_tiles);
-  for (int row = int(int64_t(num_tokens_) * tile.index / shares.row_tiles); row < end; row++) run_row(op, row);
+  for (int row = int(int64_t(num_tokens_) * tile.index / shares.row_tiles); row < end; row++)
+    run_row(op, slice_rows_, row);
 }
 
-void Program::run_row(const Op& op, int row) {
+void Program::run_row(const Op& op, const Rows& rows, int row) {
   switch (op.kind) {
     case OpKind::embed:
       return embed(op, row);
     case OpKind::quantize: {
-      const float* x = residual(row);
+      const float* x = rows.residual(row);
       if (op.vectors[0]) {
         // The norm's result is needed by nobody else: it passes through the block's buffer.
-        rows_.rms_norm(x, op.vectors[0], op.eps, shape_.hidden_size, block(row));
-        x = block(row);
+        rows_.rms_norm(x, op.vectors[0], op.eps, shape_.hidden_size, rows.block(row));
+        x = rows.block(row);
       }
       const size_t row_bytes = activation_row_bytes(op.activation_kind, shape_.hidden_size);
       return quantize_rows(op.activation_kind, x, shape_.hidden_size, 1, shape_.hidden_size,
-                           activations_[0].bytes() + row * row_bytes);
+                           rows.activations(0, row, row_bytes));
     }
     case OpKind::rotate_store:
-      return rotate_store(op, row);
+      rotate(op, rows.qkv(row), row);
+      return store_kv(op, rows.qkv(row), row);
     case OpKind::sum:
       return sum_parts(op, row);
     case OpKind::norm_add:
-      rows_.rms_norm(block(row), op.vectors[0], op.eps, shape_.hidden_size, block(row));
-      return rows_.add_scaled(residual(row), block(row), op.scale, shape_.hidden_size);
+      rows_.rms_norm(rows.block(row), op.vectors[0], op.eps, shape_.hidden_size, rows.block(row));
+      return rows_.add_scaled(rows.residual(row), rows.block(row), op.scale, shape_.hidden_size);
     default: {
       float* hidden = step_.hidden + size_t(first_token_ + row) * shape_.hidden_size;
       if (!op.vectors[0])
-        std::copy_n(residual(row), shape_.hidden_size, hidden);
+        std::copy_n(rows.residual(row), shape_.hidden_size, hidden);
       else
-        rows_.rms_norm(residual(row), op.vectors[0], op.eps, shape_.hidden_size, hidden);
+        rows_.rms_norm(rows.residual(row), op.vectors[0], op.eps, shape_.hidden_size, hidden);
     }
   }
 }
 
 void Program::embed(const Op& op, int row) {
   const int token = first_token_ + row;
+  float* residual = slice_rows_.residual(row);
   if (op.num_parts && exchange_) {
     const int index = step_.input_ids[token] - first_token_of(exchange_->rank());
     if (index >= 0 && index < op.parts[0]->n)
       unpack_weight_row(*op.parts[0], index, own_part(row));
     else
       std::fill_n(own_part(row), shape_.hidden_size, 0.0f);
-    std::fill_n(residual(row), shape_.hidden_size, 0.0f);
+    std::fill_n(residual, shape_.hidden_size, 0.0f);
   } else if (op.num_parts) {
-    unpack_weight_row(*op.parts[0], step_.input_ids[token], residual(row));
+    unpack_weight_row(*op.parts[0], step_.input_ids[token], residual);
   } else {
-    std::copy_n(step_.hidden + size_t(token) * shape_.hidden_size, shape_.hidden_size, residual(row));
+    std::copy_n(step_.hidden + size_t(token) * shape_.hidden_size, shape_.hidden_size, residual);
   }
-  if (op.scale != 1.0f) rows_.scale(residual(row), op.scale, shape_.hidden_size);
+  if (op.scale != 1.0f) rows_.scale(residual, op.scale, shape_.hidden_size);
   const float position = float(step_.positions[token]);
   for (Rope& rope : ropes_) {
     const int half = int(rope.inverse_frequencies.size());
@@ -279,12 +310,10 @@ void Program::norm_heads(const Op& op, float* heads, int num_heads, const float*
     rows_.rms_norm(heads, weight, op.eps, shape_.head_dim, heads);
 }
 
-void Program::rotate_store(const Op& op, int row) {
+void Program::rotate(const Op& op, float* queries, int row) {
   const int num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
   const int head_dim = shape_.head_dim;
-  float* queries = qkv(row);
   float* keys = queries + num_heads * head_dim;
-  const float* values = keys + num_kv_heads * head_dim;
   if (op.qk_norm != QKNorm::none) {
     norm_heads(op, queries, num_heads, op.vectors[0]);
     norm_heads(op, keys, num_kv_heads, op.vectors[1]);
@@ -296,71 +325,100 @@ void Program::rotate_store(const Op& op, int row) {
     for (int h = 0; h < num_heads + num_kv_heads; h++)
       rows_.rotate(queries + h * head_dim, cosines, cosines + half, half);
   }
+}
+
+void Program::store_kv(const Op& op, const float* qkv, int row) {
+  const int num_kv_heads = shape_.num_kv_heads, head_dim = shape_.head_dim;
+  const float* keys = qkv + shape_.num_heads * head_dim;
+  const float* values = keys + num_kv_heads * head_dim;
   const int slot = step_.groups[op.group].slot_mapping[first_token_ + row];
   for (int g = 0; g < num_kv_heads; g++)
     attention_.store(kv_, step_.kv_caches[op.layer], slot / kv_.block_size, slot % kv_.block_size, g,
                      keys + g * head_dim, values + g * head_dim);
 }
 
-void Program::run_linear(const Op& op, const Shares& shares, Tile& tile) {
-  const int row = tile.index % shares.row_blocks * kRowBlock;
-  const int rows = std::min(num_tokens_ - row, kRowBlock);
-  int part = 0, first_column = 0, index = tile.index / shares.row_blocks;
-  while (index >= shares.column_tiles[part]) {
-    index -= shares.column_tiles[part];
-    first_column += op.parts[part++]->n;
-  }
-  const PackedWeight& weight = *op.parts[part];
-  const int begin = column_bound(weight, index, shares.column_tiles[part]);
-  const int columns = column_bound(weight, index + 1, shares.column_tiles[part]) - begin;
+// The sums of some rows and columns, side by side in the thread's memory.
+float* Program::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) {
+  const PackedWeight& weight = *op.parts[columns.part];
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
-  float* sums = scratch_[tile.thread]->tile.get();
-  if (columns)
-    linear_rows(weight, op.input_kind, activations_[op.source].bytes() + row * row_bytes, rows, begin,
-                begin + columns, sums, columns);
-  if (const float* bias = op.vectors[part])
-    for (int r = 0; r < rows; r++) rows_.add_scaled(sums + r * columns, bias + begin, 1.0f, columns);
-  if (!tile.commit()) return;
-  const int first = first_column + begin;
-  for (int r = row; r < row + rows; r++, sums += columns) {
+  float* sums = scratch.tile.get();
+  if (columns.size())
+    linear_rows(weight, op.input_kind, rows.activations(op.source, columns.first_row, row_bytes), columns.num_rows,
+                columns.begin, columns.end, sums, columns.size(), scratch.readahead);
+  if (const float* bias = op.vectors[columns.part])
+    for (int r = 0; r < columns.num_rows; r++)
+      rows_.add_scaled(sums + r * columns.size(), bias + columns.begin, 1.0f, columns.size());
+  return sums;
+}
+
+void Program::write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) {
+  int first = columns.begin;
+  for (int part = 0; part < columns.part; part++) first += op.parts[part]->n;
+  for (int i = 0; i < columns.num_rows; i++, sums += columns.size()) {
+    const int row = columns.first_row + i;
     if (op.target == LinearTarget::residual)
-      rows_.add_scaled(residual(r) + first, sums, op.scale, columns);
+      rows_.add_scaled(rows.residual(row) + first, sums, op.scale, columns.size());
     else
-      std::copy_n(sums, columns,
-                  first + (op.target == LinearTarget::qkv     ? qkv(r)
-                           : op.target == LinearTarget::block ? block(r)
-                                                              : own_part(r)));
+      std::copy_n(sums, columns.size(),
+                  first + (op.target == LinearTarget::qkv     ? rows.qkv(row)
+                           : op.target == LinearTarget::block ? rows.block(row)
+                                                              : own_part(row)));
   }
 }
 
-void Program::run_gated(const Op& op, const Shares& shares, Tile& tile) {
-  const int row = tile.index % shares.row_blocks * kRowBlock;
-  const int rows = std::min(num_tokens_ - row, kRowBlock);
-  const PackedWeight& gate_weight = *op.parts[0];
-  const int index = tile.index / shares.row_blocks;
-  const int begin = column_bound(gate_weight, index, shares.column_tiles[0]);
-  const int end = column_bound(gate_weight, index + 1, shares.column_tiles[0]);
-  const int columns = end - begin;
-  float* gate = scratch_[tile.thread]->tile.get();
+void Program::run_linear(const Op& op, const Shares& shares, Tile& tile) {
+  Columns columns;
+  columns.first_row = tile.index % shares.row_blocks * kRowBlock;
+  columns.num_rows = std::min(num_tokens_ - columns.first_row, kRowBlock);
+  columns.part = 0;
+  int index = tile.index / shares.row_blocks;
+  while (index >= shares.column_tiles[columns.part]) index -= shares.column_tiles[columns.part++];
+  const PackedWeight& weight = *op.parts[columns.part];
+  columns.begin = column_bound(weight, index, shares.column_tiles[columns.part]);
+  columns.end = column_bound(weight, index + 1, shares.column_tiles[columns.part]);
+  float* sums = product(op, slice_rows_, columns, *scratch_[tile.thread]);
+  if (tile.commit()) write_product(op, slice_rows_, columns, sums);
+}
+
+float* Program::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) {
+  const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
+  const uint8_t* x = rows.activations(0, columns.first_row, row_bytes);
+  const int begin = columns.begin, size = columns.size();
+  float* gate = scratch.tile.get();
   float* up = gate + kTileFloats;
-  if (columns) {
-    const size_t row_bytes = activation_row_bytes(op.input_kind, gate_weight.k);
-    const uint8_t* x = activations_[0].bytes() + row * row_bytes;
-    linear_rows(gate_weight, op.input_kind, x, rows, begin, end, gate, columns);
-    linear_rows(*op.parts[1], op.input_kind, x, rows, begin, end, up, columns);
+  if (size) {
+    linear_rows(*op.parts[0], op.input_kind, x, columns.num_rows, begin, columns.end, gate, size, scratch.readahead);
+    linear_rows(*op.parts[1], op.input_kind, x, columns.num_rows, begin, columns.end, up, size, scratch.readahead);
   }
-  for (int r = 0; r < rows; r++) {
-    float* row_gate = gate + r * columns;
-    float* row_up = up + r * columns;
-    if (op.vectors[0]) rows_.add_scaled(row_gate, op.vectors[0] + begin, 1.0f, columns);
-    if (op.vectors[1]) rows_.add_scaled(row_up, op.vectors[1] + begin, 1.0f, columns);
-    rows_.gate(shape_.activation, row_gate, row_up, columns, row_gate);
+  for (int r = 0; r < columns.num_rows; r++) {
+    float* row_gate = gate + r * size;
+    float* row_up = up + r * size;
+    if (op.vectors[0]) rows_.add_scaled(row_gate, op.vectors[0] + begin, 1.0f, size);
+    if (op.vectors[1]) rows_.add_scaled(row_up, op.vectors[1] + begin, 1.0f, size);
+    rows_.gate(shape_.activation, row_gate, row_up, size, row_gate);
   }
-  if (!tile.commit()) return;
-  const size_t out_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
-  uint8_t* out = activations_[1].bytes() + row * out_bytes + activation_offset(op.activation_kind, begin);
-  for (int r = 0; r < rows; r++, gate += columns, out += out_bytes)
-    quantize_rows(op.activation_kind, gate, columns, 1, columns, out);
+  return gate;
+}
+
+void Program::write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate) {
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, shape_.intermediate_size);
+  uint8_t* out = rows.activations(1, columns.first_row, row_bytes) +
+                 activation_offset(op.activation_kind, columns.begin);
+  for (int r = 0; r < columns.num_rows; r++, gate += columns.size(), out += row_bytes)
+    quantize_rows(op.activation_kind, gate, columns.size(), 1, columns.size(), out);
+}
+
+void Program::run_gated(const Op& op, const Shares& shares, Tile& tile) {
+  const PackedWeight& weight = *op.parts[0];
+  const int index = tile.index / shares.row_blocks;
+  Columns columns;
+  columns.first_row = tile.index % shares.row_blocks * kRowBlock;
+  columns.num_rows = std::min(num_tokens_ - columns.first_row, kRowBlock);
+  columns.part = 0;
+  columns.begin = column_bound(weight, index, shares.column_tiles[0]);
+  columns.end = column_bound(weight, index + 1, shares.column_tiles[0]);
+  float* gate = gated_product(op, slice_rows_, columns, *scratch_[tile.thread]);
+  if (tile.commit()) write_gated(op, slice_rows_, columns, gate);
 }
 
 int Program::begin_head(const Op& op, Shares& shares) {
@@ -387,7 +445,7 @@ void Program::run_head(const Op& op, const Shares& shares, Tile& tile) {
   float* out = scratch_[tile.thread]->tile.get();
   if (columns)
     linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
-                out, columns);
+                out, columns, scratch_[tile.thread]->readahead);
   if (!tile.commit()) return;
   for (int r = 0; r < rows; r++, out += columns) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);

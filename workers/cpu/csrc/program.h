@@ -14,6 +14,8 @@
 #include "attention.h"
 #include "exchange.h"
 #include "linear.h"
+#include "piece_queue.h"
+#include "readahead.h"
 #include "row_kernels.h"
 #include "sampling.h"
 #include "threads.h"
@@ -51,6 +53,11 @@ constexpr int kMaxParts = 3;
 constexpr int kSliceTokens = 512;
 
 constexpr int kTilesPerThread = 4;
+// What a thread has for the sums of a tile.
+constexpr int kTileFloats = 8192;
+
+// Of the processor's last cache, or 0 if that is not known.
+ptrdiff_t last_cache_bytes();
 
 // Where column `column` of a row of activations is, if whole groups are before it.
 inline size_t activation_offset(ActivationKind kind, int column) {
@@ -130,7 +137,7 @@ class Program final : private Phases {
   // or -1, having done nothing, if a slot has no room or its last token is not in the vocabulary.
   int decode(const DecodeBatch& batch);
   // Seconds spent in each operation so far, and in the choice of tokens after the last.
-  const std::vector<double>& profile() const { return profile_; }
+  std::vector<double> profile() const;
 
  private:
   struct Rope {
@@ -151,6 +158,21 @@ class Program final : private Phases {
     std::vector<Task> tasks;
     std::vector<int> first_tasks;  // of each tile, and the end of the last
     int num_slots;
+  };
+  // What is fetched ahead of the attention of layers with the same blocks and window, for each piece of a slice.
+  struct RunList {
+    struct OfPiece {
+      std::vector<Run> runs;
+      ptrdiff_t bytes;
+    };
+    int group, window;
+    std::vector<OfPiece> pieces;
+  };
+  // The operations from one attention to the next, and their weights.
+  struct Segment {
+    int first_op, end_op;
+    int64_t weights;
+    ptrdiff_t bytes;
   };
   // The largest logit of a tile; a negative index is a NaN.
   struct Best {
@@ -176,12 +198,41 @@ class Program final : private Phases {
     size_t bytes_ = 0;
   };
 
+  // What lies between operations, for rows of the slice from `first` on.
+  struct Rows {
+    explicit Rows(const ModelShape& shape);
+    void reserve(int rows);
+    float* residual(int row) const { return residual_.floats() + (row - first) * hidden_size_; }
+    float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
+    float* qkv(int row) const { return qkv_.floats() + (row - first) * qkv_size_; }
+    // Rows of `row_bytes`.
+    uint8_t* activations(int source, int row, size_t row_bytes) const {
+      return activations_[source].bytes() + (row - first) * row_bytes;
+    }
+
+    int first = 0;
+
+   private:
+    Buffer residual_, block_, qkv_, activations_[2];
+    size_t hidden_size_, qkv_size_, widest_;
+  };
   struct Scratch {
-    Scratch(int max_rows, const KVLayout& kv, int vocab_size);
+    Scratch(int max_rows, const KVLayout& kv, const ModelShape& shape);
     AttentionScratch attention;
     std::unique_ptr<float[]> tile;
     TokenChooser chooser;
     Buffer results;  // of the attention tasks of a tile
+    Rows rows;       // of a piece
+    std::vector<Task> tasks;
+    std::vector<AttentionTask> attention_tasks;
+    Readahead readahead;
+    std::vector<double> profile;
+  };
+  // Some of a matrix product: rows of the slice, and columns of one of an operation's parts.
+  struct Columns {
+    int first_row, num_rows;
+    int part, begin, end;
+    int size() const { return end - begin; }
   };
   // How an operation is shared out, until the next slice.
   struct Shares {
@@ -199,10 +250,14 @@ class Program final : private Phases {
   int begin_attention(const Op& op, Shares& shares);
   int share_rows(const Op& op, int width, Shares& shares);
   int share_columns(const Op& op, int rows, int num_parts, Shares& shares);
-  void run_row(const Op& op, int row);
+  void run_row(const Op& op, const Rows& rows, int row);
   void run_rows(const Op& op, const Shares& shares, Tile& tile);
   void run_linear(const Op& op, const Shares& shares, Tile& tile);
   void run_gated(const Op& op, const Shares& shares, Tile& tile);
+  float* product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch);
+  void write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums);
+  float* gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch);
+  void write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate);
   void run_head(const Op& op, const Shares& shares, Tile& tile);
   void run_attention(const Op& op, const Shares& shares, Tile& tile);
   AttentionTask attention_task(const Op& op, const Task& task) const;
@@ -212,14 +267,27 @@ class Program final : private Phases {
   void finish_attention(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch,
                         uint8_t* activations);
   void write_attention(const Op& op, const Task& task, uint8_t* result, Scratch& scratch);
+  void copy_attention(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const;
   void embed(const Op& op, int row);
-  void rotate_store(const Op& op, int row);
+  void rotate(const Op& op, float* qkv, int row);
+  void store_kv(const Op& op, const float* qkv, int row);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight);
   const TaskList& tasks_of(const Op& op);
   void make_tasks(TaskList& list);
   void make_tiles(TaskList& list) const;
-  template <class Function>
-  void for_each_task(int window, Function f) const;
+  void make_runs();
+  void add_runs(RunList& list, const Op& op, int piece);
+  Readahead readahead_for(const PieceSegment& next) const;
+  void find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
+
+  int count_pieces() const;
+  bool has_chunks() const;
+  void find_segments();
+  int first_row(int piece) const { return int(int64_t(num_tokens_) * piece / num_pieces_); }
+  void run_pieces(Tile& tile);
+  void run_piece(const PieceSegment& at, Scratch& scratch);
+  void run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch);
+  void attend_rows(const Op& op, const Rows& rows, int end_row, Scratch& scratch);
   size_t part_bytes(int num_ranks) const;
   template <class Write, class Read>
   void exchange_rows(int rows, size_t row_bytes, Write write, Read read);
@@ -230,8 +298,6 @@ class Program final : private Phases {
   void take_most_likely();
   void choose_token(Tile& tile);
 
-  float* residual(int row) const { return residual_.floats() + size_t(row) * shape_.hidden_size; }
-  float* block(int row) const { return block_.floats() + size_t(row) * shape_.hidden_size; }
   // The part of a row's sum that this rank writes, and what another has written.
   float* own_part(int row) const {
     return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * shape_.hidden_size;
@@ -244,7 +310,6 @@ class Program final : private Phases {
   int first_token_of(int rank) const {
     return exchange_ ? int(int64_t(shape_.vocab_size) * rank / exchange_->num_ranks()) : 0;
   }
-  float* qkv(int row) const { return qkv_.floats() + size_t(row) * qkv_size_; }
   float* logit_maxima(int row) const {
     return logit_maxima_.floats() + size_t(row) * logit_blocks(shape_.vocab_size);
   }
@@ -260,7 +325,11 @@ class Program final : private Phases {
   std::vector<Op> ops_;
   std::vector<Rope> ropes_;
   std::deque<TaskList> task_lists_;
-  Buffer residual_, block_, qkv_, activations_[2], head_activations_, partial_, best_;
+  std::deque<RunList> run_lists_;
+  std::vector<Segment> segments_;
+  PieceQueue pieces_;
+  Rows slice_rows_;
+  Buffer head_activations_, partial_, best_;
   Buffer logits_, logit_maxima_;  // of rows that are not sampled by the most likely token
   Buffer own_logits_;             // of this rank's share of the vocabulary
   std::unique_ptr<Exchange> exchange_;  // null where there are no other ranks
@@ -278,6 +347,7 @@ class Program final : private Phases {
   int first_token_ = 0, num_tokens_ = 0;  // of the slice
   int first_sequence_ = 0;                // with tokens in the slice
   std::vector<Shares> shares_;            // of each operation
+  int num_pieces_ = 0;                    // of the slice, or 0 if operations are shared out one by one
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point op_start_;
   std::vector<double> profile_ = {0};

@@ -31,5 +31,6 @@ ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch)
 }
 
 ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
-  std::copy(program->profile().begin(), program->profile().end(), seconds);
+  const std::vector<double> profile = program->profile();
+  std::copy(profile.begin(), profile.end(), seconds);
 }

@@ -41,7 +41,7 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
   const StepGroup& group = step_.groups[op.group];
   const int64_t table_row = step_.table_rows ? step_.table_rows[task.sequence] : task.sequence;
   return {
-      qkv(task.token) + task.kv_head * heads * shape_.head_dim,
+      slice_rows_.qkv(task.token) + task.kv_head * heads * shape_.head_dim,
       qkv_size_,
       step_.positions[first_token_ + task.token],
       task.num_tokens,
@@ -107,8 +107,8 @@ void Program::finish_attention(const Op& op, const Task& task, const AttentionSt
 }
 
 void Program::write_attention(const Op& op, const Task& task, uint8_t* result, Scratch& scratch) {
-  const int heads = shape_.num_heads / shape_.num_kv_heads, columns = heads * shape_.head_dim;
   if (task.num_slots > 1) {
+    const int heads = shape_.num_heads / shape_.num_kv_heads;
     float* partials = partial_.floats() + task.first_slot * partial_floats();
     std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(), result,
                 partial_floats() * sizeof(float));
@@ -120,9 +120,14 @@ void Program::write_attention(const Op& op, const Task& task, uint8_t* result, S
       attention_.combine(total, partial_state(partials + i * partial_floats()), heads, kv_.padded_head_dim());
     finish_attention(op, task, total, scratch, result);
   }
+  copy_attention(op, slice_rows_, task, result);
+}
+
+void Program::copy_attention(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
+  const int columns = shape_.num_heads / shape_.num_kv_heads * shape_.head_dim;
   const size_t stride = activation_row_bytes(op.activation_kind, shape_.num_heads * shape_.head_dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
-  uint8_t* out = activations_[1].bytes() + task.token * stride +
+  uint8_t* out = rows.activations(1, task.token, stride) +
                  activation_offset(op.activation_kind, task.kv_head * columns);
   for (int t = 0; t < task.num_tokens; t++, out += stride, result += row_bytes)
     std::memcpy(out, result, activation_offset(op.activation_kind, columns));
@@ -140,16 +145,18 @@ const Program::TaskList& Program::tasks_of(const Op& op) {
   return *list;
 }
 
-// The tasks of the slice, each with all its partitions.
-template <class Function>
-void Program::for_each_task(int window, Function f) const {
+// The tasks of rows of the slice, each with all its partitions.
+void Program::find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const {
+  tasks.clear();
   const int tokens_of_task =
       std::max(1, kTaskRows / (shape_.num_heads / shape_.num_kv_heads));
-  const int end_of_slice = first_token_ + num_tokens_;
-  for (int s = first_sequence_; s < step_.num_sequences; s++) {
-    int token = std::max(step_.query_start_loc[s], first_token_);
-    const int end = std::min(step_.query_start_loc[s + 1], end_of_slice);
-    if (token >= end_of_slice) break;
+  const int first_token = first_token_ + first_row, end_token = first_token_ + end_row;
+  const int32_t* starts = step_.query_start_loc;
+  const int32_t* after = std::upper_bound(starts + first_sequence_, starts + step_.num_sequences + 1, first_token);
+  for (int s = int(after - starts) - 1; s < step_.num_sequences; s++) {
+    int token = std::max(starts[s], first_token);
+    const int end = std::min(starts[s + 1], end_token);
+    if (token >= end_token) break;
     while (token < end) {
       const int num_tokens = std::min(end - token, tokens_of_task);
       const int position = step_.positions[token], last = position + num_tokens - 1;
@@ -157,8 +164,7 @@ void Program::for_each_task(int window, Function f) const {
       // Fetching a key costs about what another token does with it.
       const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
       for (int g = 0; g < shape_.num_kv_heads; g++)
-        f(Task{s, token - first_token_, num_tokens, g, first / kPartition, last / kPartition, 0, 0,
-               1, cost});
+        tasks.push_back({s, token - first_token_, num_tokens, g, first / kPartition, last / kPartition, 0, 0, 1, cost});
       token += num_tokens;
     }
   }
@@ -170,13 +176,17 @@ void Program::make_tasks(TaskList& list) {
   list.is_made = true;
   list.tasks.clear();
   list.num_slots = 0;
+  std::vector<Task> tasks;
+  find_tasks(list.window, 0, num_tokens_, tasks);
   int64_t total = 0;
-  for_each_task(list.window, [&](const Task& task) { total += task.cost; });
+  for (const Task& task : tasks) total += task.cost;
   const int64_t fair_share = total / (kTilesPerThread * pool_.num_threads());
-  for_each_task(list.window, [&](Task task) {
+  for (Task& task : tasks) {
     const int first = task.first_partition, last = task.last_partition;
-    if (task.num_tokens > 1 || first == last || task.cost <= fair_share)
-      return list.tasks.push_back(task);
+    if (task.num_tokens > 1 || first == last || task.cost <= fair_share) {
+      list.tasks.push_back(task);
+      continue;
+    }
     task.first_slot = list.num_slots;
     task.num_slots = last - first + 1;
     task.cost /= task.num_slots;
@@ -185,7 +195,7 @@ void Program::make_tasks(TaskList& list) {
       task.slot = list.num_slots++;
       list.tasks.push_back(task);
     }
-  });
+  }
   make_tiles(list);
 }
 
@@ -209,6 +219,22 @@ void Program::make_tiles(TaskList& list) const {
     } while (i < int(tasks.size()) && i < begin + kMaxTasksOfTile && cost + tasks[i].cost <= enough);
     left -= cost;
     list.first_tasks.push_back(i);
+  }
+}
+
+// All that some rows need, for this thread.
+void Program::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch& scratch) {
+  std::vector<Task>& tasks = scratch.tasks;
+  std::vector<AttentionTask>& attention_tasks = scratch.attention_tasks;
+  find_tasks(op.attention.window, rows.first, end_row, tasks);
+  attention_tasks.clear();
+  for (const Task& task : tasks) attention_tasks.push_back(attention_task(op, task));
+  for (size_t i = 0; i + 1 < tasks.size(); i++) attention_tasks[i].next = &attention_tasks[i + 1];
+  attention_.fetch(kv_, op.attention, attention_tasks[0]);
+  for (size_t i = 0; i < tasks.size(); i++) {
+    scratch.results.reserve(result_bytes(op, tasks[i]));
+    attend(op, tasks[i], attention_tasks[i], scratch, scratch.results.bytes());
+    copy_attention(op, rows, tasks[i], scratch.results.bytes());
   }
 }
 

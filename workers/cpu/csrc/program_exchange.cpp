@@ -22,13 +22,13 @@ void Program::join(void* memory, int rank, int num_ranks) {
 }
 
 void Program::sum_parts(const Op& op, int row) {
-  float* y = block(row);
+  float* y = slice_rows_.block(row);
   std::copy_n(part_of(0, row), shape_.hidden_size, y);
   for (int rank = 1; rank < exchange_->num_ranks(); rank++)
     rows_.add_scaled(y, part_of(rank, row), 1.0f, shape_.hidden_size);
   if (op.vectors[0]) rows_.add_scaled(y, op.vectors[0], 1.0f, shape_.hidden_size);
   if (op.target == LinearTarget::residual)
-    rows_.add_scaled(residual(row), y, op.scale, shape_.hidden_size);
+    rows_.add_scaled(slice_rows_.residual(row), y, op.scale, shape_.hidden_size);
 }
 
 // `write(row, bytes)` writes what this rank has of a row; `read(row, rank, bytes)` reads what each rank

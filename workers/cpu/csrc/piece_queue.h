@@ -1,0 +1,60 @@
+// Which piece of a step a thread computes next.
+//
+// A piece goes through segments, one after the other, in any thread. Each thread has pieces of its own, which it
+// prefers so that what they leave in its caches is found there, and takes others' where these have fallen behind: no
+// thread waits for another as long as there is a piece that nobody has. Where all are taken, one that has lost its
+// processor is computed once more, and the first to be done writes it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace engine {
+
+struct PieceSegment {
+  int piece, segment;
+};
+
+class PieceQueue {
+ public:
+  // Not while a thread is in any of the other functions. `in_order`: a piece's segment needs that those before it
+  // have done all segments before this one.
+  void begin(int num_pieces, int num_segments, int num_threads, bool in_order);
+
+  // What a thread computes next, after a while perhaps; false when nothing is left to do for anyone.
+  bool take(int thread, PieceSegment& next);
+  // Whether it still makes sense to compute it.
+  bool is_wanted(const PieceSegment& at) const { return state(at.piece) <= taken(at.segment); }
+  // Before anything is written that is not the thread's own: whether it may be. Then `finish` must follow.
+  bool commit(const PieceSegment& at);
+  void finish(const PieceSegment& at);
+
+  // What a thread that has taken `at` takes next, if all threads are equally fast; perhaps past the last segment.
+  PieceSegment after(const PieceSegment& at) const;
+  int num_pieces() const { return num_pieces_; }
+
+ private:
+  // Of a piece, ascending: its segment is open, taken, or committed by a thread that writes it.
+  static constexpr uint32_t open(int segment) { return uint32_t(segment) * 3; }
+  static constexpr uint32_t taken(int segment) { return open(segment) + 1; }
+  static constexpr uint32_t committed(int segment) { return open(segment) + 2; }
+  struct alignas(64) Piece {
+    std::atomic<uint32_t> state{0};
+  };
+
+  uint32_t state(int piece) const { return pieces_[piece].state.load(std::memory_order_acquire); }
+  bool is_owned(int thread, int piece) const { return piece / pieces_of_thread_ == thread; }
+  bool is_possible(int piece, int segment) const;
+  // The piece that is furthest behind of those in a state, or -1.
+  template <class Condition>
+  int furthest_behind(int thread, Condition condition) const;
+
+  int num_pieces_ = 0, num_segments_ = 0, pieces_of_thread_ = 1;
+  bool in_order_ = false;
+  std::unique_ptr<Piece[]> pieces_;
+  int capacity_ = 0;
+};
+
+}  // namespace engine

@@ -1,0 +1,141 @@
+// Long steps by pieces: rows of a slice, which one thread takes from one layer's attention to the next one's.
+//
+// What is between two operations stays in the thread's own caches, and what the next attention reads is fetched there.
+// Threads do not wait for each other between operations, nor between layers where rows do not need each other's keys.
+#include <algorithm>
+
+#include "pack.h"
+#include "program.h"
+
+namespace engine {
+
+namespace {
+
+// Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance.
+constexpr int kFewestRows = 8, kMostRows = 16;
+// Each thread reads all weights: those of so many layers must fit into the last cache, to come from memory once.
+constexpr int kLayersInCache = 3;
+
+// The columns of a product whose sums fit into a thread's memory.
+int widest_product(int rows) { return std::max(kTileFloats / rows / 64 * 64, 64); }
+
+// What a key costs in attention, in multiplications of a product.
+constexpr int64_t kCostOfKey = 6;
+
+}  // namespace
+
+void Program::find_segments() {
+  const int end = int(ops_.size()) - 1;
+  segments_.push_back({1, end, 0, 0});
+  for (int op = 1; op < end; op++) {
+    if (ops_[op].kind == OpKind::attention) {
+      segments_.back().end_op = op;
+      segments_.push_back({op, end, 0, 0});
+    }
+    if (ops_[op].kind == OpKind::linear || ops_[op].kind == OpKind::gated_linear)
+      for (int i = 0; i < ops_[op].num_parts; i++) {
+        const PackedWeight& w = *ops_[op].parts[i];
+        segments_.back().weights += int64_t(w.n) * w.k;
+        segments_.back().bytes += packed_bytes(w.format, w.n, w.k);
+      }
+  }
+}
+
+// None where they do not pay, or one of them would keep the others waiting.
+int Program::count_pieces() const {
+  const int num_threads = pool_.num_threads();
+  if (exchange_ || segments_.size() < 3 || num_tokens_ < kFewestRows * num_threads) return 0;
+  if (kLayersInCache * segments_[1].bytes > last_cache_bytes() / 2) return 0;
+  const int pieces = (num_tokens_ + num_threads * kMostRows - 1) / (num_threads * kMostRows) * num_threads;
+  const int64_t cost_of_key = kCostOfKey * 2 * shape_.num_heads * shape_.head_dim;
+  int64_t total = 0, most = 0;
+  for (int piece = 0, row = 0; piece < pieces; piece++) {
+    int64_t cost = 0;
+    for (const int end = int(int64_t(num_tokens_) * (piece + 1) / pieces); row < end; row++)
+      cost += segments_[1].weights + cost_of_key * step_.positions[first_token_ + row];
+    total += cost;
+    most = std::max(most, cost);
+  }
+  return most * num_threads * 4 <= total * 5 ? pieces : 0;
+}
+
+// Whether keys of the slice are read by other rows of it.
+bool Program::has_chunks() const {
+  const int32_t* starts = step_.query_start_loc;
+  for (int s = first_sequence_; s < step_.num_sequences && starts[s] < first_token_ + num_tokens_; s++)
+    if (starts[s + 1] - starts[s] > 1) return true;
+  return false;
+}
+
+// A tile is a thread's share in the work: it ends when nothing is left of it.
+void Program::run_pieces(Tile& tile) {
+  Scratch& scratch = *scratch_[tile.thread];
+  PieceSegment at;
+  while (pieces_.take(tile.thread, at)) run_piece(at, scratch);
+  tile.commit();
+}
+
+void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
+  using Clock = std::chrono::steady_clock;
+  const Segment& segment = segments_[at.segment];
+  const int end_row = first_row(at.piece + 1);
+  Rows& rows = scratch.rows;
+  rows.first = first_row(at.piece);
+  rows.reserve(end_row - rows.first);
+  scratch.readahead = readahead_for(pieces_.after(at));
+  std::copy(slice_rows_.residual(rows.first), slice_rows_.residual(end_row), rows.residual(rows.first));
+  Clock::time_point start = Clock::now();
+  for (int op = segment.first_op; op < segment.end_op && pieces_.is_wanted(at); op++) {
+    run_op(ops_[op], rows, end_row, scratch);
+    const Clock::time_point now = Clock::now();
+    scratch.profile[op] += std::chrono::duration<double>(now - start).count();
+    start = now;
+  }
+  scratch.readahead = {};
+  if (!pieces_.commit(at)) return;
+  std::copy(rows.residual(rows.first), rows.residual(end_row), slice_rows_.residual(rows.first));
+  const Op& last = ops_[segment.end_op - 1];
+  for (int row = rows.first; row < end_row; row++) {
+    if (last.kind == OpKind::final_norm) {
+      run_row(last, rows, row);
+    } else {
+      std::copy_n(rows.qkv(row), shape_.num_heads * shape_.head_dim, slice_rows_.qkv(row));
+      store_kv(last, rows.qkv(row), row);
+    }
+  }
+  pieces_.finish(at);
+  scratch.profile[segment.end_op - 1] += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// But for what others see of it.
+void Program::run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch) {
+  const int num_rows = end_row - rows.first;
+  const auto for_columns = [&](int part, auto run) {
+    const int width = widest_product(num_rows), n = op.parts[part]->n;
+    for (int begin = 0; begin < n; begin += width)
+      run(Columns{rows.first, num_rows, part, begin, std::min(begin + width, n)});
+  };
+  switch (op.kind) {
+    case OpKind::attention:
+      return attend_rows(op, rows, end_row, scratch);
+    case OpKind::linear:
+      for (int part = 0; part < op.num_parts; part++)
+        for_columns(part, [&](const Columns& columns) {
+          write_product(op, rows, columns, product(op, rows, columns, scratch));
+        });
+      return;
+    case OpKind::gated_linear:
+      return for_columns(0, [&](const Columns& columns) {
+        write_gated(op, rows, columns, gated_product(op, rows, columns, scratch));
+      });
+    case OpKind::rotate_store:
+      for (int row = rows.first; row < end_row; row++) rotate(op, rows.qkv(row), row);
+      return;
+    case OpKind::final_norm:
+      return;
+    default:
+      for (int row = rows.first; row < end_row; row++) run_row(op, rows, row);
+  }
+}
+
+}  // namespace engine
