@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 
@@ -88,6 +88,8 @@ GROUP_SIZE = 32
 _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
 _ELEMENTS_AT_ONCE = 2 << 20
+_ROWS_TOGETHER = 64
+"""As many rows are packed at once in BF16; see `csrc/pack.h`."""
 
 
 class PackedWeight(ctypes.Structure):
@@ -133,7 +135,7 @@ class WeightMemory:
         self._used = 0
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return ``[num_bytes]``, aligned to 64."""
+        """Return zeros uint8 ``[num_bytes]``, aligned to 64."""
         start = _round_up(self._used, _ALIGNMENT)
         if start + num_bytes > len(self._chunk):
             size = _round_up(max(num_bytes, _CHUNK_BYTES), HUGE_PAGE_BYTES)
@@ -141,6 +143,12 @@ class WeightMemory:
             start = 0
         self._used = start + num_bytes
         return self._chunk[start : self._used]
+
+    def shrink(self, num_bytes: int, last: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the first `num_bytes` of what was allocated last; the next allocation gets the rest, zero."""
+        last[num_bytes:] = 0
+        self._used -= len(last) - num_bytes
+        return last[:num_bytes]
 
 
 class NativeWeightReader(WeightReader):
@@ -210,19 +218,14 @@ class NativeWeightReader(WeightReader):
                 f"blocks of {unit}"
             )
         part = parts[rank]
-        weight = allocate_packed(weight_format, rows, len(part), self._memory)
         source_type, source = self._columns(name, part, weight_format, stored_type)
-        step = max(1, _ELEMENTS_AT_ONCE // len(part))
-
-        def pack(first: int) -> None:
-            pack_rows(weight, source_type, source[first : first + step], first)
-
-        with ThreadPoolExecutor(self._num_threads) as threads:
-            list(threads.map(pack, range(0, rows, step)))
-        if stored_type is not None:
-            self.checkpoint.bytes_read += source.size
-        self._mark_read(name)
-        return weight
+        return self._pack(
+            name,
+            weight_format,
+            stored_type,
+            (rows, len(part)),
+            lambda start, stop: (source_type, source[start:stop]),
+        )
 
     def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:
         """Return rows of matrices that read the same activations.
@@ -254,20 +257,40 @@ class NativeWeightReader(WeightReader):
     ) -> PackedWeight:
         self._check(name, (rows, columns))
         part = part or range(rows)
-        weight = allocate_packed(weight_format, len(part), columns, self._memory)
         stored_type = self._packable_type(name, weight_format)
-        step = max(1, _ELEMENTS_AT_ONCE // columns)
+        return self._pack(
+            name,
+            weight_format,
+            stored_type,
+            (len(part), columns),
+            lambda start, stop: self._rows(
+                name, part.start + start, part.start + stop, weight_format, stored_type
+            ),
+        )
 
-        def pack(first: int) -> int:
-            stop = min(first + step, part.stop)
-            source_type, source = self._rows(name, first, stop, weight_format, stored_type)
-            pack_rows(weight, source_type, source, first - part.start)
-            return source.size
+    def _pack(
+        self,
+        name: str,
+        weight_format: WeightFormat,
+        stored_type: SourceType | None,
+        shape: tuple[int, int],
+        rows: Callable[[int, int], tuple[SourceType, NDArray[np.uint8]]],
+    ) -> PackedWeight:
+        """Pack what `rows` returns for a range of the matrix's rows."""
+        num_rows, columns = shape
+        weight = allocate_packed(weight_format, num_rows, columns, self._memory)
+        step = _round_up(max(1, _ELEMENTS_AT_ONCE // columns), _ROWS_TOGETHER)
+
+        def pack(start: int) -> None:
+            source_type, source = rows(start, min(start + step, num_rows))
+            pack_rows(weight, source_type, source, start)
 
         with ThreadPoolExecutor(self._num_threads) as threads:
-            sizes = list(threads.map(pack, range(part.start, part.stop, step)))
+            list(threads.map(pack, range(0, num_rows, step)))
+        weight.data = self._memory.shrink(finish_packing(weight), weight.data)
         if stored_type is not None:
-            self.checkpoint.bytes_read += sum(sizes)
+            elements, size = BLOCK_SIZES[stored_type]
+            self.checkpoint.bytes_read += num_rows * columns // elements * size
         self._mark_read(name)
         return weight
 
@@ -355,18 +378,21 @@ def pack_rows(
 ) -> None:
     """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
 
-    Threads may pack different rows of a matrix at once.
+    Threads may pack different rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
     """
     native_library().engine_pack_rows(
-        weight.format,
+        ctypes.byref(weight),
         source_type,
         source.ctypes.data,
         source.strides[0],
         first_row,
         len(source),
-        weight.k,
-        weight.data.ctypes.data,
     )
+
+
+def finish_packing(weight: PackedWeight) -> int:
+    """To be called when all rows are packed: returns how many bytes of its data the matrix needs."""
+    return int(native_library().engine_finish_packing(ctypes.byref(weight)))
 
 
 def _round_up(x: int, multiple: int) -> int:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.protocol.gguf import BLOCK_SIZES
+from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType
 from engine.workers.loaders.checkpoint import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
 
 KV_ELEMENT_BYTES = 2
-STORED_DTYPE_BYTES = 2
+BITS_OF_BF16 = 12
+"""What a product has to read of a weight, as `workers/cpu/csrc/bf16_block.h` stores it."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Bytes of the matrices that a step reads, as they are stored, operations of a token's products,
+    """Bytes of the matrices that a step reads, operations of a token's products,
     bytes of KV cache and operations of attention per token and key that it attends to."""
 
     weight_bytes: int
@@ -36,7 +37,7 @@ class ModelCost:
         kv_size = config["num_key_value_heads"] * head_dim * config["num_hidden_layers"]
         query_size = config["num_attention_heads"] * head_dim * config["num_hidden_layers"]
         return cls(
-            weight_bytes=sum(_stored_bytes(checkpoint, name) for name in [*layers, head]),
+            weight_bytes=sum(_read_bytes(checkpoint, name) for name in [*layers, head]),
             layer_ops=2 * sum(_elements(checkpoint, name) for name in layers),
             head_ops=2 * _elements(checkpoint, head),
             kv_token_bytes=2 * kv_size * KV_ELEMENT_BYTES,
@@ -52,9 +53,11 @@ def _elements(checkpoint: Checkpoint, name: str) -> int:
     return rows * columns
 
 
-def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+def _read_bytes(checkpoint: Checkpoint, name: str) -> int:
     elements = _elements(checkpoint, name)
     if isinstance(checkpoint, GGUFCheckpoint):
-        block_elements, block_bytes = BLOCK_SIZES[checkpoint.ggml_type(name)]
-        return elements // block_elements * block_bytes
-    return elements * STORED_DTYPE_BYTES
+        stored_type = checkpoint.ggml_type(name)
+        if stored_type != GGMLQuantizationType.BF16:
+            block_elements, block_bytes = BLOCK_SIZES[stored_type]
+            return elements // block_elements * block_bytes
+    return elements * BITS_OF_BF16 // 8

@@ -97,6 +97,22 @@ def test_quantization_takes_float_matrices_of_whole_groups(
     assert reader.packed("odd.weight", 9, 41).format == F.BF16
 
 
+def test_matrices_that_are_packed_one_after_another_keep_their_values(
+    tmp_path: Path,
+) -> None:
+    matrices = {
+        f"matrix{number}__weight": torch.randn(shape, dtype=torch.bfloat16)
+        for number, shape in enumerate([(300, 70), (64, 128), (150, 32)])
+    }
+    checkpoint = checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, **matrices)
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False, num_threads=2)
+    packed = [
+        reader.packed(name.replace("__", "."), *tensor.shape) for name, tensor in matrices.items()
+    ]
+    for weight, tensor in zip(packed, matrices.values(), strict=True):
+        np.testing.assert_array_equal(weight.rows(range(weight.n)), tensor.float().numpy())
+
+
 def test_parts_of_a_matrix_are_its_rows(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     parts = [
@@ -177,6 +193,17 @@ def test_weight_memory_is_zero_aligned_and_not_shared() -> None:
         part[0] = part[-1] = number + 1
     for number, part in enumerate(parts):
         assert part[0] == part[-1] == number + 1
+
+
+def test_what_a_matrix_does_not_need_is_there_for_the_next_one() -> None:
+    memory = WeightMemory()
+    first = memory.allocate(1000)
+    first[:] = 1
+    first = memory.shrink(600, first)
+    second = memory.allocate(1000)
+    assert second.ctypes.data - first.ctypes.data == 640 and not second.any()
+    second[:] = 2
+    assert len(first) == 600 and (first == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include "bf16_block.h"
 #include "isa.h"
 #include "linear_kernels.h"
 #include "rounding.h"
@@ -57,22 +58,21 @@ void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int 
 }
 
 void unpack_weight_row(const PackedWeight& w, int row, float* out) {
+  if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);
   const int column = row % kColumnTile;
   const uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
   const auto half = [&](const uint8_t* p) {
     uint16_t bits;
     std::memcpy(&bits, p, 2);
-    return w.format == WeightFormat::bf16 ? from_bf16(bits) : from_fp16(bits);
+    return from_fp16(bits);
   };
   if (!is_integer(w.format)) {
-    const int stride = tile_stride(w.format), at = column * float_step_bytes(w.format);
-    for (int k = 0; k < w.k; k++) {
+    const uint8_t* weight = tile + column * element_bytes(w.format);
+    for (int k = 0; k < w.k; k++, weight += float_stride(w.format)) {
       if (w.format == WeightFormat::f32)
-        std::memcpy(out + k, tile + size_t(k) * stride + at, 4);
-      else if (w.format == WeightFormat::f16)
-        out[k] = half(tile + size_t(k) * stride + at);
+        std::memcpy(out + k, weight, 4);
       else
-        out[k] = half(tile + size_t(k / 2) * stride + at + 2 * (k % 2));
+        out[k] = half(weight);
     }
     return;
   }

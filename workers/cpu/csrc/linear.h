@@ -36,11 +36,11 @@ enum class ActivationKind : int32_t {
   int8_split = 3,
 };
 
-// A matrix [n, k]. `data` is what pack_weight_rows made, aligned to 64 bytes; not owned.
+// A matrix [n, k]. `data` is what pack_rows fills, aligned to 64 bytes; not owned.
 struct PackedWeight {
   WeightFormat format;
   int32_t n, k;
-  const uint8_t* data;
+  uint8_t* data;
 };
 
 // Columns [n_begin, n_end) of the output are computed from whole tiles of packed rows: n_begin must be

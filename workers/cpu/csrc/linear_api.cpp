@@ -19,11 +19,12 @@ ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k) {
   return packed_bytes(WeightFormat(format), n, k);
 }
 
-ENGINE_API void engine_pack_rows(int32_t format, int32_t type, const uint8_t* source,
-                                 ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows,
-                                 int32_t k, uint8_t* data) {
-  pack_rows(WeightFormat(format), SourceType(type), source, source_row_bytes, first_row, rows, k, data);
+ENGINE_API void engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source,
+                                 ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows) {
+  pack_rows(*w, SourceType(type), source, source_row_bytes, first_row, rows);
 }
+
+ENGINE_API size_t engine_finish_packing(const PackedWeight* w) { return finish_packing(*w); }
 
 ENGINE_API size_t engine_activation_row_bytes(int32_t kind, int32_t k) {
   return activation_row_bytes(ActivationKind(kind), k);

@@ -70,6 +70,19 @@ ENGINE_INLINE Codes low_nibbles(Codes x) {
 ENGINE_INLINE Codes high_nibbles(Codes x) {
   return low_nibbles({_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)});
 }
+ENGINE_INLINE Codes load_table(const uint8_t* p) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {table, table};
+}
+ENGINE_INLINE Codes look_up(Codes table, Codes codes) {
+  return {_mm256_shuffle_epi8(table.low, codes.low), _mm256_shuffle_epi8(table.high, codes.high)};
+}
+ENGINE_INLINE Codes interleave_low(Codes a, Codes b) {
+  return {_mm256_unpacklo_epi8(a.low, b.low), _mm256_unpacklo_epi8(a.high, b.high)};
+}
+ENGINE_INLINE Codes interleave_high(Codes a, Codes b) {
+  return {_mm256_unpackhi_epi8(a.low, b.low), _mm256_unpackhi_epi8(a.high, b.high)};
+}
 template <int kShift, int kMask>
 ENGINE_INLINE __m256i or_bits(__m256i codes, __m256i plane) {
   const __m256i shifted = kShift >= 0 ? _mm256_slli_epi16(plane, kShift < 0 ? 0 : kShift)

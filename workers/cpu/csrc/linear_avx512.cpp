@@ -47,6 +47,14 @@ ENGINE_INLINE Codes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set
 ENGINE_INLINE Codes high_nibbles(Codes x) {
   return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
 }
+// By lanes of 16 bytes: a table in each, and what a code of 0 to 15 stands for.
+ENGINE_INLINE Codes load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+ENGINE_INLINE Codes look_up(Codes table, Codes codes) { return _mm512_shuffle_epi8(table, codes); }
+// By lanes of 16 bytes: the first, or last, eight of `a` and `b` in turn.
+ENGINE_INLINE Codes interleave_low(Codes a, Codes b) { return _mm512_unpacklo_epi8(a, b); }
+ENGINE_INLINE Codes interleave_high(Codes a, Codes b) { return _mm512_unpackhi_epi8(a, b); }
 // codes | (plane shifted left by kShift & kMask), by bytes.
 template <int kShift, int kMask>
 ENGINE_INLINE Codes or_bits(Codes codes, Codes plane) {

@@ -1,6 +1,7 @@
 // What an instruction set provides to linear.h.
 #pragma once
 
+#include "bf16_block.h"
 #include "packed_layout.h"
 
 #define ENGINE_INLINE inline __attribute__((always_inline))

@@ -79,6 +79,18 @@ ENGINE_INLINE Codes low_nibbles(const Codes& x) {
 ENGINE_INLINE Codes high_nibbles(const Codes& x) {
   return each<Codes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
 }
+ENGINE_INLINE Codes load_table(const uint8_t* p) {
+  return each<Codes>([=](int) { return vld1q_u8(p); });
+}
+ENGINE_INLINE Codes look_up(const Codes& table, const Codes& codes) {
+  return each<Codes>([&](int i) { return vqtbl1q_u8(table.v[i], codes.v[i]); });
+}
+ENGINE_INLINE Codes interleave_low(const Codes& a, const Codes& b) {
+  return each<Codes>([&](int i) { return vzip1q_u8(a.v[i], b.v[i]); });
+}
+ENGINE_INLINE Codes interleave_high(const Codes& a, const Codes& b) {
+  return each<Codes>([&](int i) { return vzip2q_u8(a.v[i], b.v[i]); });
+}
 // codes | (plane shifted left by kShift & kMask), by bytes.
 template <int kShift, int kMask>
 ENGINE_INLINE Codes or_bits(const Codes& codes, const Codes& plane) {

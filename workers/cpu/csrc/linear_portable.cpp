@@ -70,6 +70,19 @@ inline Codes low_nibbles(const Codes& x) {
 inline Codes high_nibbles(const Codes& x) {
   return each<Codes>([&](int i) { return uint8_t(x.v[i] >> 4); });
 }
+// A table in each 16 bytes, in which alone interleaving takes place.
+inline Codes load_table(const uint8_t* p) {
+  return each<Codes>([=](int i) { return p[i % 16]; });
+}
+inline Codes look_up(const Codes& table, const Codes& codes) {
+  return each<Codes>([&](int i) { return table.v[codes.v[i]]; });
+}
+inline Codes interleave_low(const Codes& a, const Codes& b) {
+  return each<Codes>([&](int i) { return (i % 2 ? b : a).v[i / 16 * 16 + i % 16 / 2]; });
+}
+inline Codes interleave_high(const Codes& a, const Codes& b) {
+  return each<Codes>([&](int i) { return (i % 2 ? b : a).v[i / 16 * 16 + 8 + i % 16 / 2]; });
+}
 template <int kShift, int kMask>
 inline Codes or_bits(const Codes& codes, const Codes& plane) {
   return each<Codes>([&](int i) {

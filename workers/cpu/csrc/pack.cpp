@@ -1,7 +1,10 @@
 #include "pack.h"
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
+#include "bf16_block.h"
 #include "rounding.h"
 
 namespace engine {
@@ -90,7 +93,6 @@ float element(SourceType type, const uint8_t* source, int i) {
   std::memcpy(&x, source + 4 * i, 4);
   return x;
 }
-
 
 void quantize_to_u8(const float* x, WeightGroup& group) {
   float amax = 0;
@@ -191,20 +193,32 @@ void store_group(WeightFormat format, const WeightGroup& group, int column, uint
   if (format == WeightFormat::u6) store_u16(scales + 2 * kColumnTile, group.scales[1]);
 }
 
-void pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k,
-                    uint8_t* first) {
-  const int stride = tile_stride(format);
-  for (int i = 0; i < k; i++) {
+void pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
+  for (int i = 0; i < k; i++, out += float_stride(format)) {
     const float x = element(type, source, i);
     if (format == WeightFormat::f32) {
-      std::memcpy(first + size_t(i) * stride, &x, 4);
-    } else if (format == WeightFormat::f16) {
-      const uint16_t half = to_fp16(x);
-      std::memcpy(first + size_t(i) * stride, &half, 2);
+      std::memcpy(out, &x, 4);
     } else {
-      const uint16_t half = to_bf16(x);
-      std::memcpy(first + size_t(i / 2) * stride + 2 * (i % 2), &half, 2);
+      const uint16_t half = to_fp16(x);
+      std::memcpy(out, &half, 2);
     }
+  }
+}
+
+void pack_bf16_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
+                    int first_row, int rows) {
+  static_assert(kRowsTogether == kBF16BlockColumns, "a block is packed all at once");
+  std::vector<uint16_t> rounded;
+  for (int row = 0; row < rows; row += kRowsTogether, source += kRowsTogether * source_row_bytes) {
+    const int columns = std::min(rows - row, kRowsTogether), index = (first_row + row) / kRowsTogether;
+    if (type == SourceType::bf16) {
+      pack_bf16_block(w, index, source, source_row_bytes, columns);
+      continue;
+    }
+    rounded.clear();
+    for (int column = 0; column < columns; column++)
+      for (int i = 0; i < w.k; i++) rounded.push_back(to_bf16(element(type, source + column * source_row_bytes, i)));
+    pack_bf16_block(w, index, reinterpret_cast<const uint8_t*>(rounded.data()), ptrdiff_t(2) * w.k, columns);
   }
 }
 
@@ -234,26 +248,32 @@ bool can_pack(SourceType type, WeightFormat format) {
 }
 
 size_t packed_bytes(WeightFormat format, int n, int k) {
+  if (format == WeightFormat::bf16) return bf16_table_bytes(n) + bf16_blocks(n) * bf16_block_capacity(k);
   const int unit = is_integer(format) ? 1 : kFloatBlockTiles;
   const int tiles = (n + kColumnTile - 1) / kColumnTile;
   return tile_at(format, k, (tiles + unit - 1) / unit * unit);
 }
 
-void pack_rows(WeightFormat format, SourceType type, const uint8_t* source,
-               ptrdiff_t source_row_bytes, int first_row, int rows, int k, uint8_t* data) {
+void pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
+               int first_row, int rows) {
+  if (w.format == WeightFormat::bf16) return pack_bf16_rows(w, type, source, source_row_bytes, first_row, rows);
   for (int row = first_row; row < first_row + rows; row++, source += source_row_bytes) {
-    uint8_t* tile = data + tile_at(format, k, row / kColumnTile);
+    uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
     const int column = row % kColumnTile;
-    if (!is_integer(format)) {
-      pack_float_row(format, type, source, k, tile + column * float_step_bytes(format));
+    if (!is_integer(w.format)) {
+      pack_float_row(w.format, type, source, w.k, tile + column * element_bytes(w.format));
       continue;
     }
-    for (int g = 0; g < k / kGroup; g++) {
+    for (int g = 0; g < w.k / kGroup; g++) {
       WeightGroup group{};
-      unpack_group(format, type, source, g, group);
-      store_group(format, group, column, tile + size_t(g) * record_bytes(format));
+      unpack_group(w.format, type, source, g, group);
+      store_group(w.format, group, column, tile + size_t(g) * record_bytes(w.format));
     }
   }
+}
+
+size_t finish_packing(const PackedWeight& w) {
+  return w.format == WeightFormat::bf16 ? join_bf16_blocks(w) : packed_bytes(w.format, w.n, w.k);
 }
 
 }  // namespace engine

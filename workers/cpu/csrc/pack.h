@@ -28,12 +28,19 @@ enum class SourceType : int32_t {
 // types also pack into u4_offset and u8, quantised to the nearest.
 bool can_pack(SourceType type, WeightFormat format);
 
-// Size of a packed matrix [n, k]. Padding rows are to be zero: allocate zeroed memory.
+// Bytes to pack a matrix [n, k] into. Padding rows are to be zero: allocate zeroed memory.
 size_t packed_bytes(WeightFormat format, int n, int k);
 
-// Pack `rows` rows, source_row_bytes apart, as rows first_row and following of a matrix of k columns.
-// Integer formats need k % 32 == 0, K types k % 256 == 0. Threads may pack disjoint rows together.
-void pack_rows(WeightFormat format, SourceType type, const uint8_t* source,
-               ptrdiff_t source_row_bytes, int first_row, int rows, int k, uint8_t* data);
+// bf16 is packed kRowsTogether rows at a time.
+constexpr int kRowsTogether = 64;
+
+// Pack `rows` rows, source_row_bytes apart, as rows first_row and following of a matrix. Integer formats need
+// k % 32 == 0, K types k % 256 == 0; bf16 needs bounds that are multiples of kRowsTogether, but for the last row's.
+// Threads may pack disjoint rows together.
+void pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
+               int first_row, int rows);
+
+// To follow when all rows are packed: returns how many of the packed_bytes, from the first, are needed still.
+size_t finish_packing(const PackedWeight& w);
 
 }  // namespace engine

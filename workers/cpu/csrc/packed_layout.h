@@ -10,8 +10,8 @@
 //            u6: 2 x 64 bytes, bits 2 (v % 4) and + 1 of plane v / 4 are bits 4 and 5
 //   scales   16 fp16 (u6: 16 for the first half of the group, 16 for the second)
 //   offsets  16 fp16, where the format has them
-// Float weights are in blocks of four tiles: f32 [k][64], f16 [k][64] or bf16 [ceil(k / 2)][64][2], so
-// that a kernel which needs four sums at once to keep the multipliers busy still reads one stream.
+// Float weights are in blocks of four tiles, f32 [k][64] or f16 [k][64], so that a kernel which needs four
+// sums at once to keep the multipliers busy still reads one stream. bf16 has a layout of its own: bf16_block.h.
 #pragma once
 
 #include <cstddef>
@@ -79,24 +79,18 @@ constexpr int record_bytes(WeightFormat format) {
 
 constexpr int kFloatBlockTiles = 4;
 
-// Bytes of a column of float weights that a step of the kernels takes: an element, or a pair of bf16.
-constexpr int float_step_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
+constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
 
-constexpr int float_steps(WeightFormat format, int k) {
-  return format == WeightFormat::bf16 ? (k + 1) / 2 : k;
+// From a float tile's elements to its next ones along k.
+constexpr int float_stride(WeightFormat format) {
+  return element_bytes(format) * kColumnTile * kFloatBlockTiles;
 }
 
-// From a tile's record or step to its next.
-constexpr int tile_stride(WeightFormat format) {
-  return is_integer(format) ? record_bytes(format)
-                            : float_step_bytes(format) * kColumnTile * kFloatBlockTiles;
-}
-
-// Where a tile begins.
+// Where a tile of integer, f16 or f32 weights begins.
 constexpr size_t tile_at(WeightFormat format, int k, int tile) {
   if (is_integer(format)) return size_t(tile) * (k / kGroup) * record_bytes(format);
-  return size_t(tile / kFloatBlockTiles) * float_steps(format, k) * tile_stride(format) +
-         size_t(tile % kFloatBlockTiles) * float_step_bytes(format) * kColumnTile;
+  return size_t(tile / kFloatBlockTiles) * k * float_stride(format) +
+         size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
 }
 
 }  // namespace engine

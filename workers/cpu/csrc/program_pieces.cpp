@@ -13,8 +13,8 @@ namespace {
 
 // Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance.
 constexpr int kFewestRows = 8, kMostRows = 16;
-// Each thread reads all weights: those of so many layers must fit into the last cache, to come from memory once.
-constexpr int kLayersInCache = 3;
+// Each thread reads all weights: those of two layers must fit into the last cache, to come from memory once.
+constexpr int kLayersInCache = 2;
 
 // The columns of a product whose sums fit into a thread's memory.
 int widest_product(int rows) { return std::max(kTileFloats / rows / 64 * 64, 64); }
