@@ -4,7 +4,8 @@
 // are common in a trained matrix: its weights have about the same magnitude, and of smaller ones each binade
 // has half as many (DFloat11, arXiv 2504.11651, stores their exponents in a code of variable length for that
 // reason). So a block has a dictionary of 16 high bytes and stores four bits for each. A step where another
-// one occurs, one or two in a hundred, is stored as it is. Whatever the weights are, they come out bit for bit.
+// one occurs, one or two in a hundred, is stored as it is. Whatever the weights are, they come out bit for bit, but for
+// subnormal numbers: these are packed as zeros, which they are to the bf16 instructions.
 //
 // A matrix is a table of where its blocks are, then the blocks. A block is 64 columns, rows of the matrix:
 //   high bytes  the 16 that codes stand for
@@ -56,8 +57,8 @@ inline const uint8_t* bf16_block(const PackedWeight& w, int index) {
   return w.data + at;
 }
 
-// Pack `columns` rows of at most a block, bf16 and row_bytes apart, as block `index`. Blocks are as far apart as they
-// could need; threads may pack different ones together.
+// Pack `columns` rows of at most a block, bf16 and row_bytes apart, as block `index`. Each has the room that it could
+// need; threads may pack different ones together.
 void pack_bf16_block(const PackedWeight& w, int index, const uint8_t* rows, ptrdiff_t row_bytes, int columns);
 
 // Move all blocks next to one another. Returns how many bytes the matrix takes then.
