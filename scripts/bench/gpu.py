@@ -1,119 +1,85 @@
-"""What one GPU does with this engine's worker, beside what it can do: decode, prefill, idle time, attention, the start.
+"""What one GPU does with this engine's worker, beside what it can do: decode, prefill, idle time, kernels, the start.
 
-    scripts/bench/run gpu [--json FILE] [--no-serving]
+    scripts/bench/run gpu [--json FILE] [--minutes 9.5] [--only PART ...]
     scripts/bench/run gpu --device cpu --tiny
 
 Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. The limits are measured in the same run: a copy on the
 device, and a bfloat16 product. With --tiny it only shows that the program works.
+
+A part is a process of its own with a time limit, for a GPU that has failed is lost to the process that made it fail. Each
+figure is in FILE as soon as it is known.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from engine.protocol.config import Device
-from local_server import local_server
-from on_gpu import limits
-from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
-from on_gpu.stepping import Stepping
-
-GIB = 1024**3
+DIRECTORY = Path(__file__).parent
+MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
+HEADS = {"Llama-3.1-8B": "32 8 128", "Qwen3-0.6B": "16 8 128", "tiny": "4 2 16"}
+FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is measured of each shape; numbers of requests, tokens and steps."""
-
-    decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
-    idle_batch: int = 64
-    prompt: int = 8192
-    steps: int = 100
-    copied_bytes: int = 4 * GIB
-    product: int = 8192
-
-
-TINY = Load(((1, 8), (2, 16)), 2, 24, 3, 1 << 20, 64)
-
-
-def measure_shape(
-    shape: Shape, load: Load, device: Device, directory: Path, bandwidth: float, flops: float
-) -> dict[str, Any]:
-    max_context = max(context for _, context in load.decodes)
-    stepping = Stepping(
-        shape,
-        directory,
-        device=device,
-        max_num_seqs=max(batch for batch, _ in load.decodes),
-        max_model_len=max(max_context, load.prompt) + 256,
-        max_num_batched_tokens=load.prompt,
-    )
-    report: dict[str, Any] = {"start_s": stepping.seconds, "num_blocks": stepping.num_blocks}
-    if stepping.profile is not None:
-        report["memory"] = asdict(stepping.profile)
-    for batch, context in load.decodes:
-        seconds = stepping.decode(batch, context, load.steps)
-        ideal = shape.decode_bytes(batch, context + load.steps // 2) / bandwidth
-        report[f"decode {batch} x {context}"] = {
-            "step_ms": 1e3 * seconds,
-            "tokens_per_s": batch / seconds,
-            "of_roofline": ideal / seconds,
-        }
-    seconds = stepping.prefill(load.prompt, 3)
-    report[f"prefill {load.prompt}"] = {
-        "step_ms": 1e3 * seconds,
-        "tokens_per_s": load.prompt / seconds,
-        "of_matmul": shape.prefill_flops(load.prompt) / seconds / flops,
+def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
+    """The command of each part, and its limit in seconds; the first parts matter most."""
+    measure = str(DIRECTORY / "on_gpu" / "measure.py")
+    attention, kernels = str(DIRECTORY / "gpu_attention.py"), str(DIRECTORY / "gpu_kernels.py")
+    first = models[0]
+    return {
+        "limits": ([measure, "limits"], 60),
+        "agreement": ([measure, "agreement"], 150),
+        **{name: ([measure, "model", name], 180) for name in models},
+        "attention": ([attention, "--json", "--heads", *HEADS[first].split()], 90),
+        **{f"{name}, served": ([measure, "served", name], 90) for name in models},
+        "kernels": ([kernels, "--json"], 150),
     }
-    context = load.decodes[-1][1] // 2
-    report[f"idle at {load.idle_batch}"] = stepping.idle_share(load.idle_batch, context, load.steps)
-    report["waits in two steps"] = stepping.num_waits(load.idle_batch, context)
-    return report
 
 
-def measure_serving(shape: Shape, directory: Path, device: Device) -> dict[str, float]:
-    """Seconds from the command to the first token that the server generated."""
-    path = shape.write(directory, 4096)
-    begin = time.perf_counter()
-    arguments = [str(path), "--load-format", "dummy", "--device", device.value]
-    with local_server([*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"]):
-        return {"ready_s": time.perf_counter() - begin}
+def run_part(command: list[str], seconds: float, found: dict[str, Any], save: Any) -> None:
+    """Run a part, and keep what it says line by line: objects, named by their `case`."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # It may have children, which are to end with it.
+            start_new_session=True,
+        )
 
+        def kill() -> None:
+            found[FAILED] = f"no end after {seconds:.0f} s"
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-def attention(shape: Shape) -> dict[str, Any]:
-    """The attention kernels alone, of one layer, beside torch's; without a GPU interpreted, in another shape."""
-    heads = [str(n) for n in (shape.num_heads, shape.num_kv_heads, shape.head_dim)]
-    program = Path(__file__).parent / "gpu_attention.py"
-    command = [sys.executable, str(program), "--json", "--heads", *heads]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
-    cases = [json.loads(line) for line in done.stdout.splitlines()]
-    return {case.pop("case"): case for case in cases}
-
-
-def attempt(name: str, measure: Callable[[], Any]) -> Any:
-    """What one measurement says; one that fails must not cost the others."""
-    print(f"{name} …", flush=True)
-    begin = time.perf_counter()
-    try:
-        result = measure()
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    print(f"  {time.perf_counter() - begin:.1f} s", flush=True)
-    return result
+        timer = threading.Timer(seconds, kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                case = json.loads(line)
+                found[case.pop("case")] = case
+            except (ValueError, KeyError, AttributeError):
+                print(line, end="", flush=True)
+            save()
+        status = process.wait()
+        timer.cancel()
+        errors.seek(0)
+        said = errors.read()
+        print(said[-3000:], end="", file=sys.stderr, flush=True)
+        if status and FAILED not in found:
+            found[FAILED] = f"ended with {status}: {said[-1500:]}"
 
 
 def lines(report: Any, indent: str = "") -> list[str]:
@@ -131,35 +97,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few steps of a toy model")
-    parser.add_argument("--no-serving", action="store_true", help="only what is in this process")
+    parser.add_argument("--minutes", type=float, default=9.5, help="of all parts together")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    device, torch_device = Device(arguments.device), torch.device(arguments.device)
-    load, shapes = (TINY, TINY_SHAPES) if arguments.tiny else (Load(), SHAPES)
-    is_cuda = device is Device.CUDA
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
-        "torch": torch.__version__,
-    }
-    bandwidth = limits.copy_bandwidth(torch_device, load.copied_bytes)
-    flops = limits.matmul_flops(torch_device, load.product)
-    report["limits"] = {
-        "copy_bytes_per_s": bandwidth,
-        "matmul_flops": flops,
-        "upload_bytes_per_s": limits.upload_bandwidth(torch_device, load.copied_bytes // 4),
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        for name, shape in shapes.items():
-            path = Path(directory, name)
-            measure = partial(measure_shape, shape, load, device, path, bandwidth, flops)
-            report[name] = attempt(name, measure)
-            report[f"{name}, attention"] = attempt(f"{name}, attention", partial(attention, shape))
-            if not arguments.no_serving:
-                served = partial(measure_serving, shape, Path(directory, f"{name}.served"), device)
-                report[f"{name}, served"] = attempt(f"{name}, served", served)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(report))
-    print("\n".join(lines(report)))
+    known = parts(("tiny",) if arguments.tiny else MODELS)
+    if unknown := set(arguments.only or ()) - set(known):
+        parser.error(f"--only {unknown.pop()!r}: the parts are {', '.join(known)}")
+    end = time.monotonic() + 60 * arguments.minutes
+    report: dict[str, Any] = {}
+
+    def save() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report))
+
+    for name, (command, seconds) in known.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        found = report[name] = {}
+        left = end - time.monotonic()
+        if left < 5:
+            found[FAILED] = "no time was left"
+            continue
+        print(f"{name} …", flush=True)
+        began = time.monotonic()
+        options = []
+        if command[0].endswith("measure.py"):
+            limits = report.get("limits", {})
+            options = ["--device", arguments.device, "--limits", json.dumps(limits)]
+            options += ["--tiny"] * arguments.tiny
+        run_part([*command, *options], min(seconds, left), found, save)
+        save()
+        print(f"  {time.monotonic() - began:.1f} s", flush=True)
+        print("\n".join(lines(found, "  ")), flush=True)
 
 
 if __name__ == "__main__":

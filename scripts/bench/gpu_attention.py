@@ -282,7 +282,7 @@ def main() -> None:
         print(f"{'case':40} {'ms':>9} {'torch ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}")
     for timing in timings(shape, cases):
         if arguments.json:
-            print(json.dumps(asdict(timing)))
+            print(json.dumps(asdict(timing)), flush=True)
             continue
         torch_ms = "" if timing.torch_ms is None else f"{timing.torch_ms:.4f}"
         error = "" if timing.error is None else f"{timing.error:.1e}"

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    name: str
+    case: str
     microseconds: float
     gb_per_s: float
     tflops: float
@@ -200,31 +200,23 @@ def main() -> None:
         "rows": lambda: row_cases(arguments.rows, arguments.columns),
         "sampling": lambda: sampling_cases(arguments.vocab),
     }
-    timings = []
+    device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
+    if not arguments.json:
+        print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
     for kind in [arguments.only] if arguments.only else cases:
         for case in cases[kind]():
             took = seconds(case.run)
             least = max(case.gigabytes / bandwidth, case.teraflops / speed)
-            timings.append(
-                Timing(
-                    case.name,
-                    took * 1e6,
-                    case.gigabytes / took,
-                    case.teraflops / took,
-                    least / took,
-                )
+            t = Timing(
+                case.name, took * 1e6, case.gigabytes / took, case.teraflops / took, least / took
             )
-    if arguments.json:
-        found = {"gb_per_s": bandwidth, "tflops": speed, "timings": [asdict(t) for t in timings]}
-        print(json.dumps(found))
-        return
-    device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
-    print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
-    for t in timings:
-        print(
-            f"{t.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
-            f"{t.roofline:6.1%} of the roofline"
-        )
+            if arguments.json:
+                print(json.dumps(asdict(t)), flush=True)
+                continue
+            print(
+                f"{t.case:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
+                f"{t.roofline:6.1%} of the roofline"
+            )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from engine.workers.model_runner import ModelRunner
 from engine.workers.runner import PendingOutput
 from on_gpu.limits import synchronize
 from on_gpu.shapes import Shape
+from on_gpu.trace import Span, summary
 from torch.autograd import DeviceType
 
 BLOCK_SIZE = 16
@@ -128,8 +129,8 @@ class Stepping:
             times.append(time.perf_counter() - begin)
         return min(times[1:])
 
-    def idle_share(self, batch: int, context: int, steps: int) -> dict[str, float] | None:
-        """The share of time in which no kernel ran: all of it, and that of gaps longer than 5 us. None without a GPU."""
+    def trace(self, batch: int, context: int, steps: int) -> dict[str, Any] | None:
+        """What runs on a GPU while `batch` requests decode; see `trace.summary`. None without one."""
         if self.device.type != "cuda":
             return None
         self._begin_requests(batch, context, steps + 30)
@@ -140,21 +141,12 @@ class Stepping:
             for _ in range(steps):
                 self.step()
             self.drain()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
+        spans = (
+            Span(event.name, event.time_range.start, event.time_range.end)
             for event in profiler.events()
             if event.device_type == DeviceType.CUDA
         )
-        # The first and the last step have no neighbours.
-        first, last = spans[0][0], max(end for _, end in spans)
-        idle, long_idle, reached = 0.0, 0.0, first
-        for start, end in spans:
-            gap = start - reached
-            if gap > 0:
-                idle += gap
-                long_idle += gap if gap > 5 else 0.0
-            reached = max(reached, end)
-        return {"all": idle / (last - first), "gaps over 5 us": long_idle / (last - first)}
+        return summary(spans, steps)
 
     def num_waits(self, batch: int, context: int) -> int | None:
         """How often the host waits for the device in a decode step; None without a GPU."""

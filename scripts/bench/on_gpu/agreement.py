@@ -1,0 +1,214 @@
+"""Whether a model says on a GPU what it says on a CPU, in every way in which a step may run there.
+
+Requests with prompts that come in chunks, and others that decode meanwhile; tokens are the most likely ones. In float32 they have
+to be those of plain torch on a CPU. In bfloat16 a model of random weights changes its mind now and then, so what counts is how far
+the log-probabilities are apart before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.config import (
+    CacheConfig,
+    CPUBackend,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.device import open_device
+from engine.workers.loaders import open_checkpoint
+from engine.workers.model_runner import ModelRunner
+from on_gpu.shapes import Shape
+from safetensors.torch import save_file
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 1024
+MODEL = Shape("qwen3", 4096, 512, 1024, 4, 8, 2, 128, True)
+TINY_MODEL = Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)
+PROMPTS = (3, 1, 700, 40, 16, 290)
+
+
+@dataclass
+class Said:
+    """The tokens of each request, with their log-probabilities."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+
+
+def write(shape: Shape, directory: Path) -> Path:
+    """A checkpoint of random weights, large enough for the logits to be far apart."""
+    shape.write(directory, MAX_MODEL_LEN)
+    random = torch.Generator().manual_seed(0)
+    hidden, mlp = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    def matrix(*size: int) -> torch.Tensor:
+        weight = torch.randn(size, generator=random) * (1.5 / size[-1] ** 0.5)
+        return weight.to(torch.bfloat16)
+
+    tensors = {"embed_tokens": matrix(shape.vocab_size, hidden) * 4, "norm": torch.ones(hidden)}
+    for i in range(shape.num_layers):
+        layer = f"layers.{i}."
+        tensors |= {
+            layer + "input_layernorm": 1 + matrix(hidden).float(),
+            layer + "post_attention_layernorm": 1 + matrix(hidden).float(),
+            layer + "self_attn.q_norm": 1 + matrix(shape.head_dim).float(),
+            layer + "self_attn.k_norm": 1 + matrix(shape.head_dim).float(),
+            layer + "self_attn.q_proj": matrix(queries, hidden),
+            layer + "self_attn.k_proj": matrix(keys, hidden),
+            layer + "self_attn.v_proj": matrix(keys, hidden),
+            layer + "self_attn.o_proj": matrix(hidden, queries),
+            layer + "mlp.gate_proj": matrix(mlp, hidden),
+            layer + "mlp.up_proj": matrix(mlp, hidden),
+            layer + "mlp.down_proj": matrix(hidden, mlp),
+        }
+    named = {f"model.{name}.weight": x.bfloat16().contiguous() for name, x in tensors.items()}
+    save_file(named, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def config(
+    path: Path,
+    shape: Shape,
+    device: Device,
+    dtype: str,
+    *,
+    kv_cache_dtype: str = "auto",
+    **how: Any,
+) -> EngineConfig:
+    model = ModelConfig(
+        "m",
+        str(path),
+        str(path),
+        ("m",),
+        shape.model_type,
+        shape.vocab_size,
+        MAX_MODEL_LEN,
+        (1,),
+        dtype,
+    )
+    return EngineConfig(
+        "",
+        1,
+        model,
+        CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+        device=DeviceConfig(device, cpu_backend=CPUBackend.TORCH, **how),
+    )
+
+
+def say(config: EngineConfig, num_tokens: int, chunk: int, *, scored: bool = True) -> Said:
+    """Every request has `num_tokens` to say, and begins one step after the one before it.
+
+    Tokens that are not to be scored come from the graph that chose them.
+    """
+    device = open_device(config.device)
+    checkpoint = open_checkpoint(config.model.path)
+    runner = ModelRunner(config, device, checkpoint, lambda *_: None)
+    runner.profile_memory(0.5)
+    blocks_each = MAX_MODEL_LEN // BLOCK_SIZE
+    runner.allocate_kv_cache(1 + len(PROMPTS) * blocks_each)
+    runner.warm_up()
+    said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
+    left = list(PROMPTS)
+    running: list[int] = []
+    step = 0
+    while running or not step:
+        fields: dict[str, Any] = {}
+        if step < len(PROMPTS):
+            request = _request(step, config.model.vocab_size, blocks_each)
+            request.sampling_params.logprobs = 1 if scored else None
+            fields["new_requests"] = [request]
+            running.append(step)
+        counts = [min(left[slot], chunk) for slot in running]
+        fields["chunks"] = int32_bytes(
+            [[row, count] for row, count in enumerate(counts) if count > 1]
+        )
+        step += 1
+        output = SchedulerOutput(step, slots=int32_bytes(running), **fields)
+        result = runner.execute(output, lambda step: None)
+        output = result if isinstance(result, ModelRunnerOutput) else result.output()
+        for slot, count in zip(running, counts, strict=True):
+            left[slot] = max(0, left[slot] - count)
+        speaking = [slot for slot in running if not left[slot]]
+        tokens = int32_view(output.sampled_token_ids).tolist()
+        for slot, token in zip(speaking, tokens, strict=True):
+            said.tokens[slot].append(token)
+            left[slot] = 1
+        for row in output.logprobs:
+            said.logprobs[row.slot].append(float(float32_view(row.logprobs)[0]))
+        running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
+    return said
+
+
+def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
+    tokens = np.random.default_rng(slot).integers(2, vocab_size, PROMPTS[slot])
+    first = 1 + slot * blocks_each
+    return NewRequestData(
+        slot=slot,
+        request_id=(0, slot),
+        token_ids=int32_bytes(tokens),
+        num_prompt_tokens=len(tokens),
+        num_computed_tokens=0,
+        block_ids=(int32_bytes(range(first, first + blocks_each)),),
+        sampling_params=SamplingParams(temperature=0, ignore_eos=True),
+    )
+
+
+def compared(expected: Said, said: Said) -> dict[str, float]:
+    """The share of requests with the same tokens, and of tokens before the first other one; up to there the log-probabilities."""
+    num_same, apart = [], 0.0
+    for index, tokens in enumerate(expected.tokens):
+        same = [a == b for a, b in zip(tokens, said.tokens[index], strict=True)]
+        num_same.append((*same, False).index(False) if not all(same) else len(same))
+        pairs = zip(expected.logprobs[index], said.logprobs[index], strict=False)
+        for a, b in list(pairs)[: num_same[-1]]:
+            apart = max(apart, abs(a - b))
+    length = len(expected.tokens[0])
+    return {
+        "same_requests": sum(n == length for n in num_same) / len(num_same),
+        "same_tokens": sum(num_same) / (length * len(num_same)),
+        "logprobs_apart": apart,
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "float32, tokens only": {"dtype": "float32", "scored": False},
+    "float32, eager": {"dtype": "float32", "enforce_eager": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
+    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
+    "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+}
+
+
+def agreement(
+    directory: Path, device: Device, *, is_tiny: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    shape = TINY_MODEL if is_tiny else MODEL
+    num_tokens, chunk = (3, 250) if is_tiny else (32, 250)
+    path = write(shape, directory)
+    expected = say(config(path, shape, Device.CPU, "float32"), num_tokens, chunk)
+    for name, way in WAYS.items():
+        if device is Device.CPU and way.get("kv_cache_dtype") == "fp8":
+            continue
+        try:
+            scored = way.get("scored", True)
+            how = {name: value for name, value in way.items() if name != "scored"}
+            said = say(config(path, shape, device, **how), num_tokens, chunk, scored=scored)
+            yield name, compared(expected, said)
+        except Exception as error:
+            yield name, {"failed": f"{type(error).__name__}: {error}"}

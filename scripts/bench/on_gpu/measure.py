@@ -1,0 +1,149 @@
+"""One part of `gpu.py`, in a process of its own: prints a JSON object for each figure as soon as it is known."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# A program has its own folder on its path, the others of the benchmark are one above.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from engine.protocol.config import Device
+from local_server import local_server
+from on_gpu import limits
+from on_gpu.agreement import agreement
+from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
+from on_gpu.stepping import Stepping
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured of each shape; numbers of requests, tokens and steps."""
+
+    decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
+    idle_batch: int = 64
+    prompt: int = 8192
+    steps: int = 100
+    copied_bytes: int = 4 * GIB
+    product: int = 8192
+
+
+TINY = Load(((1, 8), (2, 16)), 2, 24, 3, 1 << 20, 64)
+
+
+def say(case: str, measure: Callable[[], dict[str, Any] | None]) -> None:
+    """Print what one measurement finds; one that fails must not cost the others."""
+    try:
+        found = measure() or {}
+    except Exception as error:
+        found = {"failed": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"case": case, **found}), flush=True)
+
+
+def measure_limits(load: Load, device: torch.device) -> None:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    say("device", lambda: {"name": name, "torch": torch.__version__})
+    say("copy", lambda: {"bytes_per_s": limits.copy_bandwidth(device, load.copied_bytes)})
+    say("matmul", lambda: {"flops": limits.matmul_flops(device, load.product)})
+    upload = partial(limits.upload_bandwidth, device, load.copied_bytes // 4)
+    say("upload", lambda: {"bytes_per_s": upload()})
+
+
+def measure_model(
+    shape: Shape, load: Load, device: Device, directory: Path, known: dict[str, Any]
+) -> None:
+    """`known` are the limits, as far as they could be measured."""
+    bandwidth = known.get("copy", {}).get("bytes_per_s", float("nan"))
+    flops = known.get("matmul", {}).get("flops", float("nan"))
+    max_context = max(context for _, context in load.decodes)
+    stepping = Stepping(
+        shape,
+        directory,
+        device=device,
+        max_num_seqs=max(batch for batch, _ in load.decodes),
+        max_model_len=max(max_context, load.prompt) + 256,
+        max_num_batched_tokens=load.prompt,
+    )
+    say("start_s", lambda: dict(stepping.seconds))
+    profile = stepping.profile
+    say(
+        "memory", lambda: {"num_blocks": stepping.num_blocks} | (asdict(profile) if profile else {})
+    )
+
+    def decode(batch: int, context: int) -> dict[str, float]:
+        seconds = stepping.decode(batch, context, load.steps)
+        ideal = shape.decode_bytes(batch, context + load.steps // 2) / bandwidth
+        return {
+            "step_ms": 1e3 * seconds,
+            "tokens_per_s": batch / seconds,
+            "of_roofline": ideal / seconds,
+        }
+
+    def prefill() -> dict[str, float]:
+        seconds = stepping.prefill(load.prompt, 3)
+        return {
+            "step_ms": 1e3 * seconds,
+            "tokens_per_s": load.prompt / seconds,
+            "of_matmul": shape.prefill_flops(load.prompt) / seconds / flops,
+        }
+
+    for batch, context in load.decodes:
+        say(f"decode {batch} x {context}", partial(decode, batch, context))
+    say(f"prefill {load.prompt}", prefill)
+    context = load.decodes[-1][1] // 2
+    trace = partial(stepping.trace, load.idle_batch, context, load.steps)
+    say(f"trace at {load.idle_batch}", trace)
+    say("trace at 1", partial(stepping.trace, 1, load.decodes[0][1], load.steps))
+    waits = partial(stepping.num_waits, load.idle_batch, context)
+    say("waits in two steps", lambda: {"count": waits()})
+
+
+def measure_serving(shape: Shape, device: Device, directory: Path) -> dict[str, float]:
+    """Seconds from the command to the first token that the server generated."""
+    path = shape.write(directory, 4096)
+    begin = time.perf_counter()
+    arguments = [str(path), "--load-format", "dummy", "--device", device.value]
+    with local_server([*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"]):
+        return {"s": time.perf_counter() - begin}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("limits", "agreement", "model", "served"))
+    parser.add_argument("shape", nargs="?")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--limits", type=json.loads, default={})
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    device = Device(arguments.device)
+    load, shapes = (TINY, TINY_SHAPES) if arguments.tiny else (Load(), SHAPES)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name, "model")
+        if arguments.part == "limits":
+            measure_limits(load, torch.device(arguments.device))
+        elif arguments.part == "agreement":
+            for way, figures in agreement(directory, device, is_tiny=arguments.tiny):
+                print(json.dumps({"case": way, **figures}), flush=True)
+        elif arguments.part == "model":
+            shape = shapes[arguments.shape]
+            measure_model(shape, load, device, directory, arguments.limits)
+        else:
+            serve = partial(measure_serving, shapes[arguments.shape], device, directory)
+            # Once more: the first start also compiles the kernels.
+            say("first start", serve)
+            say("second start", serve)
+
+
+if __name__ == "__main__":
+    main()
