@@ -122,11 +122,11 @@ class GraphBreaker:
 
 
 class SizedGraphs:
-    """The graphs of `run`, which does a step of a given padded size in static memory."""
+    """The graphs of `run`, which does a step of a given padded size, and returns tensors, some of them in static memory."""
 
     def __init__(
         self,
-        run: Callable[[int], None],
+        run: Callable[[int], Sequence[Tensor]],
         sizes: Sequence[int],
         recorder: GraphRecorder,
         breaker: GraphBreaker,
@@ -135,12 +135,12 @@ class SizedGraphs:
         self.sizes = sorted(sizes)
         self._recorder = recorder
         self._breaker = breaker
-        self._replays: dict[int, Replay] = {}
+        self._captured: dict[int, tuple[Replay, list[Tensor]]] = {}
 
     def size_for(self, count: int) -> int | None:
         """The smallest size that holds `count`; None if there is none, or it has not been captured yet."""
         index = bisect.bisect_left(self.sizes, count)
-        is_captured = index < len(self.sizes) and self.sizes[index] in self._replays
+        is_captured = index < len(self.sizes) and self.sizes[index] in self._captured
         return self.sizes[index] if is_captured else None
 
     def capture(self, size: int) -> None:
@@ -148,13 +148,18 @@ class SizedGraphs:
         with self._recorder.recording():
             # What a kernel allocates or compiles at its first launch cannot be captured.
             self._run(size)
-            self._replays[size] = self._breaker.capture(self._recorder, lambda: self._run(size))
+            results: list[Tensor] = []
+            replay = self._breaker.capture(self._recorder, lambda: results.extend(self._run(size)))
+            self._captured[size] = replay, [self._recorder.borrowed(x) for x in results]
 
-    def replay(self, size: int) -> None:
-        self._replays[size]()
+    def replay(self, size: int) -> list[Tensor]:
+        """Return what `run` does, good until any graph is replayed."""
+        replay, results = self._captured[size]
+        replay()
+        return results
 
     def forget(self) -> None:
-        self._replays.clear()
+        self._captured.clear()
         self._recorder.forget()
 
 

@@ -20,7 +20,7 @@ from .batch import StepPlan, even_requests
 from .device_forward import DeviceForward
 from .kv_cache import KVCache
 from .memory_profile import MemoryProfile, profile_memory
-from .model_loader import Model
+from .models.decoder import Decoder
 from .pipeline import Pipeline
 from .request_states import RequestStates
 from .runner import GrammarSource, StepResult
@@ -36,7 +36,7 @@ class DeviceExecution:
     def __init__(
         self,
         config: EngineConfig,
-        model: Model,
+        model: Decoder,
         requests: RequestStates,
         kv_cache: KVCache,
         pipeline: Pipeline,

@@ -17,9 +17,8 @@ from .attention.graph_break import BreakingAttention, CurrentMetadata
 from .batch import PersistentBatch, StepPlan, even_requests
 from .cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
 from .kv_cache import KVCache
-from .model_loader import Model
+from .models.decoder import Decoder
 from .pipeline import Pipeline
-from .sampling import choose_greedy
 from .step_buffers import DeviceStep, StepBuffers
 
 
@@ -46,7 +45,7 @@ class DeviceForward:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         batch: PersistentBatch,
         kv_cache: KVCache,
         pipeline: Pipeline,
@@ -61,7 +60,8 @@ class DeviceForward:
         batch.mirror_block_tables()
         self._buffers = StepBuffers(batch, max_tokens)
         if not model.shard.is_first:
-            self._received_TD = self._hidden_states(max_tokens)
+            shape = (max_tokens, model.spec.hidden_size)
+            self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
         self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
@@ -72,21 +72,12 @@ class DeviceForward:
     def _add_graphs(self, recorder: GraphRecorder, max_size: int) -> None:
         attention = self._model.attention
         assert isinstance(attention, BreakingAttention)
-        self._hidden_TD = self._hidden_states(max_size)
         arguments = recorder, attention.breaker
         self._chunks = SizedGraphs(self._run_chunks, chunk_sizes(max_size), *arguments)
         if isinstance(attention.backend, CapturableAttention):
             largest = min(max_size, self._batch.num_slots)
             run_decode = partial(self._run_decode, attention.backend)
             self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
-            if self._model.shard.is_last:
-                device, vocab_size = self._batch.device, self._model.spec.vocab_size
-                self._logits_SV = torch.zeros((largest, vocab_size), device=device)
-                self._greedy_S = torch.zeros(largest, dtype=torch.int64, device=device)
-
-    def _hidden_states(self, num_tokens: int) -> torch.Tensor:
-        shape = (num_tokens, self._model.spec.hidden_size)
-        return torch.zeros(shape, dtype=self._model.hidden_dtype, device=self._batch.device)
 
     def forget_graphs(self) -> None:
         """The KV cache is not where it was when they were captured."""
@@ -108,30 +99,23 @@ class DeviceForward:
             size = self._decodes.size_for(num_tokens)
             if size is not None:
                 step = self._fill(plan, size, size)
-                self._decodes.replay(size)
-                hidden_TD = self._hidden_TD[:num_tokens]
-                if not self._model.shard.is_last:
-                    return Forwarded(hidden_TD, step)
-                logits_RV, greedy_R = self._logits_SV[:num_tokens], self._greedy_S[:num_tokens]
-                return Forwarded(hidden_TD, step, logits_RV, greedy_R)
+                hidden_TD, *chosen = (x[:num_tokens] for x in self._decodes.replay(size))
+                return Forwarded(hidden_TD, step, *chosen)
         size = None if self._chunks is None else self._chunks.size_for(num_tokens)
         step = self._fill(plan, size or num_tokens, num_requests)
         if self._chunks is not None and size is not None:
             self._set_current(plan)
-            self._chunks.replay(size)
-            return Forwarded(self._hidden_TD[:num_tokens], step)
+            (hidden_TD,) = self._chunks.replay(size)
+            return Forwarded(hidden_TD[:num_tokens], step)
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return Forwarded(self._forward(step, metadata), step)
 
     def append(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
         """The sampled rows' requests have these next tokens, int [R]."""
-        rows_R = step.logit_rows_R
-        self._append(step.slots_T[rows_R], step.positions_T[rows_R], token_ids_R)
+        self._append(step.token_index_T.index_select(0, step.logit_rows_R), token_ids_R)
 
-    def _append(
-        self, slots_R: torch.Tensor, positions_R: torch.Tensor, token_ids_R: torch.Tensor
-    ) -> None:
-        self._batch.token_ids_NL[slots_R, positions_R + 1] = token_ids_R.to(torch.int32)
+    def _append(self, index_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
+        self._model.kernels.append_tokens(self._batch.token_ids_NL, index_R, token_ids_R)
 
     def _fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
         step = self._buffers.fill(plan, num_tokens, num_requests)
@@ -148,32 +132,29 @@ class DeviceForward:
             self._set_current(plan)
         graphs.capture(size)
 
-    def _run_decode(self, attention: CapturableAttention, size: int) -> None:
-        """A step of requests that have one token each, or none, and all sample."""
+    def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
+        """A step of requests that have one token each, or none, and all sample: what `Forwarded` has of it."""
         step = self._buffers.view(size, size)
         self._buffers.gather_block_tables(step)
         metadata = [
             attention.build_decode(batch, windows)
             for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
         ]
-        self._run(step, metadata)
-        if self._model.shard.is_last:
-            logits_SV = self._model.compute_logits(self._hidden_TD[:size])
-            self._logits_SV[:size] = logits_SV
-            greedy_S = choose_greedy(logits_SV)
-            self._greedy_S[:size] = greedy_S
-            self._append(step.slots_T, step.positions_T, greedy_S.clamp(min=0))
+        hidden_SD = self._forward(step, metadata)
+        if not self._model.shard.is_last:
+            return [hidden_SD]
+        logits_SV = self._model.compute_logits(hidden_SD)
+        greedy_S = self._model.kernels.choose_greedy(logits_SV)
+        self._append(step.token_index_T, greedy_S)
+        return [hidden_SD, logits_SV, greedy_S]
 
-    def _run_chunks(self, size: int) -> None:
+    def _run_chunks(self, size: int) -> list[torch.Tensor]:
         """A step of any kind, of which only the attention, which is not captured, knows the requests."""
-        self._run(self._buffers.view(size, 0), self._current)
-
-    def _run(self, step: DeviceStep, metadata: Sequence[Any]) -> None:
-        self._hidden_TD[: step.num_tokens] = self._forward(step, metadata)
+        return [self._forward(self._buffers.view(size, 0), self._current)]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
         if self._model.shard.is_first:
-            inputs = self._batch.token_ids_NL[step.slots_T, step.positions_T]
+            inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
         else:
             inputs = self._received_TD[: step.num_tokens]
         return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)

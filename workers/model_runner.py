@@ -18,6 +18,7 @@ from .kv_cache import KVCache
 from .loaders import Checkpoint
 from .memory_profile import MemoryProfile
 from .model_loader import Model, load_model
+from .models.decoder import Decoder
 from .parallel_state import ParallelState
 from .request_states import RequestStates
 from .runner import GrammarSource, StepResult
@@ -61,6 +62,7 @@ class ModelRunner:
         if accelerator is None:
             self._execution = HostExecution(model, requests, kv_cache, pipeline)
         else:
+            assert isinstance(model, Decoder), "a native program runs on the host"
             self._execution = DeviceExecution(
                 config, model, requests, kv_cache, pipeline, accelerator
             )

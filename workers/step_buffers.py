@@ -15,11 +15,15 @@ from typing import Final
 import torch
 
 from ..protocol.arrays import Int32Array
+from ..protocol.errors import ConfigError
 from .attention.interface import DeviceBatch
 from .batch import PersistentBatch, StepPlan
 
 NO_SLOT: Final = -1
 """In `slot_mapping`: the keys and values of a padding token go nowhere."""
+
+MAX_TOKENS: Final = 2**31 - 1
+"""Of all requests together, whose places are 32-bit integers."""
 
 _ALIGNMENT: Final = 4
 """Arrays begin at multiples of 16 bytes, so that kernels may load words of that size."""
@@ -27,9 +31,12 @@ _ALIGNMENT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step, int32 on the device. Padding is of a slot after the last; its requests have no tokens."""
+    """One step, int32 on the device. Padding is of a slot after the last; its requests have no tokens.
 
-    slots_T: torch.Tensor
+    `token_index_T` is where a token is in all of `PersistentBatch.token_ids_NL`.
+    """
+
+    token_index_T: torch.Tensor
     positions_T: torch.Tensor
     slots_S: torch.Tensor
     logit_rows_R: torch.Tensor
@@ -37,7 +44,7 @@ class DeviceStep:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.slots_T)
+        return len(self.token_index_T)
 
 
 class StepBuffers:
@@ -47,6 +54,11 @@ class StepBuffers:
         self._batch = batch
         self._num_groups = len(batch.block_tables)
         num_slots, device = batch.num_slots, batch.device
+        if (num_slots + 1) * batch.max_model_len > MAX_TOKENS:
+            raise ConfigError(
+                f"--max-num-seqs {num_slots} of --max-model-len {batch.max_model_len} are more than "
+                f"{MAX_TOKENS} tokens; lower one of them"
+            )
         size = _layout(self._sizes(max_tokens, num_slots, num_slots))[-1].stop
         self._integers = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_tables = [torch.zeros_like(table_NB) for table_NB in batch.device_block_tables]
@@ -64,14 +76,14 @@ class StepBuffers:
     def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
         """Where `fill` writes a step of this size. Its rows are the last of it, so that the rest is where it is without."""
         sizes = self._sizes(num_tokens, num_requests, num_rows)
-        slots_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
+        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
             self._integers[section] for section in _layout(sizes)
         )
         groups = [
             DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
             for block_table, slot_mapping_T in zip(self._block_tables, mappings, strict=True)
         ]
-        return DeviceStep(slots_T, positions_T, slots_S, rows_R, groups)
+        return DeviceStep(token_index_T, positions_T, slots_S, rows_R, groups)
 
     def gather_block_tables(self, step: DeviceStep) -> None:
         """Bring the block-table rows of the step's requests together."""
@@ -84,10 +96,14 @@ class StepBuffers:
         return [num_tokens, num_tokens, *requests, *mappings, num_rows]
 
     def _pack(self, plan: StepPlan, sections: Sequence[Int32Array]) -> None:
-        slots_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = sections
-        _pad(slots_T, plan.slots_T, self._batch.num_slots)
+        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
+            sections
+        )
+        max_model_len, num_slots = self._batch.max_model_len, self._batch.num_slots
+        index_T = plan.slots_T * max_model_len + plan.positions_T
+        _pad(token_index_T, index_T, num_slots * max_model_len)
         _pad(positions_T, plan.positions_T, 0)
-        _pad(slots_S, plan.slots_S, self._batch.num_slots)
+        _pad(slots_S, plan.slots_S, num_slots)
         _pad(seq_lens_S, plan.seq_lens_S, 0)
         _pad(query_start_loc, plan.query_start_loc, plan.query_start_loc[-1])
         for group, mapping_T in enumerate(mappings):

@@ -23,13 +23,14 @@ def test_sizes_rise_to_the_largest_and_leave_little_padding(sizes_up_to, largest
 
 def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
     x = torch.zeros(8)
-    graphs = SizedGraphs(lambda size: x[:size].add_(1), [4, 1, 8], TapedGraphs(), GraphBreaker())
+    graphs = SizedGraphs(lambda size: [x[:size].add_(1)], [4, 1, 8], TapedGraphs(), GraphBreaker())
     assert graphs.size_for(1) is None
     for size in (8, 4, 1):
         graphs.capture(size)
     assert [graphs.size_for(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
     x.zero_()
-    graphs.replay(4)
+    (result,) = graphs.replay(4)
+    assert result.tolist() == [1] * 4
     assert x.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 

@@ -10,13 +10,15 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ..models.layers import GatedActivation, LayerKernels, Linear, RMSNorm
 from ..models.parallel_layers import RowParallelLinear
+from ..models.rope import RotaryEmbedding, RotaryTables
 from ..quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
 from .gated_activation import gated_activation
 from .norm import rms_norm
 from .quantized_linear import QuantizedLinear, can_keep
-from .sampling import choose_tokens
+from .rotary_tables import rotary_tables
+from .sampling import append_tokens, choose_greedy, choose_tokens
 
 
 class TritonKernels(LayerKernels):
@@ -55,6 +57,15 @@ class TritonKernels(LayerKernels):
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
     ) -> Tensor:
         return choose_tokens(logits_SV, metadata, positions_S)
+
+    def choose_greedy(self, logits_SV: Tensor) -> Tensor:
+        return choose_greedy(logits_SV)
+
+    def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
+        append_tokens(token_ids_NL, index_S, tokens_S)
+
+    def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+        return rotary_tables(rope, positions_T)
 
 
 class _Norm(RMSNorm):

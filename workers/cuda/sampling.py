@@ -39,6 +39,7 @@ _DEPTH = 256
 """How many of a row's best tokens are ranked; filters that keep more take some hundred microseconds longer."""
 
 _TILE = 4096
+_APPENDED = 128
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
 _TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
@@ -171,6 +172,51 @@ def _sample_any(
 
 
 @triton.jit
+def _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
+    """Load the largest logit of each block of the row of this program."""
+    blocks_N = tl.arange(0, NUM_BLOCKS)
+    row = tl.program_id(0).to(tl.int64)
+    return tl.load(
+        block_max_ptr + row * num_blocks + blocks_N,
+        mask=blocks_N < num_blocks,
+        other=float("-inf"),
+    )
+
+
+@triton.jit
+def _most_likely(row_ptr, vocab_size, max_N, peak, NUM_BLOCKS: tl.constexpr):
+    """Return the first token whose logit is the row's peak: int32."""
+    blocks_N = tl.arange(0, NUM_BLOCKS)
+    block = tl.min(tl.where(max_N == peak, blocks_N, NUM_BLOCKS), 0)
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
+    logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+    return tl.min(tl.where(logits == peak, ids, NUM_BLOCKS * _BLOCK), 0)
+
+
+@triton.jit
+def _choose_greedy_kernel(
+    logits_ptr,
+    stride,
+    block_max_ptr,
+    num_blocks,
+    tokens_ptr,
+    vocab_size,
+    NUM_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    max_N = _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
+    peak = tl.max(max_N, 0)
+    token = tl.zeros((), tl.int64)
+    if peak == float("inf"):
+        token += _NOT_A_NUMBER
+    elif peak == float("-inf"):
+        token += _NOTHING_ALLOWED
+    else:
+        token += _most_likely(logits_ptr + row * stride, vocab_size, max_N, peak, NUM_BLOCKS)
+    tl.store(tokens_ptr + row, token)
+
+
+@triton.jit
 def _choose_kernel(
     logits_ptr,
     stride,
@@ -193,11 +239,7 @@ def _choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     blocks_N = tl.arange(0, NUM_BLOCKS)
-    max_N = tl.load(
-        block_max_ptr + row * num_blocks + blocks_N,
-        mask=blocks_N < num_blocks,
-        other=float("-inf"),
-    )
+    max_N = _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS)
     peak = tl.max(max_N, 0)
     token = tl.zeros((), tl.int64)
     if peak == float("inf"):
@@ -205,10 +247,7 @@ def _choose_kernel(
     elif peak == float("-inf"):
         token += _NOTHING_ALLOWED
     elif tl.load(is_greedy_ptr + row):
-        block = tl.min(tl.where(max_N == peak, blocks_N, NUM_BLOCKS), 0)
-        ids = block * _BLOCK + tl.arange(0, _BLOCK)
-        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        token += tl.min(tl.where(logits == peak, ids, NUM_BLOCKS * _BLOCK), 0)
+        token += _most_likely(row_ptr, vocab_size, max_N, peak, NUM_BLOCKS)
     else:
         inverse_temperature = tl.load(inverse_temperature_ptr + row)
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -278,17 +317,9 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
     if not num_rows:
         return tokens_S
     rows = metadata.parameters
-    num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
-    block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
+    block_max_SN = _block_max(logits_SV)
+    num_blocks = block_max_SN.shape[1]
     lists_SD = torch.empty(num_rows, _DEPTH, dtype=torch.int32, device=device)
-    _block_max_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
-        logits_SV,
-        logits_SV.stride(0),
-        block_max_SN,
-        vocab_size,
-        num_blocks,
-        BLOCKS=_BLOCKS_AT_ONCE,
-    )
     _choose_kernel[(num_rows,)](
         logits_SV,
         logits_SV.stride(0),
@@ -310,3 +341,56 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
         num_warps=8,
     )
     return tokens_S
+
+
+def choose_greedy(logits_SV: Tensor) -> Tensor:
+    """As `choose_tokens`, where every row takes its most likely token."""
+    num_rows, vocab_size = logits_SV.shape
+    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
+    if not num_rows:
+        return tokens_S
+    block_max_SN = _block_max(logits_SV)
+    num_blocks = block_max_SN.shape[1]
+    _choose_greedy_kernel[(num_rows,)](
+        logits_SV,
+        logits_SV.stride(0),
+        block_max_SN,
+        num_blocks,
+        tokens_S,
+        vocab_size,
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
+    )
+    return tokens_S
+
+
+def _block_max(logits_SV: Tensor) -> Tensor:
+    """Return the largest logit of each block, float32 [S, N], infinity where one is not a number."""
+    num_rows, vocab_size = logits_SV.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
+    block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)
+    _block_max_kernel[(num_rows, triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
+        logits_SV,
+        logits_SV.stride(0),
+        block_max_SN,
+        vocab_size,
+        num_blocks,
+        BLOCKS=_BLOCKS_AT_ONCE,
+    )
+    return block_max_SN
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _append_kernel(token_ids_ptr, index_ptr, tokens_ptr, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    tokens = tl.maximum(tl.load(tokens_ptr + rows, mask=mask, other=0), 0)
+    after = tl.load(index_ptr + rows, mask=mask, other=0).to(tl.int64) + 1
+    tl.store(token_ids_ptr + after, tokens.to(tl.int32), mask=mask)
+
+
+def append_tokens(token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
+    """See `LayerKernels.append_tokens`."""
+    num_rows = len(tokens_S)
+    if num_rows:
+        grid = (triton.cdiv(num_rows, _APPENDED),)
+        _append_kernel[grid](token_ids_NL, index_S, tokens_S, num_rows, BLOCK=_APPENDED)

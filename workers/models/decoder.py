@@ -49,7 +49,7 @@ class Decoder:
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = dtype
-        self.choose_tokens = kernels.choose_tokens
+        self.kernels = kernels
         weights = weight_reader(
             checkpoint,
             dtype,
@@ -109,7 +109,10 @@ class Decoder:
             x_TD = self._embed(inputs)
             if self._embedding_scale != 1.0:
                 x_TD *= self._embedding_scale
-        tables = {rope: embedding.tables(positions_T) for rope, embedding in self._ropes.items()}
+        tables = {
+            rope: self.kernels.rotary_tables(embedding, positions_T)
+            for rope, embedding in self._ropes.items()
+        }
         block_TD = None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             block_TD = layer.forward(
@@ -125,6 +128,12 @@ class Decoder:
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
         return self._head.logits(hidden_SD)
+
+    def choose_tokens(
+        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
+    ) -> Tensor:
+        """See `sampling.choose_tokens`."""
+        return self.kernels.choose_tokens(logits_SV, metadata, positions_S)
 
     def forward_and_sample(
         self,

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
 from ..quantization.matrix import QuantizedMatrix, Weight
-from ..sampling import SamplingMetadata, choose_tokens
+from ..sampling import SamplingMetadata, choose_greedy, choose_tokens
+from .rope import RotaryEmbedding, RotaryTables
 
 Linear = Callable[[Any], Tensor]
 GatedActivation = Callable[[Tensor], Any]
@@ -83,6 +84,18 @@ class LayerKernels:
     ) -> Tensor:
         """See `sampling.choose_tokens`."""
         return choose_tokens(logits_SV, metadata, positions_S)
+
+    def choose_greedy(self, logits_SV: Tensor) -> Tensor:
+        """As `choose_tokens`, where every row takes its most likely token."""
+        return choose_greedy(logits_SV)
+
+    def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
+        """Write each token after the place `index_S`, int32, of all of `token_ids_NL`; token 0 for what is in a token's place."""
+        token_ids_NL.view(-1)[1:][index_S] = tokens_S.clamp(min=0).to(torch.int32)
+
+    def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+        """See `RotaryEmbedding.tables`."""
+        return rope.tables(positions_T)
 
 
 def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:

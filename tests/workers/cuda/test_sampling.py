@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
+from engine.workers import sampling as torch_sampling
 from engine.workers.cuda import sampling
-from engine.workers.cuda.sampling import choose_tokens
+from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
+from engine.workers.models.layers import LayerKernels
 from engine.workers.sampling.random import Stream, uniforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,3 +138,27 @@ def test_the_noise_is_that_of_the_cpu_to_the_bit() -> None:
         sampling._uniform,
     )
     assert np.array_equal(found.cpu().numpy(), uniforms(seeds, positions, Stream.TOKEN))
+
+
+@pytest.mark.parametrize("vocab_size", [*VOCAB_SIZES, 9000])
+def test_the_most_likely_token_of_each_row(vocab_size: int) -> None:
+    logits = random_logits(vocab_size, num_rows=7)
+    logits[1] = logits[1].round()
+    logits[2, 7] = float("nan")
+    logits[3, vocab_size - 1] = float("inf")
+    logits[4] = float("-inf")
+    logits[5, vocab_size - 1] = 1e9
+    found = choose_greedy(logits.to(DEVICE)).tolist()
+    assert found == torch_sampling.choose_greedy(logits).tolist()
+    assert found[2:6] == [-1, -1, -2, vocab_size - 1]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 130])
+def test_each_token_is_written_after_the_last_one_of_its_request(num_rows: int) -> None:
+    index = torch.randperm(400)[:num_rows].int()
+    tokens = torch.randint(-2, 9, (num_rows,))
+    found, expected = torch.full((2, 10, 50), 7, dtype=torch.int32)
+    LayerKernels().append_tokens(expected, index, tokens)
+    on_device = found.to(DEVICE)
+    append_tokens(on_device, index.to(DEVICE), tokens.to(DEVICE))
+    assert torch.equal(on_device.cpu(), expected)

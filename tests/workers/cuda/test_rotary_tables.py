@@ -1,0 +1,23 @@
+"""The rotary tables of a step, in one kernel."""
+
+import pytest
+import torch
+from engine.workers.cuda.rotary_tables import rotary_tables
+from engine.workers.models.rope import RopeSpec, RotaryEmbedding, YarnScaling
+from support.triton_interpreter import interpret_without_gpu
+
+DEVICE = interpret_without_gpu()
+
+
+@pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 32768, 1.14)])
+@pytest.mark.parametrize("rotary_dim", [10, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_they_are_those_of_torch(scaling, rotary_dim: int, dtype: torch.dtype) -> None:
+    rope = RotaryEmbedding(
+        RopeSpec(1e6, rotary_dim, scaling), max_model_len=200_000, dtype=dtype, device=DEVICE
+    )
+    positions = torch.tensor([0, 1, 17, 4095, 131_071, 199_999], dtype=torch.int32, device=DEVICE)
+    for found, expected in zip(rotary_tables(rope, positions), rope.tables(positions), strict=True):
+        assert found.shape == expected.shape == (6, 1, rotary_dim)
+        tolerance = 2e-7 if dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
