@@ -37,6 +37,9 @@ MAX_MODEL_LEN = 1024
 MODEL = Shape("qwen3", 4096, 512, 1024, 4, 8, 2, 128, True)
 TINY_MODEL = Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)
 PROMPTS = (3, 1, 700, 40, 16, 290)
+LONGEST = 2
+NUM_MOVED = 20
+"""Blocks of the longest prompt, all of which its first two chunks fill."""
 
 
 @dataclass
@@ -109,17 +112,26 @@ def config(
     )
 
 
-def say(config: EngineConfig, num_tokens: int, chunk: int, *, scored: bool = True) -> Said:
+def say(
+    config: EngineConfig,
+    num_tokens: int,
+    chunk: int,
+    *,
+    scored: bool = True,
+    moved: bool = False,
+) -> Said:
     """Every request has `num_tokens` to say, and begins one step after the one before it.
 
-    Tokens that are not to be scored come from the graph that chose them.
+    Tokens that are not to be scored come from the graph that chose them. With `moved` the longest prompt's first blocks
+    go to the host's tier while it is computed, and come back to other blocks.
     """
     device = open_device(config.device)
     checkpoint = open_checkpoint(config.model.path)
     runner = ModelRunner(config, device, checkpoint, lambda *_: None)
     runner.profile_memory(0.5)
     blocks_each = MAX_MODEL_LEN // BLOCK_SIZE
-    runner.allocate_kv_cache(1 + len(PROMPTS) * blocks_each)
+    num_blocks = 1 + len(PROMPTS) * blocks_each
+    runner.allocate_kv_cache(num_blocks + NUM_MOVED, NUM_MOVED if moved else 0)
     runner.warm_up()
     said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
     left = list(PROMPTS)
@@ -136,6 +148,8 @@ def say(config: EngineConfig, num_tokens: int, chunk: int, *, scored: bool = Tru
         fields["chunks"] = int32_bytes(
             [[row, count] for row, count in enumerate(counts) if count > 1]
         )
+        if moved:
+            fields |= _moves(step, blocks_each, num_blocks)
         step += 1
         output = SchedulerOutput(step, slots=int32_bytes(running), **fields)
         result = runner.execute(output, lambda step: None)
@@ -151,6 +165,21 @@ def say(config: EngineConfig, num_tokens: int, chunk: int, *, scored: bool = Tru
             said.logprobs[row.slot].append(float(float32_view(row.logprobs)[0]))
         running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
     return said
+
+
+def _moves(step: int, blocks_each: int, first_spare: int) -> dict[str, bytes]:
+    """Out while the blocks hold two chunks, in again a step later."""
+    begun = LONGEST + 2
+    blocks = range(1 + LONGEST * blocks_each, 1 + LONGEST * blocks_each + NUM_MOVED)
+    if step == begun:
+        return {"host_copies_out": int32_bytes([(b, i) for i, b in enumerate(blocks)])}
+    if step == begun + 1:
+        spare = range(first_spare, first_spare + NUM_MOVED)
+        return {
+            "host_copies_in": int32_bytes(list(enumerate(spare))),
+            "block_updates": int32_bytes([(0, LONGEST, i, b) for i, b in enumerate(spare)]),
+        }
+    return {}
 
 
 def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
@@ -187,6 +216,7 @@ def compared(expected: Said, said: Said) -> dict[str, float]:
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, tokens only": {"dtype": "float32", "scored": False},
+    "float32, by way of the host": {"dtype": "float32", "moved": True},
     "float32, eager": {"dtype": "float32", "enforce_eager": True},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
@@ -206,9 +236,9 @@ def agreement(
         if device is Device.CPU and way.get("kv_cache_dtype") == "fp8":
             continue
         try:
-            scored = way.get("scored", True)
-            how = {name: value for name, value in way.items() if name != "scored"}
-            said = say(config(path, shape, device, **how), num_tokens, chunk, scored=scored)
+            course = {name: way[name] for name in ("scored", "moved") if name in way}
+            how = {name: value for name, value in way.items() if name not in course}
+            said = say(config(path, shape, device, **how), num_tokens, chunk, **course)
             yield name, compared(expected, said)
         except Exception as error:
             yield name, {"failed": f"{type(error).__name__}: {error}"}

@@ -28,6 +28,7 @@ SHAPES = {
     "Qwen3-8B, FP8 cache": Shape(32, 8, 128, 128, torch.float8_e4m3fn, has_head_norm=True),
     "SmolLM2-135M": Shape(9, 3, 64, 64),
     "phi-2": Shape(32, 32, 80, 32),
+    "Qwen3-0.6B, float32": Shape(16, 8, 128, 128, torch.float32, has_head_norm=True),
     "gemma-2-9b": Shape(16, 8, 256, 256, window=4096, softcap=50.0),
 }
 
@@ -46,9 +47,10 @@ def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
     requests = [Scheduled(10, 20, [1, 2]), Scheduled(300, 1, range(3, 22))]
     metadata = backend.build(attention_batch(requests, block_size), {shape.window})
     num_heads = shape.num_heads + shape.num_kv_heads
-    qkv_THK = torch.zeros(21, num_heads + shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    dtype = torch.float32 if shape.dtype == torch.float32 else torch.bfloat16
+    qkv_THK = torch.zeros(21, num_heads + shape.num_kv_heads, shape.head_dim, dtype=dtype)
     qk_THK, v_TGK = qkv_THK.split((num_heads, shape.num_kv_heads), 1)
-    table = torch.zeros(21, 1, shape.rotary_dim, dtype=torch.bfloat16)
+    table = torch.zeros(21, 1, shape.rotary_dim, dtype=dtype)
     norm = HeadNorm(torch.ones(num_heads, shape.head_dim), 1e-6)
     scales = torch.ones(2, shape.num_kv_heads) if shape.dtype.itemsize == 1 else None
     backend.forward_projected(

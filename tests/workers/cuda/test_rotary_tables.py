@@ -19,5 +19,5 @@ def test_they_are_those_of_torch(scaling, rotary_dim: int, dtype: torch.dtype) -
     positions = torch.tensor([0, 1, 17, 4095, 131_071, 199_999], dtype=torch.int32, device=DEVICE)
     for found, expected in zip(rotary_tables(rope, positions), rope.tables(positions), strict=True):
         assert found.shape == expected.shape == (6, 1, rotary_dim)
-        tolerance = 2e-7 if dtype == torch.float32 else 1e-3
+        tolerance = 5e-7 if dtype == torch.float32 else 1e-3
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
