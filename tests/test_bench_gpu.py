@@ -27,7 +27,7 @@ def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None
     subprocess.run(
         [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
         check=True,
-        timeout=200,
+        timeout=280,
     )
     report = json.loads(figures.read_text())
     assert report["limits"]["copy"]["bytes_per_s"] > 0

@@ -28,6 +28,7 @@ from typing import Any
 DIRECTORY = Path(__file__).parent
 MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 HEADS = {"Llama-3.1-8B": "32 8 128", "Qwen3-0.6B": "16 8 128", "tiny": "4 2 16"}
+SMALL_PRODUCT = {"Llama-3.1-8B": "4096 1024", "tiny": "16 128"}
 FAILED = "failed"
 
 
@@ -36,6 +37,8 @@ def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
     measure = str(DIRECTORY / "on_gpu" / "measure.py")
     attention, kernels = str(DIRECTORY / "gpu_attention.py"), str(DIRECTORY / "gpu_kernels.py")
     first = models[0]
+    rows, columns = SMALL_PRODUCT[first].split()
+    small = ["--only", "linear", "--rows", rows, "--columns", columns]
     return {
         "limits": ([measure, "limits"], 60),
         "agreement": ([measure, "agreement"], 150),
@@ -43,6 +46,7 @@ def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
         "attention": ([attention, "--json", "--heads", *HEADS[first].split()], 90),
         **{f"{name}, served": ([measure, "served", name], 90) for name in models},
         "kernels": ([kernels, "--json"], 150),
+        "small products": ([kernels, "--json", *small], 90),
     }
 
 

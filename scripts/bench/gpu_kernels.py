@@ -38,6 +38,7 @@ from engine.workers.sampling import Sampler  # noqa: E402
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter multiplies no bfloat16 matrices.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+NAME = f"{DTYPE}".removeprefix("torch.")
 REPEATS = 50 if HAS_GPU else 1
 
 
@@ -105,6 +106,12 @@ def matrices(rows: int, columns: int) -> Iterator[tuple[str, QuantizedMatrix]]:
         scale = torch.rand(rows, columns // group, device=DEVICE)
         return QuantizedMatrix(values, None, scale, group, activations=activations)
 
+    # What --batch-invariant multiplies with, to be seen beside torch's products.
+    weight = torch.randn(rows, columns, device=DEVICE).to(DTYPE)
+    yield (
+        f"unscaled {NAME}",
+        QuantizedMatrix(weight, None, torch.ones(rows, 1, device=DEVICE), columns),
+    )
     groups = columns // 128
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8, device=DEVICE)
     offsets = torch.rand(rows, columns // 32, device=DEVICE).half()
@@ -125,13 +132,13 @@ def linear_cases(rows: int, columns: int) -> Iterator[Case]:
         traffic = count * (rows + columns) * DTYPE.itemsize
 
         yield Case(
-            f"{DTYPE}".removeprefix("torch.") + f" x {count}",
+            f"torch {NAME} x {count}",
             partial(torch.nn.functional.linear, x, weight),
             (weight.nbytes + traffic) / 1e9,
             flops,
         )
     for name, matrix in matrices(rows, columns):
-        bits = 8 if matrix.bits is None else matrix.bits
+        bits = matrix.bits or 8 * matrix.values_OD.element_size()
         size = rows * columns * bits / 8 + matrix.scale_OG.nbytes
         linear = QuantizedLinear([matrix], None, DTYPE)
         for count in tokens:
