@@ -112,8 +112,11 @@ class DeviceExecution:
         )
         for slot in plan.slots_S.tolist():
             sampler.add(slot, params, no_tokens, ())
-        logits_RV = self._model.compute_logits(hidden_TD[forwarded.step.logit_rows_R])
-        sampler.sample(logits_RV, plan.slots_S, plan.seq_lens_S)
+        logits_RV = self._model.compute_logits(
+            hidden_TD.index_select(0, forwarded.step.logit_rows_R)
+        )
+        sampled = sampler.sample(logits_RV, plan.slots_S, plan.seq_lens_S)
+        self._forward.append(forwarded.step, sampled.token_ids)
         for slot in plan.slots_S.tolist():
             sampler.remove(slot)
 
@@ -142,7 +145,7 @@ class DeviceExecution:
             else:
                 logits_RV = forwarded.logits_RV
                 if logits_RV is None:
-                    hidden_RD = hidden_TD[forwarded.step.logit_rows_R]
+                    hidden_RD = hidden_TD.index_select(0, forwarded.step.logit_rows_R)
                     logits_RV = self._model.compute_logits(hidden_RD)
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
                 self._forward.append(forwarded.step, sampled.token_ids)

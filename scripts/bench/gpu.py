@@ -41,7 +41,7 @@ def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
     small = ["--only", "linear", "--rows", rows, "--columns", columns]
     return {
         "limits": ([measure, "limits"], 60),
-        "agreement": ([measure, "agreement"], 150),
+        "agreement": ([measure, "agreement"], 180),
         **{name: ([measure, "model", name], 180) for name in models},
         "attention": ([attention, "--json", "--heads", *HEADS[first].split()], 90),
         **{f"{name}, served": ([measure, "served", name], 90) for name in models},
