@@ -9,7 +9,6 @@ import msgspec
 
 from ..protocol.messages import (
     EngineCoreOutputs,
-    KVConnectorStats,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -58,8 +57,8 @@ class DecisionChain:
                 self._rows[client_index] = message.request_indices
             ends = [(end.request_index, end.reason, end.stop_reason) for end in finished]
             stats = message.stats
-            if stats is not None and stats.kv_connector is not None:
-                stats = _without_counts(stats, stats.kv_connector)
+            if stats is not None and (stats.num_dropped_frames or stats.kv_connector is not None):
+                stats = _without_counts(stats)
             covered.append(
                 (
                     client_index,
@@ -100,8 +99,10 @@ def _sizes_of_content(step: SchedulerOutput) -> object:
     )
 
 
-def _without_counts(stats: SchedulerStats, connector: KVConnectorStats) -> SchedulerStats:
-    """The KV connector counts for itself."""
+def _without_counts(stats: SchedulerStats) -> SchedulerStats:
+    """The KV connector counts for itself, and the core its frames."""
     stats = copy(stats)
-    stats.kv_connector = msgspec.structs.replace(connector, counts={})
+    stats.num_dropped_frames = 0
+    if stats.kv_connector is not None:
+        stats.kv_connector = msgspec.structs.replace(stats.kv_connector, counts={})
     return stats

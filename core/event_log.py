@@ -16,8 +16,20 @@ import numpy as np
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.block_hash import HashBlocks, PlacedInput
+from ..protocol.messages import EngineCoreOutputs, SchedulerOutput
 from .decision_chain import DecisionChain
-from .events import AddRequest, Answer, Event, GrammarAccepts, GrammarRefused, Hashed, Update
+from .events import (
+    AddRequest,
+    Answer,
+    Decided,
+    Event,
+    GrammarAccepts,
+    GrammarRefused,
+    Hashed,
+    Schedule,
+    TakeOutputs,
+    Update,
+)
 from .frozen_state import FrozenState
 from .grammars import GrammarBackend
 from .outside import Outside
@@ -30,8 +42,8 @@ SEGMENT_BYTES: Final = 8 << 20
 MAX_FROZEN_REQUESTS: Final = 10_000
 """With more live requests it would hold up the steps for too long to freeze the state; it waits until they are fewer."""
 
-STEP_BYTES: Final = 600
-"""Memory of what a step leaves in the log, without arrays."""
+DECISION_BYTES: Final = 300
+"""Memory of a decision in the log, without arrays."""
 
 REQUEST_BYTES: Final = 1000
 """Memory of an arrival in the log, without tokens and hashes."""
@@ -39,8 +51,9 @@ REQUEST_BYTES: Final = 1000
 ANSWER_BYTES: Final = 100
 """Memory of an answer in the log, without hashes."""
 
-UNSETTLED_BYTES: Final = 64 << 10
-"""Outputs are looked through together once they fill so much: few calls, and nothing leaves the processor's cache."""
+UNSETTLED_BYTES: Final = 32 << 10
+"""Decisions and outputs are gone through together once they fill so much. A core that sleeps between two steps finds its
+code no longer in the processor's caches: so it is fetched once for many steps, but never so many that one is held up."""
 
 FEW_STOPS: Final = 16
 """So many tokens are looked for one by one."""
@@ -74,6 +87,8 @@ class EventLog:
         self._ends: set[Collection[int]] = set()
         """Tokens at which some request of this segment stops."""
         self._recent: list[Update] = []
+        self._decided: list[tuple[Decided, dict[int, EngineCoreOutputs]]] = []
+        """What the chain has still to take in."""
         self._num_recent_bytes = 0
         self._outdated: list[Event] = []
         self.problem = ""
@@ -93,18 +108,52 @@ class EventLog:
 
     def update(self, event: Update) -> None:
         self.events.append(event)
-        self.num_bytes += STEP_BYTES
         self._recent.append(event)
-        self._num_recent_bytes += STEP_BYTES + len(event.result.sampled_token_ids)
-        if self._num_recent_bytes > UNSETTLED_BYTES:
-            self.settle()
+        self._num_recent_bytes += len(event.result.sampled_token_ids)
         if self._outdated:
             del self._outdated[-FORGOTTEN_A_STEP:]
 
+    def scheduled(self, event: Schedule, step: SchedulerOutput | None) -> None:
+        """What came of the event. Nobody changes a step once it is decided."""
+        event.step = step
+        self._decide(event, {})
+
+    def told(self, event: Update | TakeOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """What the clients are told, of which nobody changes what the chain covers."""
+        self._decide(event, outputs)
+        for message in outputs.values():
+            if message.logprobs or message.prompt_logprobs:
+                # They may be large, and are not kept.
+                self.settle()
+                return
+
+    def answered(self, answer: bool) -> None:
+        """What came of the event before."""
+        self.settle()
+        self.chain.answered(answer)
+
+    def _decide(self, event: Decided, outputs: dict[int, EngineCoreOutputs]) -> None:
+        self._decided.append((event, outputs))
+        self.num_bytes += DECISION_BYTES
+        self._num_recent_bytes += DECISION_BYTES
+        if self._num_recent_bytes > UNSETTLED_BYTES:
+            self.settle()
+
     def settle(self) -> None:
-        """Forget the tokens of recent outputs, but for those that some request stops at."""
-        recent, self._recent = self._recent, []
+        """Take in recent decisions, and forget the tokens of outputs but for those that some request stops at."""
         self._num_recent_bytes = 0
+        chain = self.chain
+        decided, self._decided = self._decided, []
+        for event, outputs in decided:
+            if isinstance(event, Schedule):
+                chain.scheduled(event.step)
+            else:
+                event.told = chain.told(outputs)
+            event.chain = chain.value
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        recent, self._recent = self._recent, []
         frames = [event.result.sampled_token_ids for event in recent]
         frames = [frame[: len(frame) // 4 * 4] for frame in frames]
         token_ids = int32_view(b"".join(frames))

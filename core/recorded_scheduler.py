@@ -173,7 +173,7 @@ class RecordedScheduler(SchedulerInterface):
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         self.log.events.append(ResetPrefixCache(reset_running_requests, now))
         done = self.scheduler.reset_prefix_cache(reset_running_requests, now)
-        self.log.chain.answered(done)
+        self.log.answered(done)
         return done
 
     def make_stats(self) -> SchedulerStats:
@@ -196,9 +196,7 @@ class RecordedScheduler(SchedulerInterface):
         event = Schedule(now)
         log.events.append(event)
         step = self.scheduler.schedule(now)
-        event.step = step
-        log.chain.scheduled(step)
-        event.chain = log.chain.value
+        log.scheduled(event, step)
         if step is not None:
             log.num_bytes += len(step.slots or b"") + len(step.kv_connector_metadata)
             for data in step.new_requests:
@@ -222,15 +220,15 @@ class RecordedScheduler(SchedulerInterface):
         event = Update(now, result)
         log.update(event)
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
-        event.told = log.chain.told(outputs)
-        event.chain = log.chain.value
+        log.told(event, outputs)
         return outputs
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         outputs = self.scheduler.take_outputs(now)
         if outputs:
-            chain = self.log.chain
-            self.log.events.append(TakeOutputs(now, chain.told(outputs), chain.value))
+            event = TakeOutputs(now)
+            self.log.events.append(event)
+            self.log.told(event, outputs)
         return outputs
 
     # what changes nothing

@@ -105,6 +105,20 @@ def test_a_grammars_refusal_is_replayed():
     replay(harness.dump())
 
 
+def test_frames_that_the_core_has_dropped_are_no_decision():
+    class NoisyHarness(RecordedHarness):
+        def _hear(self, outputs):
+            for message in outputs.values():
+                if message.stats is not None:
+                    message.stats.num_dropped_frames = 3
+            super()._hear(outputs)
+
+    harness = NoisyHarness()
+    harness.add([1, 2, 3], 5)
+    harness.drain()
+    assert replay(harness.dump())[0] > 5
+
+
 def test_drafts_that_come_late_are_replayed():
     harness = RecordedHarness(speculative=SpeculativeConfig(3), async_scheduling=False)
     key = harness.add([1, 2, 3], 9)
