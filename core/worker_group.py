@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -26,6 +26,9 @@ from ..protocol.process import StopSignal
 from ..protocol.transport import Hub
 from .message_checks import is_sound_held
 
+STRAGGLER_MS: Final = 2000
+"""How long a new core waits for a worker to end the steps of the one before, once another worker has ended them."""
+
 
 class WorkerGroup:
     """Greets the workers, has them allocate the KV cache, then sends all of them every step.
@@ -41,7 +44,8 @@ class WorkerGroup:
         self._identities: list[bytes] = []
         self._output_worker = b""
         self.held: list[HeldRequest] = []
-        """What the KV cache has of the requests of an earlier core. Of several workers none outlives its core."""
+        """What the KV cache has of the requests of an earlier core."""
+        self._last_step = -1
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -58,7 +62,7 @@ class WorkerGroup:
     def await_kv_cache(self, stop: StopSignal) -> WorkerMemory | None:
         """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop.
 
-        Raises EngineError on SIGUSR2.
+        Raises EngineError on SIGUSR2, and when the core before has left workers in different steps.
         """
         config = self._config
         mine = PROTOCOL_VERSION, config.epoch
@@ -71,7 +75,11 @@ class WorkerGroup:
         poller.register(self.socket, zmq.POLLIN)
         expected = config.parallel.workers_per_core
         while len(ready) < expected and not stop.requested:
-            poller.poll()
+            has_stragglers = self._last_step >= 0 and 0 < len(self._identities) < expected
+            if not poller.poll(STRAGGLER_MS if has_stragglers else None) and has_stragglers:
+                raise EngineError(
+                    f"a worker is still in a step after number {self._last_step}, the last one of another"
+                )
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
                 identity, message = received
@@ -89,6 +97,7 @@ class WorkerGroup:
                         and identity == b"worker%d" % rank
                         and identity not in self._identities
                     ):
+                        self._compare_steps(message)
                         self._identities.append(identity)
                         if message.rank == config.parallel.output_rank:
                             self._output_worker = identity
@@ -106,10 +115,23 @@ class WorkerGroup:
                             self.drop_frame()
                             continue
                         ready.add(identity)
-                        self.held = held if expected == 1 else []
+                        self.held = held
                     case _:
                         self.drop_frame()
         return None if stop.requested else memory
+
+    def _compare_steps(self, hello: WorkerHello) -> None:
+        """A step is sent to one worker after the other, and the core before may have died in between.
+
+        Who has got it knows more than the others, or waits for them in it.
+        """
+        if not self._identities:
+            self._last_step = hello.last_step
+        elif hello.last_step != self._last_step:
+            raise EngineError(
+                f"the last step of worker {hello.rank} is {hello.last_step}, that of another one "
+                f"{self._last_step}"
+            )
 
     def _may_hold(self, held: list[HeldRequest], memory: WorkerMemory) -> bool:
         limits = memory.num_blocks, len(memory.groups), self._config.cache.block_size

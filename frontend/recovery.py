@@ -135,10 +135,8 @@ class RecoveryUnit:
         if not self.is_down:
             return []
         dead = [child for child in self.children.values() if not child.alive]
-        # Several followers may have been left in different steps: some had the last one, some had not.
         if (
             self._is_renewed
-            or len(self._specs) > 2
             or self.num_fruitless_deaths > 1
             or any(child.spec is not self.leader for child in dead)
         ):

@@ -64,6 +64,7 @@ class Worker:
             cluster_key_of(config),
         )
         self._is_output_rank = rank == config.parallel.output_rank
+        self._is_alone = config.parallel.workers_per_core == 1
         self._received: deque[WorkerCommand] = deque()
         # The steps that were begun and have no output yet.
         self._computing: deque[PendingOutput] = deque()
@@ -94,8 +95,10 @@ class Worker:
                 if self._computing:
                     self._computing.clear()
                     self._pulse.end_step()
-                self._next_step = 0
-                self._core.send(WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank))
+                last_step, self._next_step = self._next_step - 1, 0
+                self._core.send(
+                    WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank, last_step)
+                )
                 self._core.send(memory)
             elif isinstance(command, AllocateKVCache):
                 if allocated is None:
@@ -169,9 +172,16 @@ class Worker:
                 self._device.clear()
 
     def _put_off(self, command: WorkerCommand) -> None:
-        if isinstance(command, CoreHello):
+        """A new core makes void what the one before has sent. But what other workers may have begun is done first."""
+        is_greeting = isinstance(command, CoreHello)
+        if is_greeting and self._is_alone:
             self._received.clear()
-        self._received.append(command)
+        is_overtaken = self._received and isinstance(self._received[-1], CoreHello)
+        if is_overtaken and not is_greeting and not self._is_alone:
+            # The new core says nothing more before it is answered.
+            self._received.insert(len(self._received) - 1, command)
+        else:
+            self._received.append(command)
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
         """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""

@@ -10,6 +10,7 @@ from engine.protocol.config import CPUBackend, ParallelConfig
 from engine.protocol.gguf import GGMLQuantizationType
 from engine.workers.loaders import open_checkpoint
 from support.gguf_writer import write_gguf
+from support.quantized_checkpoints import quantize_directory
 from support.replica import RankResult, Served, run_replica
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
@@ -183,3 +184,24 @@ def test_native_ranks_compute_what_one_worker_does(
         assert all(rank.tokens == output.tokens for rank in others)
         # Those of the prompt, which come first, do not depend on what was sampled.
         assert np.allclose(output.logprobs[:87], alone[name].logprobs[:87], atol=0.02)
+
+
+def test_native_ranks_share_the_modules_of_quantised_checkpoints(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    config, model_class, heads = MODELS["llama"]
+    checkpoints = {}
+    for name in ("awq", "gptq", "gptq-act-order"):
+        checkpoints[name] = tmp_path / name
+        random_model(config, model_class, SIZES | heads, tokenizer).save_pretrained(tmp_path / name)
+        quantize_directory(checkpoints[name], name)
+    alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    served = [Served(path, CPUBackend.NATIVE) for path in checkpoints.values()]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        output = ranks[parallel.output_rank]
+        assert output.tokens == alone[name].tokens, name
+        assert sum(map(len, output.tokens)) == 60
+        assert all(rank.tokens == output.tokens for rank in ranks)
+        assert np.allclose(output.logprobs, alone[name].logprobs, atol=0.02)
+        assert max(rank.bytes_read for rank in ranks) < 0.6 * alone[name].bytes_read
