@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long streams pause when a process of a real server is killed: from the kill to the next token.
 
-    scripts/bench/run recovery --streams 32 --kills 5
+    scripts/bench/run recovery --streams 32 --kills 5 [-- serve arguments]
 
 Prints a line of JSON for each victim, times in milliseconds: of the first stream to go on, and of the last.
 """
@@ -62,9 +62,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--kills", type=int, default=3, help="of each victim")
     parser.add_argument("--victims", nargs="+", default=["core 0", "worker 0"])
+    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
     args = parser.parse_args()
-    num_seqs = str(max(args.streams, 16))
-    with Server(args.model, "--max-model-len", "1024", "--max-num-seqs", num_seqs) as server:
+    limits = ("--max-model-len", "1024", "--max-num-seqs", str(max(args.streams, 16)))
+    with Server(args.model, *limits, *args.serve) as server:
         for title in args.victims:
             pauses = []
             for _ in range(args.kills):
