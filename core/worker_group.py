@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,17 +17,16 @@ from ..protocol.messages import (
     DraftTokenIds,
     HeldRequest,
     ModelRunnerOutput,
+    SchedulerOutput,
     WorkerHello,
     WorkerMemory,
     WorkerMessage,
     WorkerReady,
 )
 from ..protocol.process import StopSignal
-from ..protocol.transport import Hub
+from ..protocol.step_log import StepLog
+from ..protocol.transport import Hub, encode
 from .message_checks import is_sound_held
-
-STRAGGLER_MS: Final = 2000
-"""How long a new core waits for a worker to end the steps of the one before, once another worker has ended them."""
 
 
 class WorkerGroup:
@@ -45,7 +44,8 @@ class WorkerGroup:
         self._output_worker = b""
         self.held: list[HeldRequest] = []
         """What the KV cache has of the requests of an earlier core."""
-        self._last_step = -1
+        self._core_index = core_index
+        self._step_log: StepLog | None = None
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -62,7 +62,7 @@ class WorkerGroup:
     def await_kv_cache(self, stop: StopSignal) -> WorkerMemory | None:
         """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop.
 
-        Raises EngineError on SIGUSR2, and when the core before has left workers in different steps.
+        Raises EngineError on SIGUSR2.
         """
         config = self._config
         mine = PROTOCOL_VERSION, config.epoch
@@ -75,11 +75,7 @@ class WorkerGroup:
         poller.register(self.socket, zmq.POLLIN)
         expected = config.parallel.workers_per_core
         while len(ready) < expected and not stop.requested:
-            has_stragglers = self._last_step >= 0 and 0 < len(self._identities) < expected
-            if not poller.poll(STRAGGLER_MS if has_stragglers else None) and has_stragglers:
-                raise EngineError(
-                    f"a worker is still in a step after number {self._last_step}, the last one of another"
-                )
+            poller.poll()
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
                 identity, message = received
@@ -97,7 +93,6 @@ class WorkerGroup:
                         and identity == b"worker%d" % rank
                         and identity not in self._identities
                     ):
-                        self._compare_steps(message)
                         self._identities.append(identity)
                         if message.rank == config.parallel.output_rank:
                             self._output_worker = identity
@@ -118,20 +113,12 @@ class WorkerGroup:
                         self.held = held
                     case _:
                         self.drop_frame()
-        return None if stop.requested else memory
-
-    def _compare_steps(self, hello: WorkerHello) -> None:
-        """A step is sent to one worker after the other, and the core before may have died in between.
-
-        Who has got it knows more than the others, or waits for them in it.
-        """
-        if not self._identities:
-            self._last_step = hello.last_step
-        elif hello.last_step != self._last_step:
-            raise EngineError(
-                f"the last step of worker {hello.rank} is {hello.last_step}, that of another one "
-                f"{self._last_step}"
-            )
+        if stop.requested:
+            return None
+        path = config.step_log_path(self._core_index)
+        if path is not None:
+            self._step_log = StepLog(path, config.epoch)
+        return memory
 
     def _may_hold(self, held: list[HeldRequest], memory: WorkerMemory) -> bool:
         limits = memory.num_blocks, len(memory.groups), self._config.cache.block_size
@@ -139,7 +126,10 @@ class WorkerGroup:
 
     def send(self, message: msgspec.Struct) -> None:
         """To every worker."""
-        self._hub.send_all(self._identities, message)
+        frame = encode(message)
+        if self._step_log is not None and isinstance(message, SchedulerOutput):
+            self._step_log.append(message.step, frame)
+        self._hub.send_frame(self._identities, frame)
 
     def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
         """The one message that a poll has found; None if it is not for us.
@@ -163,6 +153,8 @@ class WorkerGroup:
 
     def close(self) -> None:
         self._hub.close()
+        if self._step_log is not None:
+            self._step_log.close()
 
 
 def raise_if_worker_lost(signals: set[int]) -> None:

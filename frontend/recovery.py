@@ -54,6 +54,8 @@ class RecoveryUnit:
         self.num_fruitless_deaths = 0
         self.is_down = False
         self._is_renewed = False
+        # Several workers may be left in different steps, unless they can read what the leader has written down.
+        self._outlives_leader = len(followers) == 1 or all(spec.node is None for spec in followers)
         self._start_at = 0.0
         self._resumed_at = -RESUMING_S
         self._spare: LocalProcess | None = None
@@ -137,6 +139,7 @@ class RecoveryUnit:
         dead = [child for child in self.children.values() if not child.alive]
         if (
             self._is_renewed
+            or not self._outlives_leader
             or self.num_fruitless_deaths > 1
             or any(child.spec is not self.leader for child in dead)
         ):

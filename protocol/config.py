@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 3
 """Bumped whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
@@ -266,6 +266,11 @@ class ParallelConfig(msgspec.Struct, frozen=True):
             first + self.workers_per_core - 1
         )
 
+    def shares_machine(self, core_index: int) -> bool:
+        """Whether all workers of a core are on its machine."""
+        last = (core_index + 1) * self.workers_per_core - 1
+        return not self.is_external and self.node_of(last) == 0
+
     @property
     def node_address(self) -> str:
         """Where nodes join (ROUTER). The ports after it are those of the cores, then those of torch.distributed."""
@@ -388,6 +393,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
         if self.parallel.is_distributed:
             return self.parallel.master_address(1 + core_index)
         return f"ipc://{self.run_dir}/core{core_index}.workers"
+
+    def step_log_path(self, core_index: int) -> str | None:
+        """Where a core writes down what it sends, if it has several workers, and they can read it."""
+        parallel = self.parallel
+        if parallel.workers_per_core == 1 or not parallel.shares_machine(core_index):
+            return None
+        return f"{self.run_dir}/core{core_index}.steps"
 
     def supervisor_address(self) -> str:
         """Where every process reports its progress (PULL)."""

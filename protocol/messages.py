@@ -430,15 +430,11 @@ WorkerCommand: TypeAlias = CoreHello | SchedulerOutput | GrammarOutput | Allocat
 
 
 class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """Answer to `CoreHello`, of the same epoch, once the model is loaded; anything before it is dropped.
-
-    `last_step` is the last step of the core before that this worker has executed, -1 if it has had none.
-    """
+    """Answer to `CoreHello`, of the same epoch, once the model is loaded; anything before it is dropped."""
 
     version: int
     epoch: int
     rank: int
-    last_step: int = -1
 
 
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):

@@ -52,7 +52,7 @@ _SNDMORE: Final = int(zmq.SNDMORE)
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
 
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
@@ -100,7 +100,7 @@ class Peer(Generic[In]):
 
     def send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.Again):
-            self.socket.send(_encode(message), _NOBLOCK)
+            self.socket.send(encode(message), _NOBLOCK)
 
     def receive(self, *, block: bool = False) -> In | None:
         """The next message; None when there is none (never None if `block`)."""
@@ -147,7 +147,10 @@ class Hub(Generic[In]):
 
     def send_all(self, identities: list[bytes], message: msgspec.Struct) -> None:
         """Encode once, send to each."""
-        frame = _encode(message)
+        self.send_frame(identities, encode(message))
+
+    def send_frame(self, identities: list[bytes], frame: bytes) -> None:
+        """Send an encoded message to each."""
         send = self.socket.send
         for identity in identities:
             send(identity, _SNDMORE)
@@ -199,15 +202,15 @@ class StatusReporter:
     def beat(self, heartbeat: Heartbeat) -> None:
         """Give a sign of life. Process and pid are filled in."""
         heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
-        self._socket.send(_encode(heartbeat))
+        self._socket.send(encode(heartbeat))
 
     def command(self, command: ReplicaCommand) -> None:
         """Ask for something that only the supervisor can do."""
-        self._socket.send(_encode(command))
+        self._socket.send(encode(command))
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
         self._socket.send(
-            _encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
+            encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
         )
 
     def run(self, work: Callable[[], None]) -> int:
@@ -262,7 +265,7 @@ class StatusPublisher:
         self._socket.bind(config.status_address())
 
     def publish(self, status: EngineStatus) -> None:
-        self._socket.send(_encode(status))
+        self._socket.send(encode(status))
 
     def close(self) -> None:
         self._socket.close()

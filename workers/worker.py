@@ -31,6 +31,7 @@ from ..protocol.messages import (
     WorkerMemory,
     WorkerReady,
 )
+from ..protocol.step_log import read_steps
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
 from .device_watch import DeviceWatch
@@ -64,7 +65,6 @@ class Worker:
             cluster_key_of(config),
         )
         self._is_output_rank = rank == config.parallel.output_rank
-        self._is_alone = config.parallel.workers_per_core == 1
         self._received: deque[WorkerCommand] = deque()
         # The steps that were begun and have no output yet.
         self._computing: deque[PendingOutput] = deque()
@@ -73,6 +73,8 @@ class Worker:
         self._poller.register(self._core.socket, zmq.POLLIN)
         self._poller.register(self._device.fd, zmq.POLLIN)
         self._next_step = 0
+        self._epoch = 0
+        self._step_log_path = config.step_log_path(core_index)
 
     def run(self) -> None:
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
@@ -92,13 +94,12 @@ class Worker:
                 self._crash_if_told_to(command)
                 self._take(runner.execute(command, self._await_grammar))
             elif isinstance(command, CoreHello):
+                self._catch_up(runner)
                 if self._computing:
                     self._computing.clear()
                     self._pulse.end_step()
-                last_step, self._next_step = self._next_step - 1, 0
-                self._core.send(
-                    WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank, last_step)
-                )
+                self._next_step, self._epoch = 0, command.epoch
+                self._core.send(WorkerHello(PROTOCOL_VERSION, command.epoch, self._rank))
                 self._core.send(memory)
             elif isinstance(command, AllocateKVCache):
                 if allocated is None:
@@ -122,6 +123,15 @@ class Worker:
                 self._core.send(WorkerReady(self._rank, runner.forget_requests()))
                 self._status.report(Stage.READY)
         runner.close()
+
+    def _catch_up(self, runner: Runner) -> None:
+        """Execute the last steps of a core that is gone, which other workers have begun or will begin here."""
+        if self._step_log_path is None or not self._next_step:
+            return
+        for step in read_steps(self._step_log_path, self._epoch, self._next_step):
+            self._pulse.begin_step()
+            runner.execute(step, lambda step: None)
+            self._pulse.end_step()
 
     def _crash_if_told_to(self, step: SchedulerOutput) -> None:
         """Die as a fault in native code would, if the step brings the token that tests inject crashes with."""
@@ -172,16 +182,9 @@ class Worker:
                 self._device.clear()
 
     def _put_off(self, command: WorkerCommand) -> None:
-        """A new core makes void what the one before has sent. But what other workers may have begun is done first."""
-        is_greeting = isinstance(command, CoreHello)
-        if is_greeting and self._is_alone:
+        if isinstance(command, CoreHello):
             self._received.clear()
-        is_overtaken = self._received and isinstance(self._received[-1], CoreHello)
-        if is_overtaken and not is_greeting and not self._is_alone:
-            # The new core says nothing more before it is answered.
-            self._received.insert(len(self._received) - 1, command)
-        else:
-            self._received.append(command)
+        self._received.append(command)
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
         """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""

@@ -40,13 +40,11 @@ TIMEOUT_MS = 20_000
 class Core:
     """Says to the worker what a test wants it to hear."""
 
-    def __init__(
-        self, context: zmq.Context, config: EngineConfig, epoch: int, last_step: int
-    ) -> None:
+    def __init__(self, context: zmq.Context, config: EngineConfig, epoch: int) -> None:
         self.hub: Hub[WorkerMessage] = Hub(context, config.worker_address(0), WorkerMessage)
         assert self.hear() is None, "the worker probes"
         self.say(CoreHello(PROTOCOL_VERSION, epoch))
-        assert self.hear() == WorkerHello(PROTOCOL_VERSION, epoch, 0, last_step)
+        assert self.hear() == WorkerHello(PROTOCOL_VERSION, epoch, 0)
         memory = self.hear()
         assert isinstance(memory, WorkerMemory)
         self._num_blocks = memory.num_blocks
@@ -96,7 +94,7 @@ def test_steps_of_the_core_before_are_dropped(
     worker: subprocess.Popen[bytes], config: EngineConfig
 ) -> None:
     with zmq.Context() as context:
-        core = Core(context, config, 1, last_step=-1)
+        core = Core(context, config, 1)
         core.allocate()
         for step in (first_step(1), SchedulerOutput(2)):
             core.say(step)
@@ -104,7 +102,7 @@ def test_steps_of_the_core_before_are_dropped(
             assert isinstance(answer, ModelRunnerOutput) and answer.step == step.step
         core.hub.close()
 
-        core = Core(context, config, 2, last_step=2)
+        core = Core(context, config, 2)
         core.say(SchedulerOutput(3))
         core.allocate()
         core.say(SchedulerOutput(3))

@@ -1,0 +1,78 @@
+"""What a core has written down is read back as far as it goes, whenever the core died."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engine.protocol import step_log
+from engine.protocol.messages import SchedulerOutput
+from engine.protocol.step_log import StepLog, read_steps
+from engine.protocol.transport import encode
+
+EPOCH = 3
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "core0.steps")
+
+
+def write(path: str, epoch: int, last: int) -> None:
+    log = StepLog(path, epoch)
+    for step in range(1, last + 1):
+        # Of very different sizes, as prompts are.
+        log.append(step, encode(SchedulerOutput(step, slots=bytes(4 * step * 1000 % 70_000))))
+    log.close()
+
+
+def numbers(path: str, epoch: int, first: int) -> list[int]:
+    return [step.step for step in read_steps(path, epoch, first)]
+
+
+def test_the_last_steps_are_there_whole_and_in_order(path: str) -> None:
+    write(path, EPOCH, 100)
+    steps = list(read_steps(path, EPOCH, 95))
+    assert [step.step for step in steps] == [95, 96, 97, 98, 99, 100]
+    assert [len(step.slots or b"") for step in steps] == [
+        4 * n * 1000 % 70_000 for n in range(95, 101)
+    ]
+    assert numbers(path, EPOCH, 101) == []
+
+
+def test_a_file_takes_the_room_of_what_is_in_it_and_is_its_owners(path: str) -> None:
+    write(path, EPOCH, 100)
+    status = os.stat(path)
+    assert status.st_blocks * 512 < 4 << 20
+    assert status.st_mode & 0o077 == 0
+
+
+def test_steps_of_another_epoch_are_not_meant(path: str) -> None:
+    write(path, EPOCH, 5)
+    assert numbers(path, EPOCH + 1, 1) == []
+    write(path, EPOCH + 1, 2)
+    assert numbers(path, EPOCH + 1, 1) == [1, 2]
+    assert numbers(path, EPOCH, 1) == []
+
+
+def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> None:
+    log = StepLog(path, EPOCH)
+    for step in range(1, 21):
+        log.append(step, encode(SchedulerOutput(step)))
+
+    def die(*fields: int) -> bytes:
+        raise KeyboardInterrupt
+
+    # The frame is written, what tells of it is not.
+    monkeypatch.setattr(step_log, "_HEADER", SimpleNamespace(size=step_log._HEADER.size, pack=die))
+    with pytest.raises(KeyboardInterrupt):
+        log.append(21, encode(SchedulerOutput(21)))
+    monkeypatch.undo()
+    log.close()
+    assert numbers(path, EPOCH, 19) == [19, 20]
+
+
+def test_without_a_file_there_is_nothing(path: str) -> None:
+    assert numbers(path, EPOCH, 1) == []
