@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Final
 
+from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
 
@@ -56,7 +57,8 @@ class Child:
         """It has given a sign of life."""
         now = time.monotonic()
         num_steps = heartbeat.num_steps - self.progress.num_steps
-        self._steps_per_s = num_steps / max(now - self.last_beat, 0.001)
+        # Beats that have waited come together; they were sent no faster than that.
+        self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
         self.last_beat, self.progress = now, heartbeat
 
     def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:

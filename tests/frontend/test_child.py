@@ -1,0 +1,26 @@
+"""What the supervisor makes of the signs of life of a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from engine.frontend.child import Child
+from engine.frontend.local_process import LocalProcess, ProcessSpec, Role
+from engine.protocol.supervisor_messages import Heartbeat
+
+
+def test_beats_that_have_waited_do_not_make_a_process_faster() -> None:
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
+    process = LocalProcess(spec, 1)
+    try:
+        child = Child(spec, 1, process)
+        for num_steps in (50, 100, 150):
+            child.beat(Heartbeat(num_steps=num_steps))
+        assert 0 < child.info(time.monotonic(), 0).steps_per_s <= 100
+    finally:
+        process.kill()
+        process.close()
+        if process.exit_fd is not None:
+            os.close(process.exit_fd)
