@@ -146,6 +146,30 @@ def test_threads_that_lose_their_processors_in_the_middle_of_their_work(checkpoi
                 assert_same_bits(state, whole_state[start:stop])
 
 
+def test_many_sequences_in_more_threads_than_there_are_processors(checkpoint):
+    """Pieces of such steps pass from thread to thread, and are computed twice."""
+    options = FORMATS["int4"]
+    num_threads = 2 * (os.cpu_count() or 1)
+    crowd = native_decoder(SPEC, checkpoint, num_threads=num_threads, **options)
+    alone = native_decoder(SPEC, checkpoint, num_threads=1, **options)
+    prompts = [prompt(20 + seed % 60, seed) for seed in range(20 * num_threads)]
+    expected = [whole(alone, tokens) for tokens in prompts]
+    blocks = [list(range(1 + 5 * i, 6 + 5 * i)) for i in range(len(prompts))]
+    for _ in range(4):
+        engine = Engine(crowd, num_blocks=2 + 5 * len(prompts))
+        first_step = [(t, 0, len(t) - 10, b) for t, b in zip(prompts, blocks, strict=True)]
+        for state, (_, _, stop, _), e in zip(
+            engine.step(first_step), first_step, expected, strict=True
+        ):
+            assert_same_bits(state, e[:stop])
+        for left in range(10, 0, -1):
+            step = [(t, len(t) - left, len(t) - left + 1, b) for t, _, _, b in first_step]
+            for state, (_, start, stop, _), e in zip(
+                engine.step(step), step, expected, strict=True
+            ):
+                assert_same_bits(state, e[start:stop])
+
+
 def test_one_long_context_beside_many_short_ones(decoders):
     """It is shared out among threads, and the short ones are not."""
     long, short = prompt(2300), [prompt(40, seed) for seed in range(20)]
