@@ -25,6 +25,7 @@ class Readahead {
 
   // Straight code without a call: it stands in the innermost loops.
   inline __attribute__((always_inline)) void step() {
+    if (lines_ == 0) return;
     const uint8_t* line = line_;
     if (__builtin_expect(line >= end_of_run_, 0)) {
       if (next_ == end_) {
