@@ -1,5 +1,7 @@
 #include "piece_queue.h"
 
+#include <sched.h>
+
 #include "threads.h"
 
 namespace engine {
@@ -64,6 +66,8 @@ bool PieceQueue::take(int thread, PieceSegment& next) {
       const uint32_t now = piece < 0 ? 0 : state(piece);
       next = {piece, int(now / 3)};
       if (now % 3 == 1) return true;
+      // All that is left is being written, perhaps by one who waits for this processor.
+      sched_yield();
     }
     pause();
   }

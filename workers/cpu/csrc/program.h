@@ -160,13 +160,14 @@ class Program final : private Phases {
     int num_slots;
   };
   // What is fetched ahead of the attention of layers with the same blocks and window, for each piece of a slice.
+  struct PieceRuns {
+    std::vector<Run> runs;
+    ptrdiff_t bytes;
+  };
   struct RunList {
-    struct OfPiece {
-      std::vector<Run> runs;
-      ptrdiff_t bytes;
-    };
     int group, window;
-    std::vector<OfPiece> pieces;
+    bool is_made;
+    std::vector<PieceRuns> pieces;
   };
   // The operations from one attention to the next, and their weights.
   struct Segment {
@@ -276,8 +277,9 @@ class Program final : private Phases {
   void make_tasks(TaskList& list);
   void make_tiles(TaskList& list) const;
   void make_runs();
-  void add_runs(RunList& list, const Op& op, int piece);
-  Readahead readahead_for(const PieceSegment& next) const;
+  std::deque<RunList>::iterator runs_of(const Op& op);
+  void add_runs(PieceRuns& runs, const Op& op, int piece);
+  Readahead readahead_for(const PieceSegment& next);
   void find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
 
   int count_pieces() const;
@@ -326,6 +328,7 @@ class Program final : private Phases {
   std::vector<Rope> ropes_;
   std::deque<TaskList> task_lists_;
   std::deque<RunList> run_lists_;
+  std::vector<Task> found_tasks_;  // by the thread that begins an operation
   std::vector<Segment> segments_;
   PieceQueue pieces_;
   Rows slice_rows_;

@@ -176,12 +176,11 @@ void Program::make_tasks(TaskList& list) {
   list.is_made = true;
   list.tasks.clear();
   list.num_slots = 0;
-  std::vector<Task> tasks;
-  find_tasks(list.window, 0, num_tokens_, tasks);
+  find_tasks(list.window, 0, num_tokens_, found_tasks_);
   int64_t total = 0;
-  for (const Task& task : tasks) total += task.cost;
+  for (const Task& task : found_tasks_) total += task.cost;
   const int64_t fair_share = total / (kTilesPerThread * pool_.num_threads());
-  for (Task& task : tasks) {
+  for (Task& task : found_tasks_) {
     const int first = task.first_partition, last = task.last_partition;
     if (task.num_tokens > 1 || first == last || task.cost <= fair_share) {
       list.tasks.push_back(task);
