@@ -33,7 +33,6 @@ class PieceQueue {
 
   // What a thread that has taken `at` takes next, if all threads are equally fast; perhaps past the last segment.
   PieceSegment after(const PieceSegment& at) const;
-  int num_pieces() const { return num_pieces_; }
 
  private:
   // Of a piece, ascending: its segment is open, taken, or committed by a thread that writes it.
