@@ -69,8 +69,10 @@ def test_quantized_matrices_keep_their_values(
     formats = {SourceType.Q4_1: F.U4_OFFSET, SourceType.Q8_0: F.U8}
     assert weight.format == formats[checkpoint.ggml_type(f"model.{name}")]
     some = [0, 1, 17, rows // 2, rows - 1]
-    expected = checkpoint.tensor(f"model.{name}", torch.float32)[some]
-    np.testing.assert_array_equal(weight.rows(some), expected.numpy())
+    expected = checkpoint.tensor(f"model.{name}", torch.float32)[some].numpy()
+    # The middle of a group's range is rounded to 8 bits where a format has offsets.
+    bound = np.abs(expected).max() * 2.0**-9 if weight.format == F.U4_OFFSET else 0
+    np.testing.assert_allclose(weight.rows(some), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(
@@ -227,5 +229,5 @@ def test_matrices_of_other_quantizers_stay_as_small_as_they_can(
     packed = reader.packed("x_proj.weight", 48, 64)
     assert packed.format == weight_format
     found = torch.from_numpy(packed.rows(range(48)))
-    # Scales and offsets are rounded to float16.
-    assert torch.allclose(found, meaning, rtol=1e-3, atol=1e-3)
+    # Scales are rounded to 11 bits, the middle of a group's range to 8.
+    assert torch.allclose(found, meaning, rtol=1e-3, atol=2.0**-9 * meaning.abs().max().item())

@@ -30,7 +30,7 @@ const LinearKernels& kernels() {
 size_t activation_row_bytes(ActivationKind kind, int k) {
   const int groups = k / kGroup;
   const size_t bytes = kind == ActivationKind::int8_split ? high_terms_at(groups) + size_t(k)
-                       : kind == ActivationKind::int8     ? size_t(groups) * sizeof(ActivationGroup)
+                       : kind == ActivationKind::int8     ? high_terms_at(groups)
                        : kind == ActivationKind::bf16     ? size_t(k) * 2
                                                           : size_t(k) * 4;
   return (bytes + 15) / 16 * 16;
@@ -61,27 +61,20 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);
   const int column = row % kColumnTile;
   const uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
-  const auto half = [&](const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return from_fp16(bits);
-  };
   if (!is_integer(w.format)) {
     const uint8_t* weight = tile + column * element_bytes(w.format);
     for (int k = 0; k < w.k; k++, weight += float_stride(w.format)) {
       if (w.format == WeightFormat::f32)
         std::memcpy(out + k, weight, 4);
       else
-        out[k] = half(weight);
+        out[k] = from_fp16(load_u16(weight));
     }
     return;
   }
-  const int zero_point = w.format == WeightFormat::u4   ? 8
-                         : w.format == WeightFormat::u6 ? 32
-                         : w.format == WeightFormat::u8 ? 128
-                                                        : 0;
-  for (int g = 0; g < w.k / kGroup; g++, tile += record_bytes(w.format)) {
-    const uint8_t* scales = tile + code_bytes(w.format) + 2 * column;
+  const int groups = w.k / kGroup;
+  const uint8_t* scales = tile + scales_at(w.format, groups) + 2 * column;
+  const uint8_t* offsets = tile + offsets_at(w.format, groups) + 4 * column;
+  for (int g = 0; g < groups; g++, tile += code_bytes(w.format), scales += scale_bytes(w.format)) {
     for (int k = 0; k < kGroup; k++) {
       const int vector = k / 4, byte = 4 * column + k % 4;
       int code;
@@ -94,8 +87,9 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
           code |= (tile[256 + 64 * (vector / 4) + byte] >> (vector % 4 * 2) & 3) << 4;
       }
       const bool second = w.format == WeightFormat::u6 && k >= 16;
-      const float x = float(code - zero_point) * half(scales + (second ? 2 * kColumnTile : 0));
-      out[g * kGroup + k] = has_offset(w.format) ? x + half(scales + 2 * kColumnTile) : x;
+      const float x = float(code - zero_point(w.format)) * from_fp16(load_u16(scales + (second ? 2 * kColumnTile : 0)));
+      const uint8_t* offset = offsets + g / 2 * kOffsetBytes + g % 2 * 2;
+      out[g * kGroup + k] = has_offset(w.format) ? x + from_bf16(load_u16(offset)) : x;
     }
   }
 }

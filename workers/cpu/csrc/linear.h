@@ -12,12 +12,12 @@
 
 namespace engine {
 
-// How the weights of a matrix are stored. `code`, `scale` and `offset` are of a group of 32 (u6: 16)
-// elements along k; the last two are fp16.
+// How the weights of a matrix are stored. `code`, `scale` and `offset` are of a group of 32 (u6: 16) elements along k;
+// the scale is fp16, the offset bf16.
 enum class WeightFormat : int32_t {
   u4 = 0,         // (code - 8) * scale             Q4_0
-  u4_offset = 1,  // code * scale + offset          Q4_1, Q4_K
-  u5_offset = 2,  // code * scale + offset          Q5_0, Q5_1, Q5_K
+  u4_offset = 1,  // (code - 8) * scale + offset    Q4_1, Q4_K
+  u5_offset = 2,  // (code - 16) * scale + offset   Q5_0, Q5_1, Q5_K
   u6 = 3,         // (code - 32) * scale            Q6_K
   u8 = 4,         // (code - 128) * scale           Q8_0
   bf16 = 5,

@@ -22,7 +22,7 @@ struct Codes {
   __m256i low, high;
 };
 
-constexpr int kIntegerRows = 4, kRowsAtOnce = 1, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kIntegerRows = 4, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
 
 template <int kBytes>
@@ -94,11 +94,15 @@ ENGINE_INLINE Codes or_bits(Codes codes, Codes plane) {
   return {or_bits<kShift, kMask>(codes.low, plane.low), or_bits<kShift, kMask>(codes.high, plane.high)};
 }
 
+// Whatever its bytes get from their neighbours is in their upper bits.
+ENGINE_INLINE Codes shifted_right(Codes x, int bits) {
+  const __m128i count = _mm_cvtsi32_si128(bits);
+  return {_mm256_srl_epi16(x.low, count), _mm256_srl_epi16(x.high, count)};
+}
+
 template <int kZeroPoint>
-ENGINE_INLINE Ints times(Ints minus_sum) {
-  if (kZeroPoint == 128) return {_mm256_setzero_si256(), _mm256_setzero_si256()};
-  return {_mm256_slli_epi32(minus_sum.low, __builtin_ctz(kZeroPoint)),
-          _mm256_slli_epi32(minus_sum.high, __builtin_ctz(kZeroPoint))};
+ENGINE_INLINE Ints of_zero_point(int32_t minus_eight_sums) {
+  return broadcast(kZeroPoint == 128 ? 0 : minus_eight_sums * (kZeroPoint / 8));
 }
 // Sums of two products of eight-bit codes do not fit in 16 bits: the zero point of these is taken off
 // the codes beforehand, not off the sum.
@@ -107,6 +111,11 @@ ENGINE_INLINE __m256i pairs(__m256i codes, __m256i q) {
   if (kMaxCode < 255) return _mm256_maddubs_epi16(codes, q);
   const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
   return _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(q, centred));
+}
+ENGINE_INLINE __m256i broadcast_four(const uint8_t* q) {
+  int32_t four;
+  std::memcpy(&four, q, 4);
+  return _mm256_set1_epi32(four);
 }
 template <int kMaxCode>
 ENGINE_INLINE __m256i dot16(__m256i start, const __m256i (&codes)[4], const __m256i (&q)[4]) {
@@ -124,32 +133,38 @@ ENGINE_INLINE __m256i dot16(__m256i start, const __m256i (&codes)[4], const __m2
   }
   return start;
 }
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
+template <int kMaxCode, int kRows, int kTiles>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4], const uint8_t* q,
+                            size_t row_bytes) {
   ENGINE_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    __m256i low[4], high[4], fours[4];
+  for (int t = 0; t < kTiles; t++) {
+    __m256i low[4], high[4];
     ENGINE_UNROLL
     for (int i = 0; i < 4; i++) {
-      int32_t four;
-      std::memcpy(&four, q + r * row_bytes + 4 * i, 4);
-      low[i] = codes[i].low;
-      high[i] = codes[i].high;
-      fours[i] = _mm256_set1_epi32(four);
+      low[i] = codes[t][i].low;
+      high[i] = codes[t][i].high;
     }
-    sums[r] = {dot16<kMaxCode>(sums[r].low, low, fours), dot16<kMaxCode>(sums[r].high, high, fours)};
+    ENGINE_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      __m256i fours[4];
+      ENGINE_UNROLL
+      for (int i = 0; i < 4; i++) fours[i] = broadcast_four(q + r * row_bytes + 4 * i);
+      Ints& sum = sums[r][t];
+      sum = {dot16<kMaxCode>(sum.low, low, fours), dot16<kMaxCode>(sum.high, high, fours)};
+    }
   }
 }
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
-  const __m256i ones = _mm256_set1_epi16(1);
+template <int kMaxCode, int kRows, int kTiles>
+ENGINE_INLINE void add_high_terms(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles], const uint8_t* high,
+                                  size_t row_bytes) {
+  const __m256i units = _mm256_set1_epi16(kHighUnit);
   ENGINE_UNROLL
   for (int r = 0; r < kRows; r++) {
-    int32_t four;
-    std::memcpy(&four, q + r * row_bytes, 4);
-    const __m256i fours = _mm256_set1_epi32(four);
-    sums[r] = add(sums[r], {_mm256_madd_epi16(pairs<kMaxCode>(codes.low, fours), ones),
-                            _mm256_madd_epi16(pairs<kMaxCode>(codes.high, fours), ones)});
+    const __m256i four = broadcast_four(high + r * row_bytes);
+    ENGINE_UNROLL
+    for (int t = 0; t < kTiles; t++)
+      sums[r][t] = add(sums[r][t], {_mm256_madd_epi16(pairs<kMaxCode>(codes[t].low, four), units),
+                                    _mm256_madd_epi16(pairs<kMaxCode>(codes[t].high, four), units)});
   }
 }
 ENGINE_INLINE Floats odd_halves(Codes x) {
@@ -180,7 +195,7 @@ ENGINE_INLINE __m256i max_of_fours(__m256i x) {
 }
 
 template <bool kIsSplit>
-uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
+void quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i amax = _mm256_setzero_si256(), eighths = _mm256_setzero_si256();
   for (int i = 0; i < 4; i++) {
@@ -198,8 +213,8 @@ uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
     q[i] = scale.inverse == 0 ? _mm256_setzero_si256()
                               : _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i),
                                                                  _mm256_set1_ps(scale.inverse)));
-  set_sums(group, scale.scale, sum_of(_mm256_add_epi32(q[0], q[1])), sum_of(_mm256_add_epi32(q[2], q[3])));
-  uint8_t fours = 0;
+  const int32_t first = sum_of(_mm256_add_epi32(q[0], q[1])), second = sum_of(_mm256_add_epi32(q[2], q[3]));
+  unsigned fours = 0;
   if (kIsSplit) {
     alignas(32) int32_t all[kGroup];
     for (int i = 0; i < 4; i++) _mm256_store_si256(reinterpret_cast<__m256i*>(all + 8 * i), q[i]);
@@ -209,7 +224,7 @@ uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(group.q),
                       _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-  return fours;
+  set_sums(group, scale, first, second, fours);
 }
 
 void quantize_int8(const float* x, int k, void* out) {
@@ -218,9 +233,9 @@ void quantize_int8(const float* x, int k, void* out) {
 }
 
 void quantize_int8_split(const float* x, int k, void* out) {
-  const SplitRow row(out, k);
-  for (int g = 0; g < k / kGroup; g++)
-    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
+  auto* groups = static_cast<ActivationGroup*>(out);
+  auto* high = static_cast<int8_t*>(out) + high_terms_at(k / kGroup);
+  for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstring>
 
 #include "linear_kernels.h"
@@ -15,7 +16,7 @@ using Ints = __m512i;
 using Floats = __m512;
 using Codes = __m512i;
 
-constexpr int kIntegerRows = 16, kRowsAtOnce = 4, kFloatRows = 8, kFloatTiles = 2;
+constexpr int kIntegerRows = 6, kIntegerTiles = 2, kVectorsAtOnce = 2, kFloatRows = 8, kFloatTiles = 2;
 // What a core reads while memory answers, and a few pages more: its own prefetching ends with a page.
 constexpr int kPrefetchBytes = 12288;
 
@@ -27,7 +28,6 @@ ENGINE_INLINE void prefetch(const uint8_t* p) {
 
 ENGINE_INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
 ENGINE_INLINE Ints broadcast(int32_t x) { return _mm512_set1_epi32(x); }
-ENGINE_INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 ENGINE_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 ENGINE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 ENGINE_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
@@ -63,26 +63,54 @@ ENGINE_INLINE Codes or_bits(Codes codes, Codes plane) {
   return _mm512_ternarylogic_epi32(codes, shifted, _mm512_set1_epi8(kMask), 0xf8);
 }
 
-// By a power of two: what turns a sum of codes * q into one of (code - kZeroPoint) * q.
+// Whatever its bytes get from their neighbours is in their upper bits.
+ENGINE_INLINE Codes shifted_right(Codes x, int bits) { return _mm512_srl_epi16(x, _mm_cvtsi32_si128(bits)); }
+
+// What turns a sum of codes * q into one of (code - kZeroPoint) * q.
 template <int kZeroPoint>
-ENGINE_INLINE Ints times(Ints minus_sum) {
-  return _mm512_slli_epi32(minus_sum, __builtin_ctz(kZeroPoint));
+ENGINE_INLINE Ints of_zero_point(int32_t minus_eight_sums) {
+  return _mm512_slli_epi32(_mm512_set1_epi32(minus_eight_sums), __builtin_ctz(kZeroPoint) - 3);
 }
-// Adds to each row's sum the dot product of four codes of each column with four activations.
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot4(Ints (&sums)[kRows], Codes codes, const uint8_t* q, size_t row_bytes) {
+// Four bytes in each lane. Kept in a register: instructions that read them from memory are limited by that.
+ENGINE_INLINE __m512i broadcast_four(const uint8_t* q) {
+  int32_t four;
+  std::memcpy(&four, q, 4);
+  __m512i fours = _mm512_set1_epi32(four);
+  asm("" : "+v"(fours));
+  return fours;
+}
+// Adds to each row's sums the dot products of the codes of each column with as many activations.
+template <int kMaxCode, int kRows, int kTiles, int kVectors>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors], const uint8_t* q,
+                            size_t row_bytes) {
+  ENGINE_UNROLL
+  for (int v = 0; v < kVectors; v++)
+    ENGINE_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const __m512i four = broadcast_four(q + r * row_bytes + 4 * v);
+      ENGINE_UNROLL
+      for (int t = 0; t < kTiles; t++) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], codes[t][v], four);
+    }
+}
+template <int kMaxCode, int kRows, int kTiles>
+ENGINE_INLINE void add_high_terms(Ints (&sums)[kRows][kTiles], Codes (&codes)[kTiles], const uint8_t* high,
+                                  size_t row_bytes) {
+  constexpr bool kUnitFits = kMaxCode * kHighUnit < 256;
+  if (kUnitFits)
+    for (Codes& of_tile : codes) of_tile = _mm512_slli_epi16(of_tile, kHighShift);
   ENGINE_UNROLL
   for (int r = 0; r < kRows; r++) {
-    int32_t four;
-    std::memcpy(&four, q + r * row_bytes, 4);
-    sums[r] = _mm512_dpbusd_epi32(sums[r], codes, _mm512_set1_epi32(four));
+    const __m512i four = broadcast_four(high + r * row_bytes);
+    ENGINE_UNROLL
+    for (int t = 0; t < kTiles; t++) {
+      Ints& sum = sums[r][t];
+      if (kUnitFits)
+        sum = _mm512_dpbusd_epi32(sum, codes[t], four);
+      else
+        sum = _mm512_add_epi32(
+            sum, _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[t], four), kHighShift));
+    }
   }
-}
-// The same for four times as many.
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
-  ENGINE_UNROLL
-  for (int i = 0; i < 4; i++) dot4<kMaxCode, kRows>(sums, codes[i], q + 4 * i, row_bytes);
 }
 // sum + w[1] * x[1], rounded, + w[0] * x[0], rounded, for the pair of each column.
 ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
@@ -107,9 +135,20 @@ ENGINE_INLINE __m256i bytes_of(__m512i first, __m512i second) {
                                  _mm512_cvtepi32_epi8(second), 1);
 }
 
+ENGINE_INLINE __m128i minus_eight(__m128i x) { return _mm_slli_epi32(_mm_sub_epi32(_mm_setzero_si128(), x), 3); }
+// Four neighbouring fields of each of four groups.
+ENGINE_INLINE void store_fields(__m128 first, __m128 second, __m128 third, __m128 fourth, ActivationGroup* groups,
+                                const int (&group_of)[4], size_t at) {
+  _MM_TRANSPOSE4_PS(first, second, third, fourth);
+  const __m128 fields[4] = {first, second, third, fourth};
+  ENGINE_UNROLL
+  for (int i = 0; i < 4; i++)
+    _mm_storeu_ps(reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(groups + group_of[i]) + at), fields[i]);
+}
+
 // One value of a group a lane. If there are fewer than four groups the last takes the others' place too.
 template <bool kIsSplit>
-void quantize_four_groups(const float* x, int num_groups, ActivationGroup* groups, uint8_t* fours, int8_t* high) {
+void quantize_four_groups(const float* x, int num_groups, ActivationGroup* groups, int8_t* high) {
   int group_of[4];
   __m512 values[4][2];
   __m128i partial[4], sums[4];
@@ -153,9 +192,11 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
     inverse_scale = _mm_mask_div_ps(inverse_scale, __mmask8(has_outliers), _mm_set1_ps(1.0f), scale);
   }
   scale = _mm_mask_mov_ps(scale, is_infinite, _mm_castsi128_ps(_mm_set1_epi32(kNaNBits)));
+  scale = _mm_mask_mov_ps(scale, is_tiny, _mm_set1_ps(1.0f));
   const __m512 inverse = _mm512_castps128_ps512(inverse_scale);
 
   __m256i sums_of_4[4];
+  uint32_t fours[4] = {};
   ENGINE_UNROLL
   for (int i = 0; i < 4; i++) {
     const __m512 by = _mm512_permutexvar_ps(_mm512_set1_epi32(i), inverse);
@@ -178,7 +219,7 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
         sums_of_4[i] = _mm256_slli_epi32(_mm256_dpbusd_epi32(sums_of_4[i], _mm256_set1_epi8(1), above), kHighShift);
       }
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + group_of[i] * kGroup), above);
-      fours[group_of[i]] = uint8_t(_pext_u32(uint32_t(is_outlier0) | uint32_t(is_outlier1) << 16, 0x11111111));
+      fours[i] = _pext_u32(uint32_t(is_outlier0) | uint32_t(is_outlier1) << 16, 0x11111111);
     }
     const __m256i q = bytes_of(q0, q1);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(groups[group_of[i]].q), q);
@@ -186,35 +227,27 @@ void quantize_four_groups(const float* x, int num_groups, ActivationGroup* group
   }
   const __m256i halves = _mm256_hadd_epi32(_mm256_hadd_epi32(sums_of_4[0], sums_of_4[1]),
                                            _mm256_hadd_epi32(sums_of_4[2], sums_of_4[3]));
-  const __m128i zero = _mm_setzero_si128(), first = _mm256_castsi256_si128(halves);
-  const __m128i sum = _mm_add_epi32(first, _mm256_extracti128_si256(halves, 1));
-  const __m128i scales = _mm_castps_si128(scale);
-  const __m128i scaled_sum = _mm_castps_si128(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)));
-  const __m128i minus_sum = _mm_sub_epi32(zero, sum), minus_first = _mm_sub_epi32(zero, first);
-
-  const __m128i floats01 = _mm_unpacklo_epi32(scales, scaled_sum);
-  const __m128i floats23 = _mm_unpackhi_epi32(scales, scaled_sum);
-  const __m128i ints01 = _mm_unpacklo_epi32(minus_sum, minus_first);
-  const __m128i ints23 = _mm_unpackhi_epi32(minus_sum, minus_first);
-  const __m128i fields[4] = {
-      _mm_unpacklo_epi64(floats01, ints01), _mm_unpackhi_epi64(floats01, ints01),
-      _mm_unpacklo_epi64(floats23, ints23), _mm_unpackhi_epi64(floats23, ints23)};
-  ENGINE_UNROLL
-  for (int i = 0; i < 4; i++)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(&groups[group_of[i]].scale), fields[i]);
+  const __m128i first = _mm256_castsi256_si128(halves), second = _mm256_extracti128_si256(halves, 1);
+  const __m128i sum = _mm_add_epi32(first, second);
+  const __m128i scaled_sum = _mm_cvtepu16_epi32((__m128i)_mm_cvtneps_pbh(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum))));
+  store_fields(scale, _mm_div_ps(_mm_set1_ps(1.0f), scale), _mm_castsi128_ps(scaled_sum),
+               _mm_castsi128_ps(minus_eight(sum)), groups, group_of, offsetof(ActivationGroup, scale));
+  const __m128i of_fours = _mm_loadu_si128(reinterpret_cast<const __m128i*>(fours));
+  store_fields(_mm_castsi128_ps(minus_eight(first)), _mm_castsi128_ps(minus_eight(second)), _mm_castsi128_ps(of_fours),
+               _mm_setzero_ps(), groups, group_of, offsetof(ActivationGroup, minus_eight_sums_of_halves));
 }
 
 void quantize_int8(const float* x, int k, void* out) {
   auto* groups = static_cast<ActivationGroup*>(out);
   for (int g = 0; g < k / kGroup; g += 4)
-    quantize_four_groups<false>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g, nullptr, nullptr);
+    quantize_four_groups<false>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g, nullptr);
 }
 
 void quantize_int8_split(const float* x, int k, void* out) {
-  const SplitRow row(out, k);
+  auto* groups = static_cast<ActivationGroup*>(out);
+  auto* high = static_cast<int8_t*>(out) + high_terms_at(k / kGroup);
   for (int g = 0; g < k / kGroup; g += 4)
-    quantize_four_groups<true>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, row.groups + g,
-                               row.fours + g, row.high + g * kGroup);
+    quantize_four_groups<true>(x + g * kGroup, k / kGroup - g < 4 ? k / kGroup - g : 4, groups + g, high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -1,6 +1,8 @@
 // What an instruction set provides to linear.h.
 #pragma once
 
+#include <new>
+
 #include "bf16_block.h"
 #include "packed_layout.h"
 

@@ -22,7 +22,7 @@ struct Codes {
   uint8x16_t v[4];
 };
 
-constexpr int kIntegerRows = 4, kRowsAtOnce = 1, kFloatRows = 4, kFloatTiles = 1;
+constexpr int kIntegerRows = 4, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
 
 template <int kBytes>
@@ -41,9 +41,6 @@ ENGINE_INLINE Floats broadcast(float x) {
 }
 ENGINE_INLINE Ints broadcast(int32_t x) {
   return each<Ints>([=](int) { return vdupq_n_s32(x); });
-}
-ENGINE_INLINE Ints add(const Ints& a, const Ints& b) {
-  return each<Ints>([&](int i) { return vaddq_s32(a.v[i], b.v[i]); });
 }
 ENGINE_INLINE Floats mul(const Floats& a, const Floats& b) {
   return each<Floats>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
@@ -100,40 +97,51 @@ ENGINE_INLINE Codes or_bits(const Codes& codes, const Codes& plane) {
   });
 }
 
+ENGINE_INLINE Codes shifted_right(const Codes& x, int bits) {
+  return each<Codes>([&](int i) { return vshlq_u8(x.v[i], vdupq_n_s8(int8_t(-bits))); });
+}
+
 // The dot product is of signed bytes: eight-bit codes have their zero point taken off beforehand.
 template <int kZeroPoint>
-ENGINE_INLINE Ints times(const Ints& minus_sum) {
-  if (kZeroPoint == 128) return broadcast(int32_t(0));
-  return each<Ints>([&](int i) { return vmulq_n_s32(minus_sum.v[i], kZeroPoint); });
+ENGINE_INLINE Ints of_zero_point(int32_t minus_eight_sums) {
+  return broadcast(kZeroPoint == 128 ? 0 : minus_eight_sums * (kZeroPoint / 8));
 }
 template <int kMaxCode>
 ENGINE_INLINE int8x16_t centred(uint8x16_t codes) {
   return vreinterpretq_s8_u8(kMaxCode == 255 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
 }
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
+template <int kMaxCode, int kRows, int kTiles>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4], const uint8_t* q,
+                            size_t row_bytes) {
   ENGINE_UNROLL
   for (int r = 0; r < kRows; r++) {
     const int8x16_t sixteen = vld1q_s8(reinterpret_cast<const int8_t*>(q + r * row_bytes));
     ENGINE_UNROLL
-    for (int i = 0; i < 4; i++) {
-      int32x4_t& sum = sums[r].v[i];
-      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[0].v[i]), sixteen, 0);
-      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[1].v[i]), sixteen, 1);
-      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[2].v[i]), sixteen, 2);
-      sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[3].v[i]), sixteen, 3);
-    }
+    for (int t = 0; t < kTiles; t++)
+      ENGINE_UNROLL
+      for (int i = 0; i < 4; i++) {
+        int32x4_t& sum = sums[r][t].v[i];
+        sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[t][0].v[i]), sixteen, 0);
+        sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[t][1].v[i]), sixteen, 1);
+        sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[t][2].v[i]), sixteen, 2);
+        sum = vdotq_laneq_s32(sum, centred<kMaxCode>(codes[t][3].v[i]), sixteen, 3);
+      }
   }
 }
-template <int kMaxCode, int kRows>
-ENGINE_INLINE void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
+template <int kMaxCode, int kRows, int kTiles>
+ENGINE_INLINE void add_high_terms(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles], const uint8_t* high,
+                                  size_t row_bytes) {
   ENGINE_UNROLL
   for (int r = 0; r < kRows; r++) {
     const int8x16_t four =
-        vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(q + r * row_bytes)));
+        vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(high + r * row_bytes)));
     ENGINE_UNROLL
-    for (int i = 0; i < 4; i++)
-      sums[r].v[i] = vdotq_s32(sums[r].v[i], centred<kMaxCode>(codes.v[i]), four);
+    for (int t = 0; t < kTiles; t++)
+      ENGINE_UNROLL
+      for (int i = 0; i < 4; i++) {
+        const int32x4_t dots = vdotq_s32(vdupq_n_s32(0), centred<kMaxCode>(codes[t].v[i]), four);
+        sums[r][t].v[i] = vaddq_s32(sums[r][t].v[i], vshlq_n_s32(dots, kHighShift));
+      }
   }
 }
 ENGINE_INLINE float32x4_t odd_half(uint8x16_t pairs) {
@@ -153,7 +161,7 @@ ENGINE_INLINE Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* 
 }
 
 template <bool kIsSplit>
-uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
+void quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
   uint32_t amax_bits = 0, sum_of_eighths = 0;
   for (int i = 0; i < kGroup; i += 4) {
     const uint32_t four_bits = vmaxvq_u32(vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffff)));
@@ -173,13 +181,11 @@ uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
     }
     sums[half] = vaddvq_s32(sum);
   }
-  const uint8_t fours = kIsSplit ? split_outliers(q, high) : 0;
+  set_sums(group, scale, sums[0], sums[1], kIsSplit ? split_outliers(q, high) : 0);
   for (int i = 0; i < kGroup; i += 8) {
     const int16x8_t eight = vcombine_s16(vmovn_s32(vld1q_s32(q + i)), vmovn_s32(vld1q_s32(q + i + 4)));
     vst1_s8(group.q + i, vmovn_s16(eight));
   }
-  set_sums(group, scale.scale, sums[0], sums[1]);
-  return fours;
 }
 
 void quantize_int8(const float* x, int k, void* out) {
@@ -188,9 +194,9 @@ void quantize_int8(const float* x, int k, void* out) {
 }
 
 void quantize_int8_split(const float* x, int k, void* out) {
-  const SplitRow row(out, k);
-  for (int g = 0; g < k / kGroup; g++)
-    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
+  auto* groups = static_cast<ActivationGroup*>(out);
+  auto* high = static_cast<int8_t*>(out) + high_terms_at(k / kGroup);
+  for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -18,7 +18,7 @@ struct Codes {
   uint8_t v[4 * kColumnTile];
 };
 
-constexpr int kIntegerRows = 2, kRowsAtOnce = 1, kFloatRows = 2, kFloatTiles = 1;
+constexpr int kIntegerRows = 2, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 2, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 0;
 
 template <int kBytes>
@@ -36,9 +36,6 @@ inline Floats broadcast(float x) {
 }
 inline Ints broadcast(int32_t x) {
   return each<Ints>([=](int) { return x; });
-}
-inline Ints add(const Ints& a, const Ints& b) {
-  return each<Ints>([&](int i) { return a.v[i] + b.v[i]; });
 }
 inline Floats mul(const Floats& a, const Floats& b) {
   return each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
@@ -91,20 +88,30 @@ inline Codes or_bits(const Codes& codes, const Codes& plane) {
   });
 }
 
+inline Codes shifted_right(const Codes& x, int bits) {
+  return each<Codes>([&](int i) { return uint8_t(x.v[i] >> bits); });
+}
+
 template <int kZeroPoint>
-inline Ints times(const Ints& minus_sum) {
-  return each<Ints>([&](int i) { return minus_sum.v[i] * kZeroPoint; });
+inline Ints of_zero_point(int32_t minus_eight_sums) {
+  return each<Ints>([=](int) { return minus_eight_sums * (kZeroPoint / 8); });
 }
-template <int kMaxCode, int kRows>
-inline void dot4(Ints (&sums)[kRows], const Codes& codes, const uint8_t* q, size_t row_bytes) {
+inline void add_dot(Ints& sum, const Codes& codes, const uint8_t* q, int unit) {
+  for (int i = 0; i < kColumnTile; i++)
+    for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * int8_t(q[j]) * unit;
+}
+template <int kMaxCode, int kRows, int kTiles, int kVectors>
+inline void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors], const uint8_t* q,
+                     size_t row_bytes) {
   for (int r = 0; r < kRows; r++)
-    for (int i = 0; i < kColumnTile; i++)
-      for (int j = 0; j < 4; j++)
-        sums[r].v[i] += codes.v[4 * i + j] * int8_t(q[r * row_bytes + j]);
+    for (int t = 0; t < kTiles; t++)
+      for (int v = 0; v < kVectors; v++) add_dot(sums[r][t], codes[t][v], q + r * row_bytes + 4 * v, 1);
 }
-template <int kMaxCode, int kRows>
-inline void dot16(Ints (&sums)[kRows], const Codes* codes, const uint8_t* q, size_t row_bytes) {
-  for (int v = 0; v < 4; v++) dot4<kMaxCode, kRows>(sums, codes[v], q + 4 * v, row_bytes);
+template <int kMaxCode, int kRows, int kTiles>
+inline void add_high_terms(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles], const uint8_t* high,
+                           size_t row_bytes) {
+  for (int r = 0; r < kRows; r++)
+    for (int t = 0; t < kTiles; t++) add_dot(sums[r][t], codes[t], high + r * row_bytes, kHighUnit);
 }
 inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
   uint16_t pairs[2 * kColumnTile], pair[2];
@@ -117,7 +124,7 @@ inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
 }
 
 template <bool kIsSplit>
-uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
+void quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
   int32_t amax_bits = 0, sum_of_eighths = 0, q[kGroup], sums[2] = {0, 0};
   for (int v = 0; v < kGroup / 4; v++) {
     int32_t four_bits = 0;
@@ -133,10 +140,8 @@ uint8_t quantize_group(const float* x, ActivationGroup& group, int8_t* high) {
     q[i] = scale.inverse == 0 ? 0 : int32_t(std::lrint(x[i] * scale.inverse));
     sums[i / 16] += q[i];
   }
-  const uint8_t fours = kIsSplit ? split_outliers(q, high) : 0;
+  set_sums(group, scale, sums[0], sums[1], kIsSplit ? split_outliers(q, high) : 0);
   for (int i = 0; i < kGroup; i++) group.q[i] = int8_t(q[i]);
-  set_sums(group, scale.scale, sums[0], sums[1]);
-  return fours;
 }
 
 void quantize_int8(const float* x, int k, void* out) {
@@ -145,9 +150,9 @@ void quantize_int8(const float* x, int k, void* out) {
 }
 
 void quantize_int8_split(const float* x, int k, void* out) {
-  const SplitRow row(out, k);
-  for (int g = 0; g < k / kGroup; g++)
-    row.fours[g] = quantize_group<true>(x + g * kGroup, row.groups[g], row.high + g * kGroup);
+  auto* groups = static_cast<ActivationGroup*>(out);
+  auto* high = static_cast<int8_t*>(out) + high_terms_at(k / kGroup);
+  for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
 void quantize_bf16(const float* x, int k, void* out) {

@@ -10,18 +10,12 @@
 namespace engine {
 namespace {
 
-// A group of integer weights on its way from a source type to a record.
+// A group of integer weights on its way from a source type to a tile: code * scale + offset, where there is one.
 struct WeightGroup {
   uint8_t codes[kGroup];
   uint16_t scales[2];
   uint16_t offset;
 };
-
-uint16_t load_u16(const uint8_t* p) {
-  uint16_t x;
-  std::memcpy(&x, p, 2);
-  return x;
-}
 
 float load_fp16(const uint8_t* p) { return from_fp16(load_u16(p)); }
 
@@ -166,31 +160,35 @@ void unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int 
   }
 }
 
-void store_group(WeightFormat format, const WeightGroup& group, int column, uint8_t* record) {
-  const auto store_u16 = [&](int at, uint16_t x) { std::memcpy(record + at + 2 * column, &x, 2); };
+void store_group(WeightFormat format, const WeightGroup& group, int column, int index, int groups, uint8_t* tile) {
+  uint8_t* codes = tile + size_t(index) * code_bytes(format);
   for (int v = 0; v < 8; v++) {
     for (int j = 0; j < 4; j++) {
       const uint8_t code = group.codes[4 * v + j];
       const int byte = 4 * column + j;
       if (format == WeightFormat::u8) {
-        record[64 * v + byte] = code;
+        codes[64 * v + byte] = code;
         continue;
       }
-      uint8_t& low = record[64 * (v / 2) + byte];
+      uint8_t& low = codes[64 * (v / 2) + byte];
       low = v % 2 == 0 ? (code & 15) : uint8_t(low | code << 4);
       if (format == WeightFormat::u5_offset) {
-        uint8_t& plane = record[256 + byte];
+        uint8_t& plane = codes[256 + byte];
         plane = uint8_t((v == 0 ? 0 : plane) | (code >> 4) << v);
       } else if (format == WeightFormat::u6) {
-        uint8_t& plane = record[256 + 64 * (v / 4) + byte];
+        uint8_t& plane = codes[256 + 64 * (v / 4) + byte];
         plane = uint8_t((v % 4 == 0 ? 0 : plane) | (code >> 4) << (v % 4 * 2));
       }
     }
   }
-  const int scales = code_bytes(format);
-  store_u16(scales, group.scales[0]);
-  if (has_offset(format)) store_u16(scales + 2 * kColumnTile, group.offset);
-  if (format == WeightFormat::u6) store_u16(scales + 2 * kColumnTile, group.scales[1]);
+  uint8_t* scales = tile + scales_at(format, groups) + index * scale_bytes(format) + 2 * column;
+  std::memcpy(scales, &group.scales[0], 2);
+  if (format == WeightFormat::u6) std::memcpy(scales + 2 * kColumnTile, &group.scales[1], 2);
+  if (has_offset(format)) {
+    const float centre = float(zero_point(format)) * from_fp16(group.scales[0]);
+    const uint16_t offset = to_bf16(from_fp16(group.offset) + centre);
+    std::memcpy(tile + offsets_at(format, groups) + index / 2 * kOffsetBytes + 4 * column + index % 2 * 2, &offset, 2);
+  }
 }
 
 void pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
@@ -264,10 +262,11 @@ void pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, pt
       pack_float_row(w.format, type, source, w.k, tile + column * element_bytes(w.format));
       continue;
     }
-    for (int g = 0; g < w.k / kGroup; g++) {
+    const int groups = w.k / kGroup;
+    for (int g = 0; g < groups; g++) {
       WeightGroup group{};
       unpack_group(w.format, type, source, g, group);
-      store_group(w.format, group, column, tile + size_t(g) * record_bytes(w.format));
+      store_group(w.format, group, column, g, groups, tile);
     }
   }
 }

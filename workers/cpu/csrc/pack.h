@@ -23,9 +23,9 @@ enum class SourceType : int32_t {
   bf16 = 30,
 };
 
-// Whether weights of a type can be packed in a format. Quantised types have one format, which holds
-// their values (those of the K types with the product of their two scales rounded to fp16); float
-// types also pack into u4_offset and u8, quantised to the nearest.
+// Whether weights of a type can be packed in a format. Quantised types have one format, which holds their values: those
+// of the K types with the product of their two scales rounded to fp16, and what is left of an offset when codes are
+// centred rounded to bf16. Float types also pack into u4_offset and u8, quantised to the nearest.
 bool can_pack(SourceType type, WeightFormat format);
 
 // Bytes to pack a matrix [n, k] into. Padding rows are to be zero: allocate zeroed memory.

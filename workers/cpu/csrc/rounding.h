@@ -22,6 +22,12 @@ inline float from_bits(uint32_t bits) {
   return x;
 }
 
+inline uint16_t load_u16(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return bits;
+}
+
 inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
 
 // To the nearest, ties to even; subnormals become zeros, as the bf16 instructions have it.
@@ -50,7 +56,7 @@ inline uint16_t to_fp16(float x) {
   return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 
-constexpr int32_t kTinyBits = 0x0da24260;  // 1e-30f
+constexpr int32_t kTinyBits = 0x1e3ce508;  // 1e-20f
 constexpr int32_t kInfinityBits = 0x7f800000, kNaNBits = 0x7fc00000;
 
 struct GroupScale {
@@ -104,11 +110,16 @@ inline uint8_t split_outliers(int32_t (&q)[kGroup], int8_t* high) {
 }
 
 // From the sums of the halves of q, with their second terms.
-inline void set_sums(ActivationGroup& group, float scale, int32_t first, int32_t second) {
-  group.scale = scale;
-  group.scaled_sum = scale * float(first + second);
-  group.minus_sum = -(first + second);
-  group.minus_first_sum = -first;
+inline void set_sums(ActivationGroup& group, const GroupScale& scale, int32_t first, int32_t second, unsigned fours) {
+  const bool is_zero = scale.scale == 0;
+  group.scale = is_zero ? 1.0f : scale.scale;
+  group.inverse = is_zero ? 1.0f : 1.0f / scale.scale;
+  group.scaled_sum = to_bf16(group.scale * float(first + second));
+  group.minus_eight_sums = -8 * (first + second);
+  group.minus_eight_sums_of_halves[0] = -8 * first;
+  group.minus_eight_sums_of_halves[1] = -8 * second;
+  group.fours = fours;
+  group.padding = 0;
 }
 
 }  // namespace
