@@ -54,7 +54,7 @@ constexpr int kSliceTokens = 512;
 
 constexpr int kTilesPerThread = 4;
 // What a thread has for the sums of a tile.
-constexpr int kTileFloats = 8192;
+constexpr int kTileFloats = 16384;
 
 // Of the processor's last cache, or 0 if that is not known.
 ptrdiff_t last_cache_bytes();
