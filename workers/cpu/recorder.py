@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -132,23 +133,21 @@ class Recorder:
                 self._norm(f"{prefix}self_attn.{name}", size)
                 for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
             ]
+        attention: dict[str, Any] = {
+            "layer": index,
+            "group": layer.kv_cache_group,
+            "attention_scale": spec.attention_scale,
+            "softcap": spec.attention_softcap or 0.0,
+            "window": layer.window or 0,
+        }
         self._program.add(
             "rotate_store",
-            layer=index,
-            group=layer.kv_cache_group,
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
             qk_norm=_QK_NORMS[spec.qk_norm],
             vectors=norms,
+            **attention,
         )
-        self._program.add(
-            "attention",
-            layer=index,
-            group=layer.kv_cache_group,
-            activation_kind=output.activation_kind,
-            attention_scale=spec.attention_scale,
-            softcap=spec.attention_softcap or 0.0,
-            window=layer.window or 0,
-        )
+        self._program.add("attention", activation_kind=output.activation_kind, **attention)
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)

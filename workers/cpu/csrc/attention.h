@@ -24,11 +24,10 @@ struct AttentionLayer {
 
 // The query heads of one key/value head, for consecutive tokens of one sequence.
 struct AttentionTask {
-  const float* queries;  // of the first token
-  ptrdiff_t query_stride;  // from token to token
-  int position;            // of the first token
+  const uint32_t* queries;  // [num_tokens][num_heads][query_words]
+  int position;             // of the first token
   int num_tokens;
-  int num_heads;  // that share the key/value head, one after the other in `queries`
+  int num_heads;  // that share the key/value head
   int kv_head;
   int first_partition, last_partition;  // which to take, inclusive
   const int32_t* blocks;                // of the sequence
@@ -49,7 +48,6 @@ struct AttentionScratch {
   AttentionScratch(const AttentionScratch&) = delete;
   ~AttentionScratch();
 
-  uint32_t* queries;     // [max_rows][head_dim]
   AttentionState part, total;
 
  private:
@@ -58,6 +56,19 @@ struct AttentionScratch {
 
 inline int first_key(int position, int window) {
   return window && position + 1 > window ? position + 1 - window : 0;
+}
+
+// Of a query as the kernels read it, in the format of the keys.
+inline int query_words(const KVLayout& layout) {
+  switch (layout.format) {
+    case KVFormat::bf16:
+      return layout.head_dim / 2;
+    case KVFormat::int8:
+      // Two parts, their scale, and what products with them are too large by.
+      return layout.head_dim / 2 + 2;
+    default:
+      return layout.head_dim;
+  }
 }
 
 struct AttentionKernels {
@@ -70,7 +81,9 @@ struct AttentionKernels {
   void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_head_dim);
   // Divides by the sums: out[row][head_dim].
   void (*finish)(const AttentionState& total, int rows, int head_dim, float* out);
-  void (*clear)(const AttentionState& total, int rows, int padded_head_dim);
+  // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
+  void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
+                          uint32_t* out);
   // Stores a token's key and value of one head, [head_dim] each.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
                 const float* key, const float* value);

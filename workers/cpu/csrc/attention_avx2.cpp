@@ -11,6 +11,7 @@ namespace engine::avx2 {
 #include "vectors.inc"
 
 #include "attention_formats.inc"
+#include "attention_store.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::avx2
 #endif

@@ -13,6 +13,7 @@ namespace engine::neon {
 #include "vectors.inc"
 
 #include "attention_formats.inc"
+#include "attention_store.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::neon
 #endif

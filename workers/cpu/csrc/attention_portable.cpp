@@ -6,5 +6,6 @@ namespace engine::portable {
 #include "vectors.inc"
 
 #include "attention_formats.inc"
+#include "attention_store.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::portable

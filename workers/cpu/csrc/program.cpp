@@ -103,6 +103,7 @@ bool Program::run(const Step& step) {
   num_slices_ = (step.num_tokens + kSliceTokens - 1) / kSliceTokens;
   const int rows = std::min(step.num_tokens, kSliceTokens);
   slice_rows_.reserve(rows);
+  queries_.reserve(sizeof(uint32_t) * rows * shape_.num_heads * query_words(kv_));
   if (segments_.empty()) find_segments();
   head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
   if (exchange_ && (step.sampling || step.logits))
@@ -258,8 +259,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
                            rows.activations(0, row, row_bytes));
     }
     case OpKind::rotate_store:
-      rotate(op, rows.qkv(row), row);
-      return store_kv(op, rows.qkv(row), row);
+      return rotate_store(op, rows.qkv(row), row);
     case OpKind::sum:
       return sum_parts(op, row);
     case OpKind::norm_add:
@@ -301,40 +301,6 @@ void Program::embed(const Op& op, int row) {
       cosines[half + i] = std::sin(angle) * rope.factor;
     }
   }
-}
-
-void Program::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) {
-  if (op.qk_norm == QKNorm::full)
-    return rows_.rms_norm(heads, weight, op.eps, num_heads * shape_.head_dim, heads);
-  for (int h = 0; h < num_heads; h++, heads += shape_.head_dim)
-    rows_.rms_norm(heads, weight, op.eps, shape_.head_dim, heads);
-}
-
-void Program::rotate(const Op& op, float* queries, int row) {
-  const int num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
-  const int head_dim = shape_.head_dim;
-  float* keys = queries + num_heads * head_dim;
-  if (op.qk_norm != QKNorm::none) {
-    norm_heads(op, queries, num_heads, op.vectors[0]);
-    norm_heads(op, keys, num_kv_heads, op.vectors[1]);
-  }
-  if (op.rope >= 0) {
-    const Rope& rope = ropes_[op.rope];
-    const int half = int(rope.inverse_frequencies.size());
-    const float* cosines = rope.tables.data() + size_t(row) * 2 * half;
-    for (int h = 0; h < num_heads + num_kv_heads; h++)
-      rows_.rotate(queries + h * head_dim, cosines, cosines + half, half);
-  }
-}
-
-void Program::store_kv(const Op& op, const float* qkv, int row) {
-  const int num_kv_heads = shape_.num_kv_heads, head_dim = shape_.head_dim;
-  const float* keys = qkv + shape_.num_heads * head_dim;
-  const float* values = keys + num_kv_heads * head_dim;
-  const int slot = step_.groups[op.group].slot_mapping[first_token_ + row];
-  for (int g = 0; g < num_kv_heads; g++)
-    attention_.store(kv_, step_.kv_caches[op.layer], slot / kv_.block_size, slot % kv_.block_size, g,
-                     keys + g * head_dim, values + g * head_dim);
 }
 
 // The sums of some rows and columns, side by side in the thread's memory.

@@ -37,7 +37,7 @@ enum class OpKind : int32_t {
   quantize = 1,      // activations[0] = residual, normed by vectors[0] if there is one
   linear = 2,        // target = activations[source] * parts + vectors
   gated_linear = 3,  // activations[1] = activation(gate) * up, of parts and vectors
-  rotate_store = 4,  // norms and rotates queries and keys, stores keys and values
+  rotate_store = 4,  // norms and rotates queries and keys, stores queries, keys and values for the attention after
   attention = 5,     // activations[1] = attention
   norm_add = 6,      // residual += scale * block normed by vectors[0]
   final_norm = 7,    // hidden = residual, normed by vectors[0] if there is one
@@ -270,8 +270,7 @@ class Program final : private Phases {
   void write_attention(const Op& op, const Task& task, uint8_t* result, Scratch& scratch);
   void copy_attention(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const;
   void embed(const Op& op, int row);
-  void rotate(const Op& op, float* qkv, int row);
-  void store_kv(const Op& op, const float* qkv, int row);
+  void rotate_store(const Op& op, float* qkv, int row);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight);
   const TaskList& tasks_of(const Op& op);
   void make_tasks(TaskList& list);
@@ -316,6 +315,8 @@ class Program final : private Phases {
     return logit_maxima_.floats() + size_t(row) * logit_blocks(shape_.vocab_size);
   }
   Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
+  // Of the query heads that share a key/value head, as the attention kernels read them.
+  uint32_t* queries(int kv_head, int row) const;
   size_t partial_floats() const;
   AttentionState partial_state(float* floats) const;
 
@@ -332,6 +333,7 @@ class Program final : private Phases {
   std::vector<Segment> segments_;
   PieceQueue pieces_;
   Rows slice_rows_;
+  Buffer queries_;  // of the slice, by key/value head
   Buffer head_activations_, partial_, best_;
   Buffer logits_, logit_maxima_;  // of rows that are not sampled by the most likely token
   Buffer own_logits_;             // of this rank's share of the vocabulary

@@ -13,6 +13,41 @@ constexpr int kMaxTasksOfTile = 16;
 
 }  // namespace
 
+void Program::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) {
+  if (op.qk_norm == QKNorm::full)
+    return rows_.rms_norm(heads, weight, op.eps, num_heads * shape_.head_dim, heads);
+  for (int h = 0; h < num_heads; h++, heads += shape_.head_dim)
+    rows_.rms_norm(heads, weight, op.eps, shape_.head_dim, heads);
+}
+
+void Program::rotate_store(const Op& op, float* qkv, int row) {
+  const int num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads, head_dim = shape_.head_dim;
+  float* keys = qkv + num_heads * head_dim;
+  const float* values = keys + num_kv_heads * head_dim;
+  if (op.qk_norm != QKNorm::none) {
+    norm_heads(op, qkv, num_heads, op.vectors[0]);
+    norm_heads(op, keys, num_kv_heads, op.vectors[1]);
+  }
+  if (op.rope >= 0) {
+    const Rope& rope = ropes_[op.rope];
+    const int half = int(rope.inverse_frequencies.size());
+    const float* cosines = rope.tables.data() + size_t(row) * 2 * half;
+    rows_.rotate(qkv, num_heads + num_kv_heads, head_dim, cosines, cosines + half, half);
+  }
+  const int heads = num_heads / num_kv_heads;
+  const int slot = step_.groups[op.group].slot_mapping[first_token_ + row];
+  for (int g = 0; g < num_kv_heads; g++) {
+    attention_.convert_queries(kv_, op.attention, qkv + g * heads * head_dim, heads, queries(g, row));
+    attention_.store(kv_, step_.kv_caches[op.layer], slot / kv_.block_size, slot % kv_.block_size, g,
+                     keys + g * head_dim, values + g * head_dim);
+  }
+}
+
+uint32_t* Program::queries(int kv_head, int row) const {
+  const size_t words = size_t(shape_.num_heads / shape_.num_kv_heads) * query_words(kv_);
+  return reinterpret_cast<uint32_t*>(queries_.bytes()) + (size_t(kv_head) * num_tokens_ + row) * words;
+}
+
 int Program::begin_attention(const Op& op, Shares& shares) {
   const TaskList& list = tasks_of(op);
   shares.tasks = &list;
@@ -41,8 +76,7 @@ AttentionTask Program::attention_task(const Op& op, const Task& task) const {
   const StepGroup& group = step_.groups[op.group];
   const int64_t table_row = step_.table_rows ? step_.table_rows[task.sequence] : task.sequence;
   return {
-      slice_rows_.qkv(task.token) + task.kv_head * heads * shape_.head_dim,
-      qkv_size_,
+      queries(task.kv_head, task.token),
       step_.positions[first_token_ + task.token],
       task.num_tokens,
       heads,

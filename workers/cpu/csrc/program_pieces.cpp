@@ -78,14 +78,14 @@ void Program::run_pieces(Tile& tile) {
 void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
   using Clock = std::chrono::steady_clock;
   const Segment& segment = segments_[at.segment];
-  const int end_row = first_row(at.piece + 1);
+  const int end_row = first_row(at.piece + 1), last_op = segment.end_op - 1;
   Rows& rows = scratch.rows;
   rows.first = first_row(at.piece);
   rows.reserve(end_row - rows.first);
   scratch.readahead = readahead_for(pieces_.after(at));
   std::copy(slice_rows_.residual(rows.first), slice_rows_.residual(end_row), rows.residual(rows.first));
   Clock::time_point start = Clock::now();
-  for (int op = segment.first_op; op < segment.end_op && pieces_.is_wanted(at); op++) {
+  for (int op = segment.first_op; op < last_op && pieces_.is_wanted(at); op++) {
     run_op(ops_[op], rows, end_row, scratch);
     const Clock::time_point now = Clock::now();
     scratch.profile[op] += std::chrono::duration<double>(now - start).count();
@@ -94,20 +94,12 @@ void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
   scratch.readahead = {};
   if (!pieces_.commit(at)) return;
   std::copy(rows.residual(rows.first), rows.residual(end_row), slice_rows_.residual(rows.first));
-  const Op& last = ops_[segment.end_op - 1];
-  for (int row = rows.first; row < end_row; row++) {
-    if (last.kind == OpKind::final_norm) {
-      run_row(last, rows, row);
-    } else {
-      std::copy_n(rows.qkv(row), shape_.num_heads * shape_.head_dim, slice_rows_.qkv(row));
-      store_kv(last, rows.qkv(row), row);
-    }
-  }
+  // What others see.
+  for (int row = rows.first; row < end_row; row++) run_row(ops_[last_op], rows, row);
   pieces_.finish(at);
-  scratch.profile[segment.end_op - 1] += std::chrono::duration<double>(Clock::now() - start).count();
+  scratch.profile[last_op] += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// But for what others see of it.
 void Program::run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch) {
   const int num_rows = end_row - rows.first;
   const auto for_columns = [&](int part, auto run) {
@@ -128,11 +120,6 @@ void Program::run_op(const Op& op, const Rows& rows, int end_row, Scratch& scrat
       return for_columns(0, [&](const Columns& columns) {
         write_gated(op, rows, columns, gated_product(op, rows, columns, scratch));
       });
-    case OpKind::rotate_store:
-      for (int row = rows.first; row < end_row; row++) rotate(op, rows.qkv(row), row);
-      return;
-    case OpKind::final_norm:
-      return;
     default:
       for (int row = rows.first; row < end_row; row++) run_row(op, rows, row);
   }

@@ -17,8 +17,8 @@ struct RowKernels {
   void (*scale)(float* x, float factor, int n);
   // out = activation(gate) * up
   void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
-  // Rotates x[i] and x[i + half] by the angle of cos[i], sin[i].
-  void (*rotate)(float* x, const float* cos, const float* sin, int half);
+  // Rotates elements i and i + half of each head by the angle of cos[i], sin[i].
+  void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin, int half);
   // x = softcap * tanh(x / softcap)
   void (*soft_cap)(float* x, float softcap, int n);
   // The first of the largest elements; -1 if one is NaN.
