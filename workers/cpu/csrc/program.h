@@ -159,10 +159,14 @@ class Program final : private Phases {
     std::vector<int> first_tasks;  // of each tile, and the end of the last
     int num_slots;
   };
-  // What is fetched ahead of the attention of layers with the same blocks and window, for each piece of a slice.
-  struct PieceRuns {
+  struct FoundRuns {
     std::vector<Run> runs;
     ptrdiff_t bytes;
+  };
+  // What is fetched before a piece's keys and values are stored in a layer's cache, and before its attention: the same
+  // for all layers with the same blocks and window.
+  struct PieceRuns {
+    FoundRuns stored, attended;
   };
   struct RunList {
     int group, window;
@@ -277,8 +281,9 @@ class Program final : private Phases {
   void make_tiles(TaskList& list) const;
   void make_runs();
   std::deque<RunList>::iterator runs_of(const Op& op);
-  void add_runs(PieceRuns& runs, const Op& op, int piece);
-  Readahead readahead_for(const PieceSegment& next);
+  void find_stored(FoundRuns& runs, const Op& op, int first_row, int end_row) const;
+  void find_attended(FoundRuns& runs, const Op& op, int first_row, int end_row);
+  Readahead readahead_for(const PieceSegment& at);
   void find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
 
   int count_pieces() const;

@@ -82,10 +82,12 @@ void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
   Rows& rows = scratch.rows;
   rows.first = first_row(at.piece);
   rows.reserve(end_row - rows.first);
-  scratch.readahead = readahead_for(pieces_.after(at));
+  scratch.readahead = readahead_for(at);
   std::copy(slice_rows_.residual(rows.first), slice_rows_.residual(end_row), rows.residual(rows.first));
   Clock::time_point start = Clock::now();
   for (int op = segment.first_op; op < last_op && pieces_.is_wanted(at); op++) {
+    // What is stored is fetched last, to be still in the second cache.
+    if (op == last_op - 1) scratch.readahead.turn();
     run_op(ops_[op], rows, end_row, scratch);
     const Clock::time_point now = Clock::now();
     scratch.profile[op] += std::chrono::duration<double>(now - start).count();

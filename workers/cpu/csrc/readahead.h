@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace engine {
 
@@ -13,6 +14,12 @@ struct Run {
   ptrdiff_t offset, bytes;
 };
 
+// Some, of one buffer.
+struct Runs {
+  const uint8_t* buffer = nullptr;
+  const Run *next = nullptr, *end = nullptr;
+};
+
 // A thread's way through runs, some lines at a time. Nothing depends on how far it comes.
 class Readahead {
  public:
@@ -20,21 +27,27 @@ class Readahead {
 
   Readahead() = default;
   // At most kMostLines at a time.
-  Readahead(const uint8_t* buffer, const Run* first, const Run* end, int lines)
-      : buffer_(buffer), next_(first), end_(end), lines_(lines) {}
+  Readahead(const Runs& first, const Runs& second, int lines) : runs_(first), others_(second), lines_(lines) {}
+
+  // To what is left of the second runs, and from there back to the first.
+  void turn() {
+    std::swap(runs_, others_);
+    line_ = end_of_run_;
+  }
 
   // Straight code without a call: it stands in the innermost loops.
   inline __attribute__((always_inline)) void step() {
     if (lines_ == 0) return;
     const uint8_t* line = line_;
     if (__builtin_expect(line >= end_of_run_, 0)) {
-      if (next_ == end_) {
+      if (runs_.next == runs_.end) std::swap(runs_, others_);
+      if (runs_.next == runs_.end) {
         lines_ = 0;
         return;
       }
-      line = buffer_ + next_->offset;
-      end_of_run_ = line + next_->bytes;
-      next_++;
+      line = runs_.buffer + runs_.next->offset;
+      end_of_run_ = line + runs_.next->bytes;
+      runs_.next++;
     }
     switch (lines_) {
       case 8: fetch(line + 7 * kLineBytes); [[fallthrough]];
@@ -53,8 +66,7 @@ class Readahead {
   // Into the second cache: the first one has the product's.
   static void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
-  const uint8_t* buffer_ = nullptr;
-  const Run *next_ = nullptr, *end_ = nullptr;
+  Runs runs_, others_;
   const uint8_t *line_ = nullptr, *end_of_run_ = nullptr;
   int lines_ = 0;
 };
