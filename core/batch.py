@@ -95,7 +95,7 @@ class Tenure(msgspec.Struct, frozen=True, gc=False):
         return request.slot >= 0 and request.num_admissions == self.num_admissions
 
 
-class StepInFlight(NamedTuple):
+class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     """A step sent to the workers whose output is still to come.
 
     `sampling` are the rows that sample, in batch order. `prefilled` are the requests whose first token

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, takewhile
-from typing import NamedTuple, TypeAlias
+from itertools import chain, repeat, takewhile
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from .block_pool import NULL_BLOCK, BlockPool
 from .cached_prefix import CachedPrefix
 from .slots import SlotArray, as_array
 from .windows import Window, windows_of
+
+_MAX_PUT_OFF: Final = 64
+"""Steps whose new blocks wait to be put into the tables."""
 
 RequestBlocks: TypeAlias = tuple[list[int], ...]
 """The blocks of one request in each group, in the order of its tokens."""
@@ -47,7 +50,7 @@ class BlockTables:
     ) -> None:
         self._pool = pool
         self._block_size = block_size
-        self.blocks: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in groups]
+        self._blocks: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in groups]
         kinds = [group.kind for group in groups]
         self.is_simple = kinds == [AttentionKind.FULL]
         """Whether there is nothing but full attention."""
@@ -68,9 +71,17 @@ class BlockTables:
         self._windows = windows_of(groups, block_size, max_num_seqs)
         self.has_windows = bool(self._windows)
         self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self._grown: set[int] = set()
+        self._put_off: list[tuple[list[int], list[int]]] = []
+        """Slots that got a block each, and these blocks, which their tables do not have yet."""
         self._dropped: list[tuple[int, int, int]] = []
         self._updates = b""
+
+    @property
+    def blocks(self) -> list[list[list[int]]]:
+        """The table of each group and slot."""
+        if self._put_off:
+            self._settle()
+        return self._blocks
 
     # a request gets a slot, and leaves it
 
@@ -140,12 +151,20 @@ class BlockTables:
     @property
     def capacity(self) -> Int64Array:
         """Tokens that the blocks of each slot can hold."""
-        if self._grown:
-            (tables,) = self.blocks
-            slots, self._grown = list(self._grown), set()
-            num_blocks = as_array([len(tables[slot]) for slot in slots])
-            self._capacity[as_array(slots)] = num_blocks * self._block_size
+        if self._put_off:
+            self._settle()
         return self._capacity
+
+    def _settle(self) -> None:
+        """Carry out what was put off: the tables of many slots are spread over memory that no other step looks at."""
+        (tables,) = self._blocks
+        put_off, self._put_off = self._put_off, []
+        for slots, blocks in put_off:
+            for slot, block in zip(slots, blocks, strict=True):
+                tables[slot].append(block)
+        grown = list({slot for slots, _ in put_off for slot in slots})
+        num_blocks = as_array([len(tables[slot]) for slot in grown])
+        self._capacity[as_array(grown)] = num_blocks * self._block_size
 
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
         """What `slots` lack to hold `num_tokens` tokens each."""
@@ -184,28 +203,27 @@ class BlockTables:
             self.blocks[group][slot][index] = block
         self._updates = int32_bytes(updates)
 
-    def grow_by_one(self, slots: list[int]) -> bytes:
-        """Give each of these slots a block, where there is nothing but full attention. Returns the updates."""
+    def grow_by_one(self, slots: list[int], num_held: list[int]) -> bytes:
+        """Give each of these slots a block beside those it holds, where there is nothing but full attention.
+
+        Returns the updates.
+        """
         blocks = self._pool.allocate(len(slots))
-        self._grown.update(slots)
-        (tables,) = self.blocks
-        updates = array("i")
-        for slot, block in zip(slots, blocks, strict=True):
-            table = tables[slot]
-            updates.extend((0, slot, len(table), block))
-            table.append(block)
-        return updates.tobytes()
+        self._put_off.append((slots, blocks))
+        if len(self._put_off) == _MAX_PUT_OFF:
+            self._settle()
+        return array("i", chain.from_iterable(zip(repeat(0), slots, num_held, blocks))).tobytes()
 
     def _grow_simple(self, growth: Growth) -> None:
         slots, counts, total = growth
+        num_held = self.capacity[slots] // self._block_size
         if total == len(slots):
-            self._updates = self.grow_by_one(slots.tolist())
+            self._updates = self.grow_by_one(slots.tolist(), num_held.tolist())
             return
         blocks = self._pool.allocate(total)
         updates = np.empty((total, 4), np.int32)
         updates[:, 0] = 0
         updates[:, 3] = blocks
-        num_held = self.capacity[slots] // self._block_size
         self._capacity[slots] = (num_held + counts) * self._block_size
         first = np.cumsum(counts) - counts
         num_held = np.repeat(num_held - first, counts) + np.arange(total)

@@ -55,10 +55,6 @@ class Outbox:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._sequence = 0
 
-    @property
-    def has_ends(self) -> bool:
-        return bool(self.finished or self.aborted)
-
     def moment(self, kind: EventKind, now: float) -> _Moment:
         """What happens now, to more requests perhaps than are known of yet."""
         moment = self.moments[-1] if self.moments else None
@@ -76,7 +72,7 @@ class Outbox:
         if self.moments:
             outputs.events = [moment.to_message() for moment in self.moments]
             self.moments = []
-        if self.has_ends:
+        if self.finished or self.aborted:
             ended = [end.request_index for end in self.finished] + self.aborted
             outputs.finished_set = array("i", ended).tobytes()
             outputs.finished, self.finished, self.aborted = self.finished, [], []
@@ -138,9 +134,9 @@ class ClientOutputs:
         token_ids: bytes,
         counts: Int64Array | None,
         now: float,
-        make_stats: Callable[[], SchedulerStats],
+        make_stats: Callable[[], SchedulerStats] | None,
     ) -> dict[int, EngineCoreOutputs]:
-        """The messages after a step: its int32 tokens, what is urgent, and the statistics.
+        """The messages after a step: its int32 tokens, what is urgent, and the statistics if these are due.
 
         `counts` are the tokens of each row, None for one each.
         """
@@ -151,8 +147,8 @@ class ClientOutputs:
         )
         if len(outputs) < len(self._outboxes):
             outputs.update(self.take_urgent(now))
-        listener = next(iter(self._outboxes), None)
-        if listener is not None:
+        if make_stats is not None and self._outboxes:
+            listener = next(iter(self._outboxes))
             if listener not in outputs:
                 outputs[listener] = self._outboxes[listener].empty(self._core_index, now)
             outputs[listener].stats = make_stats()
@@ -192,5 +188,5 @@ class ClientOutputs:
         return {
             client_index: outbox.empty(self._core_index, now)
             for client_index, outbox in self._outboxes.items()
-            if outbox.has_ends
+            if outbox.finished or outbox.aborted
         }

@@ -68,7 +68,6 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = groups
         self.tables = BlockTables(self.pool, groups, block_size, len(slots.requests))
-        self.blocks = self.tables.blocks
         self.prefix_cache = PrefixCache(
             self.pool,
             self.host,
@@ -85,6 +84,11 @@ class KVCacheManager:
         self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0, 0)
 
     # before a request gets a slot
+
+    @property
+    def blocks(self) -> list[list[list[int]]]:
+        """The blocks of each group and slot."""
+        return self.tables.blocks
 
     def find_prefix(self, request: Request) -> Prefix:
         """The longest known prefix, findable or reserved."""

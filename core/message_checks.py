@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..protocol.messages import (
 _MAX_INT32: Final = 2**31 - 1
 _UINT32: Final = np.dtype("<u4")
 
-_FEW_BYTES: Final = 2048
+_FEW_BYTES: Final = 4096
 """So much is looked through before numpy's own code would be back in the processor's caches."""
 
 
@@ -115,10 +116,20 @@ def are_below(limit: int, array: bytes) -> bool:
         return True
     if len(array) % 4:
         return False
-    # As unsigned numbers, negative ones are the largest.
     if len(array) <= _FEW_BYTES:
-        return max(memoryview(array).cast("I")) < limit
+        # One addition for all: it sets the highest bit of those that are too large; negative ones have it already.
+        numbers = int.from_bytes(array, "little")
+        num_numbers = len(array) // 4
+        raised = numbers + _repeated(2**31 - limit, num_numbers)
+        return not (numbers | raised) & _repeated(2**31, num_numbers)
+    # As unsigned numbers, negative ones are the largest.
     return int(np.frombuffer(array, _UINT32).max()) < limit
+
+
+@lru_cache(maxsize=16)
+def _repeated(number: int, count: int) -> int:
+    """The 32 bits of the number, `count` times."""
+    return int.from_bytes(number.to_bytes(4, "little") * count, "little")
 
 
 def _is_sound_row(row: RowLogprobs, vocab_size: int) -> bool:

@@ -124,11 +124,8 @@ class RecordedScheduler(SchedulerInterface):
             encoder_cache_connector=encoder_cache_connector
             and RecordedEncoderCacheConnector(encoder_cache_connector, log),
         )
-
-    @property
-    def violations(self) -> list[str]:
-        """What did not add up, since the owner of the scheduler last emptied this."""
-        return self.scheduler.violations
+        self.violations = self.scheduler.violations
+        """What did not add up, since whoever runs this last emptied it."""
 
     # inputs
 

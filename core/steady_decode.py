@@ -44,7 +44,9 @@ class SteadyDecode:
         self._num_left = 0
         self._num_repeated = 0
         self._room: Int64Array = np.zeros(0, np.int64)
-        self._growing: list[list[int]] = []
+        self._num_held: Int64Array = np.zeros(0, np.int64)
+        self._growing: list[tuple[list[int], list[int]]] = []
+        """For each of `block_size` steps the slots that need a block in it, and how many they hold by then."""
 
     @staticmethod
     def is_possible(manager: KVCacheManager) -> bool:
@@ -68,7 +70,8 @@ class SteadyDecode:
             return
         slots = batch.slots
         computed = self._slots.num_computed_tokens[slots]
-        room = self._tables.capacity[slots] - computed
+        capacity = self._tables.capacity[slots]
+        room = capacity - computed
         if room.max() >= self._block_size:
             return
         self._batch = batch
@@ -76,6 +79,7 @@ class SteadyDecode:
         self._num_left = int((self._slots.max_computed_tokens[slots] - computed).min())
         self._num_repeated = 0
         self._room = room
+        self._num_held = capacity // self._block_size
         self._growing = []
 
     def end(self) -> None:
@@ -95,14 +99,16 @@ class SteadyDecode:
             return None
         phase = self._num_repeated % self._block_size
         if phase == len(self._growing):
-            self._growing.append(batch.slots[self._room == phase].tolist())
-        growing = self._growing[phase]
+            rows = self._room == phase
+            self._growing.append((batch.slots[rows].tolist(), self._num_held[rows].tolist()))
+        growing, num_held = self._growing[phase]
         if len(growing) > self._pool.num_free:
             return None
         self._pool.lifetimes.now = now
         updates = b""
         if growing:
-            updates = self._tables.grow_by_one(growing)
+            updates = self._tables.grow_by_one(growing, num_held)
+            self._growing[phase] = growing, [count + 1 for count in num_held]
         self._num_left -= 1
         self._num_repeated += 1
         self._slots.advance(batch.slots)

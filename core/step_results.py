@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..protocol.messages import (
     ModelRunnerOutput,
     RowLogprobs,
     SchedulerOutput,
+    SchedulerStats,
     SpecDecodingStats,
     TokenLogprobs,
 )
@@ -31,6 +32,9 @@ from .verification import cut_after_stops, subtract_rejections
 _STOP: Final = FinishReason.STOP
 _LENGTH: Final = FinishReason.LENGTH
 _FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
+
+STEPS_A_REPORT: Final = 8
+"""Statistics are reported with every so many-th step, and with every one that computes prompts or is the last in flight."""
 
 
 class StepResults:
@@ -83,12 +87,14 @@ class StepResults:
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
         """Take in the oldest step's output. Returns that step, and what each client is to be told."""
         step = self._pop(scheduler_output, output)
+        is_reported = step.has_prefill or step.step % STEPS_A_REPORT == 0 or not self._in_flight
+        make_stats = self._lifecycle.make_stats if is_reported else None
         if not self._is_plain(step, output) or not self._slots.append_alike(
             step.sampling.slots, output.sampled_token_ids
         ):
-            return step, self._take_rows(step, output, now)
+            return step, self._take_rows(step, output, now, make_stats)
         return step, self._clients.take(
-            step.sampling, output.sampled_token_ids, None, now, self._lifecycle.make_stats
+            step.sampling, output.sampled_token_ids, None, now, make_stats
         )
 
     def _is_plain(self, step: StepInFlight, output: ModelRunnerOutput) -> bool:
@@ -106,7 +112,11 @@ class StepResults:
         )
 
     def _take_rows(
-        self, step: StepInFlight, output: ModelRunnerOutput, now: float
+        self,
+        step: StepInFlight,
+        output: ModelRunnerOutput,
+        now: float,
+        make_stats: Callable[[], SchedulerStats] | None,
     ) -> dict[int, EngineCoreOutputs]:
         token_ids = int32_view(output.sampled_token_ids)
         if self._lifecycle.transfers is not None:
@@ -146,9 +156,7 @@ class StepResults:
             self._last_batch = step.step, step.batch
             if output.drafts is not None:
                 self._drafts.propose(step.batch, output.drafts)
-        return self._clients.take(
-            sampling, token_ids.tobytes(), counts, now, self._lifecycle.make_stats
-        )
+        return self._clients.take(sampling, token_ids.tobytes(), counts, now, make_stats)
 
     def take_drafts(self, drafts: DraftTokenIds) -> None:
         """Take in drafts that come after the output of their step; they are late when another one has come in."""
@@ -177,7 +185,7 @@ class StepResults:
                     f"step {step.step} returned {num_tokens} tokens, {counts.tolist()} for rows "
                     f"with {step.num_drafts.tolist()} drafts"
                 )
-        elif num_tokens != len(step.sampling):
+        elif num_tokens != len(step.sampling.slots):
             raise EngineError(
                 f"step {step.step} returned {num_tokens} tokens for {len(step.sampling)} rows"
             )

@@ -40,16 +40,13 @@ class WorkerGroup:
         self._hub: Hub[WorkerMessage] = Hub(
             context, config.worker_address(core_index), WorkerMessage, cluster_key_of(config)
         )
+        self.socket = self._hub.socket
         self._identities: list[bytes] = []
         self._output_worker = b""
         self.held: list[HeldRequest] = []
         """What the KV cache has of the requests of an earlier core."""
         self._core_index = core_index
         self._step_log: StepLog | None = None
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        return self._hub.socket
 
     @property
     def num_dropped_frames(self) -> int:

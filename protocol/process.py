@@ -76,14 +76,11 @@ class StopSignal:
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
         self._wake_writer = wake_writer
+        self.fd = self._wake.fileno()
+        """Readable once a signal has come."""
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._request)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    @property
-    def fd(self) -> int:
-        """Readable once a signal has come."""
-        return self._wake.fileno()
 
     def watch(self, signum: signal.Signals) -> None:
         """Let this signal, too, make `fd` readable, and be found by `take`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -48,6 +48,9 @@ _POLLIN: Final = int(zmq.POLLIN)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _SNDMORE: Final = int(zmq.SNDMORE)
 """pyzmq's own are enumerations, whose every operator runs Python code."""
+
+_send: Final = zmq.backend.Socket.send
+"""What `zmq.Socket` adds is for other messages, in Python."""
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
@@ -100,7 +103,7 @@ class Peer(Generic[In]):
 
     def send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.Again):
-            self.socket.send(encode(message), _NOBLOCK)
+            _send(self.socket, encode(message), _NOBLOCK)
 
     def receive(self, *, block: bool = False) -> In | None:
         """The next message; None when there is none (never None if `block`)."""
@@ -143,18 +146,14 @@ class Hub(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
-        self.send_all([identity], message)
+        self.send_frame((identity,), encode(message))
 
-    def send_all(self, identities: list[bytes], message: msgspec.Struct) -> None:
-        """Encode once, send to each."""
-        self.send_frame(identities, encode(message))
-
-    def send_frame(self, identities: list[bytes], frame: bytes) -> None:
+    def send_frame(self, identities: Iterable[bytes], frame: bytes) -> None:
         """Send an encoded message to each."""
-        send = self.socket.send
+        socket = self.socket
         for identity in identities:
-            send(identity, _SNDMORE)
-            send(frame)
+            _send(socket, identity, _SNDMORE)
+            _send(socket, frame)
 
     def receive(self) -> tuple[bytes, In | None] | None:
         """The next message and who sent it; None when there is none.

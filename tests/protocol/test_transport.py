@@ -18,7 +18,7 @@ from engine.protocol.messages import (
     CoreReady,
 )
 from engine.protocol.supervisor_messages import Stage
-from engine.protocol.transport import Hub, Peer, StatusReceiver, StatusReporter
+from engine.protocol.transport import Hub, Peer, StatusReceiver, StatusReporter, encode
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +83,7 @@ def test_peers_and_hub_exchange_messages(context: zmq.Context[Any], address: str
     senders = {receive(hub)[0] for _ in peers}
     assert senders == {b"a", b"b"}
     ready = CoreReady(1, 1, 0, 10, 16)
-    hub.send_all([b"a", b"b"], ready)
+    hub.send_frame([b"a", b"b"], encode(ready))
     assert [peer.receive(block=True) for peer in peers] == [ready, ready]
     assert peers[0].receive() is None
     for end in (hub, *peers):
