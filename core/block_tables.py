@@ -212,7 +212,8 @@ class BlockTables:
         self._put_off.append((slots, blocks))
         if len(self._put_off) == _MAX_PUT_OFF:
             self._settle()
-        return array("i", chain.from_iterable(zip(repeat(0), slots, num_held, blocks))).tobytes()
+        rows = zip(repeat(0), slots, num_held, blocks)
+        return array("i", list(chain.from_iterable(rows))).tobytes()
 
     def _grow_simple(self, growth: Growth) -> None:
         slots, counts, total = growth

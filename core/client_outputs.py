@@ -185,8 +185,8 @@ class ClientOutputs:
 
     def take_urgent(self, now: float) -> dict[int, EngineCoreOutputs]:
         """Messages of requests that ended, which cannot wait for a step with tokens."""
-        return {
-            client_index: outbox.empty(self._core_index, now)
-            for client_index, outbox in self._outboxes.items()
-            if outbox.finished or outbox.aborted
-        }
+        outputs = {}
+        for client_index, outbox in self._outboxes.items():
+            if outbox.finished or outbox.aborted:
+                outputs[client_index] = outbox.empty(self._core_index, now)
+        return outputs

@@ -119,17 +119,16 @@ def are_below(limit: int, array: bytes) -> bool:
     if len(array) <= _FEW_BYTES:
         # One addition for all: it sets the highest bit of those that are too large; negative ones have it already.
         numbers = int.from_bytes(array, "little")
-        num_numbers = len(array) // 4
-        raised = numbers + _repeated(2**31 - limit, num_numbers)
-        return not (numbers | raised) & _repeated(2**31, num_numbers)
+        addend, highest_bits = _for_every_number(len(array) // 4, 2**31 - limit, 2**31)
+        return not (numbers | numbers + addend) & highest_bits
     # As unsigned numbers, negative ones are the largest.
     return int(np.frombuffer(array, _UINT32).max()) < limit
 
 
 @lru_cache(maxsize=16)
-def _repeated(number: int, count: int) -> int:
-    """The 32 bits of the number, `count` times."""
-    return int.from_bytes(number.to_bytes(4, "little") * count, "little")
+def _for_every_number(count: int, *numbers: int) -> list[int]:
+    """The 32 bits of each of `numbers`, `count` times."""
+    return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
 
 
 def _is_sound_row(row: RowLogprobs, vocab_size: int) -> bool:

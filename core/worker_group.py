@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -27,6 +27,8 @@ from ..protocol.process import StopSignal
 from ..protocol.step_log import StepLog
 from ..protocol.transport import Hub, encode
 from .message_checks import is_sound_held
+
+_STEP_RESULTS: Final = (ModelRunnerOutput, DraftTokenIds)
 
 
 class WorkerGroup:
@@ -137,9 +139,7 @@ class WorkerGroup:
         if received is None:
             return None
         identity, message = received
-        if identity == self._output_worker and isinstance(
-            message, ModelRunnerOutput | DraftTokenIds
-        ):
+        if identity == self._output_worker and isinstance(message, _STEP_RESULTS):
             return message
         if message is None and identity in self._identities:
             raise EngineError(
