@@ -74,6 +74,16 @@ class IncrementalDetokenizer:
         self.num_tokens += len(token_ids)
         return self._decode(token_ids)
 
+    def append_one(self, token_id: int) -> str:
+        """What `append` does, sooner where the token is a text of its own, as most are."""
+        text = None
+        if not (self._stops or self._tail or self._strips):
+            text = self._texts[token_id]
+        if text is None:
+            return self.append((token_id,))
+        self.num_tokens += 1
+        return text
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1 and not self._tail and not self._strips:
             text = self._texts[token_ids[0]]

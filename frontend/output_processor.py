@@ -104,7 +104,7 @@ class OutputProcessor:
         sequence.load.finished(sequence.block_keys)
         self._metrics.record_finished(sequence)
         sequence.group.num_unfinished -= 1
-        self._has_news(sequence)
+        self._have_news([sequence])
 
     def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
         """A sequence goes on at another core."""
@@ -132,15 +132,16 @@ class OutputProcessor:
         for sequence in list(sequences):
             self.finish(sequence, FinishReason.ERROR, error=error)
 
-    def _has_news(self, sequence: Sequence) -> None:
-        """Wake its reader with all others, once the message has been applied."""
-        group = sequence.group
-        if not sequence.has_news:
-            sequence.has_news = True
-            group.news.append(sequence)
-        if not self._woken:
+    def _have_news(self, sequences: list[Sequence]) -> None:
+        """Wake their readers with all others, once the message has been applied."""
+        if sequences and not self._woken:
             asyncio.get_running_loop().call_soon(self._wake_readers)
-        self._woken.append(group)
+        for sequence in sequences:
+            group = sequence.group
+            if not sequence.has_news:
+                sequence.has_news = True
+                group.news.append(sequence)
+            self._woken.append(group)
 
     def _wake_readers(self) -> None:
         woken, self._woken = self._woken, []
@@ -167,6 +168,7 @@ class OutputProcessor:
     ) -> None:
         timestamp = outputs.timestamp
         intervals: list[float] = []
+        news: list[Sequence] = []
         num_tokens = 0
         for sequence, token_id in zip(owners, token_ids, strict=True):
             if sequence is None:
@@ -183,7 +185,8 @@ class OutputProcessor:
                     sequence.first_token_time = timestamp
                     self._metrics.record_first_token(sequence)
             if len(tokens) >= sequence.wake_at and not sequence.has_news:
-                self._has_news(sequence)
+                news.append(sequence)
+        self._have_news(news)
         if num_tokens:
             self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
 

@@ -257,6 +257,8 @@ class Sequence:
         if detokenizer is None:
             return text
         if self.finish_reason is None:
+            if detokenizer.num_tokens == num_tokens - 1:
+                return text + detokenizer.append_one(self.token_ids[-1])
             return text + detokenizer.append(self.token_ids[detokenizer.num_tokens :])
         self._detokenizer = None
         new = self._tokens_with_text(detokenizer, self.finish_reason is FinishReason.STOP)
