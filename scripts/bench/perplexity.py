@@ -127,6 +127,11 @@ class RelabelledCheckpoint(GGUFCheckpoint):
             return GGMLType.F32
         return self._form.embedding if "embed_tokens" in name else self._form.matrix
 
+    def quantized(
+        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+    ) -> None:
+        """Nothing is asked for in the type it is stored in but what `ggml_type` says is packed from there."""
+
     def raw(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
         if name not in self._raw:
             values = self._stored.tensor(name, torch.float32).numpy()

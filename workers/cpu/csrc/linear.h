@@ -62,7 +62,7 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
                  int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead);
 
-constexpr int kReadaheadWeights = 512, kReadaheadRows = 16;
+constexpr int kReadaheadWeights = 1024, kReadaheadRows = 6;
 
 // The k elements of rows of the matrix, as float32 (for embeddings).
 void unpack_weight_row(const PackedWeight& w, int row, float* out);
