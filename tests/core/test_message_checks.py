@@ -1,9 +1,11 @@
 from typing import Any
 
 import pytest
-from engine.core.message_checks import is_sound_output
+from engine.core.message_checks import are_below, is_sound_output
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
+from hypothesis import given
+from hypothesis import strategies as st
 
 VOCAB_SIZE = 1000
 ONE = int32_bytes([1])
@@ -52,3 +54,18 @@ def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
 )
 def test_an_output_with_other_numbers_is_not(fields: dict[str, Any]) -> None:
     assert not is_sound(**fields)
+
+
+@given(
+    limit=st.integers(1, 2**31 - 1),
+    numbers=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8),
+    repeats=st.sampled_from([1, 2000]),
+)
+def test_numbers_are_below_a_limit_if_every_single_one_is(
+    limit: int, numbers: list[int], repeats: int
+) -> None:
+    numbers += [limit - 1, limit]
+    for count in range(1, len(numbers) + 1):
+        some = numbers[:count] * repeats
+        array = b"".join(number.to_bytes(4, "little") for number in some)
+        assert are_below(limit, array) == all(number < limit for number in some)

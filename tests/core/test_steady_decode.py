@@ -53,6 +53,15 @@ def test_what_happens_meanwhile_is_seen_in_the_next_step():
     assert harness.heard[late].reason is FinishReason.EXPIRED
 
 
+def test_statistics_count_every_step_though_they_go_with_few():
+    harness = RecordedHarness(num_blocks=200)
+    harness.add(5, 100)
+    harness.drain()
+    assert sum(stats.num_steps for stats in harness.stats) >= 100
+    assert len(harness.stats) < 25
+    assert harness.stats[-1].num_running == 0
+
+
 def test_blocks_that_run_out_preempt():
     harness = RecordedHarness(num_blocks=24, block_size=4)
     harness.add(4, 60)
