@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,11 +92,11 @@ class _Replica:
             ends.append(self._busy_until)
         return ends
 
-    def take_output(self, now: float) -> EngineCoreOutputs:
+    def take_output(self, now: float) -> Iterable[EngineCoreOutputs]:
         """The oldest step is done."""
         step, num_samples = self._in_flight.popleft()
         result = ModelRunnerOutput(step.step, bytes(4 * num_samples))
-        return self.scheduler.update_from_output(step, result, now)[0]
+        return self.scheduler.update_from_output(step, result, now).values()
 
 
 class _Clients:
@@ -148,7 +148,7 @@ def simulate(
     now = 0.0
     num_arrived = 0
 
-    def advance(index: int, messages: Sequence[EngineCoreOutputs]) -> None:
+    def advance(index: int, messages: Iterable[EngineCoreOutputs]) -> None:
         replica = replicas[index]
         for end in replica.schedule(now):
             heapq.heappush(ends, (end, index))
@@ -169,7 +169,7 @@ def simulate(
             advance(index, ())
         else:
             now, index = heapq.heappop(ends)
-            advance(index, (replicas[index].take_output(now),))
+            advance(index, replicas[index].take_output(now))
     num_stuck = sum(replica.num_unfinished for replica in replicas)
     if num_stuck:
         raise EngineError(

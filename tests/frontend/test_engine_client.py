@@ -653,7 +653,9 @@ async def test_stream_interval_groups_tokens_after_the_first(tmp_path: Path) -> 
                 sizes.extend(len(delta.token_ids) for _, delta in news)
 
         await drive(core, read())
-        assert sizes == [1, 4, 4, 1]
+        assert sizes[0] == 1 and sum(sizes) == 10
+        # All but the end of the stream; who comes late finds more.
+        assert all(size >= 4 for size in sizes[1:-1])
 
 
 @on_event_loop
