@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ T = TypeVar("T")
 OFF_LOOP_CHARACTERS: Final = 2048
 """Up to this size, texts are handled on the event loop: a thread switch would cost more."""
 
+_NUM_THREADS: Final = 2
+
 
 class Serving:
     """The model, its tokenizer, the engine, and how far the server has come.
@@ -64,7 +67,7 @@ class Serving:
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
         self.served_name = config.model.served_names[0]
         self.fingerprint = _fingerprint(config)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._threads = _start_threads()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -178,6 +181,15 @@ class Serving:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
         return await self.off_loop(sum(map(len, texts)), encode_all)
+
+
+def _start_threads() -> ThreadPoolExecutor:
+    """All of them run from the beginning: where memory is limited, no more may be had later."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+    all_run = threading.Barrier(_NUM_THREADS)
+    for _ in range(_NUM_THREADS):
+        threads.submit(all_run.wait)
+    return threads
 
 
 def _fingerprint(config: EngineConfig) -> str:
