@@ -6,8 +6,6 @@ address translation keeps up. Pages are zero, and take memory only once they are
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import mmap
 import os
@@ -37,25 +35,12 @@ def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
     Otherwise the first write to each page waits for it: a little on a machine of one's own, and 9 ms for 2 MiB were seen
     in a virtual machine whose host had to find the memory. So much for every layer at once stops a server for a third of a second.
     """
-    is_over = threading.Event()
-    arguments = (buffers, is_over)
-    thread = threading.Thread(target=_populate, args=arguments, name="populate", daemon=True)
+    thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
     thread.start()
-    if hasattr(os, "SCHED_IDLE"):
-        atexit.register(_end, thread, is_over)
     return thread
 
 
-def _end(thread: threading.Thread, is_over: threading.Event) -> None:
-    """An interpreter that ends while another thread is in native code may end in an abort."""
-    is_over.set()
-    if thread.native_id is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(thread.native_id, os.SCHED_OTHER, os.sched_param(0))
-    thread.join()
-
-
-def _populate(buffers: Sequence[NDArray[np.uint8]], is_over: threading.Event) -> None:
+def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
     if not hasattr(os, "SCHED_IDLE"):
         return
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -63,8 +48,6 @@ def _populate(buffers: Sequence[NDArray[np.uint8]], is_over: threading.Event) ->
     madvise = ctypes.CDLL(None).madvise
     for offset in range(0, max(len(buffer) for buffer in buffers), HUGE_PAGE_BYTES):
         for buffer in buffers:
-            if is_over.is_set():
-                return
             size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
             begin = ctypes.c_void_p(buffer.ctypes.data + offset)
             if size > 0 and madvise(begin, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
