@@ -12,13 +12,13 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
 import uvloop
 
-from ..protocol.config import EngineConfig
+from ..protocol.config import FIRST_EPOCH, EngineConfig
 from ..protocol.errors import ConfigError, EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.sampling_params import SamplingParams
@@ -34,6 +34,9 @@ from .tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+HOLD_BACK_S = 5.0
+"""How long one that takes another's place may take to be ready before it answers that it is not."""
+
 PUBLISH_METRICS_S = 1.0
 LAST_WRITES_S = 2.0
 """What a client may take to read the end of its answer once the drain is over."""
@@ -82,9 +85,9 @@ class Frontend:
         """Raises EngineError if the engine cannot generate a token."""
         self._handle_signals()
         http = _HTTPServer(self._uvicorn_config())
-        http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
         stop_task = asyncio.create_task(self._stop.wait())
         start_task = asyncio.create_task(self._start())
+        http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
         publish_task = asyncio.create_task(self._publish_metrics())
         beat_task = asyncio.create_task(self._beat())
         try:
@@ -103,6 +106,12 @@ class Frontend:
             http.should_exit = True
             await http_task
             self._serving.close()
+
+    async def _answer(self, http: _HTTPServer, until: set[asyncio.Task[Any]]) -> None:
+        if self._config.epoch != FIRST_EPOCH:
+            # Connections wait, or go to another frontend: none is refused because this one has just begun.
+            await asyncio.wait(until, timeout=HOLD_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+        await http.serve(sockets=[self._listener])
 
     async def _start(self) -> None:
         await self._engine.start()

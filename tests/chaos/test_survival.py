@@ -121,6 +121,18 @@ def test_a_second_core_may_die_before_the_first_one_is_replaced(
     assert_nothing_is_held(server)
 
 
+def test_connections_wait_for_frontends_in_the_place_of_others(
+    server: Server, undisturbed: list[dict[str, Any]]
+) -> None:
+    victims = [server.child("frontend 0"), server.child("frontend 1")]
+    for victim in victims:
+        victim.kill()
+    for victim in victims:
+        wait_until(lambda: not victim.is_running(), what="the frontend is gone")
+    assert Streams(server, REQUESTS).answers() == undisturbed
+    assert_nothing_is_held(server)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_a_dead_frontend_takes_only_its_own_connections_along(
     server: Server, undisturbed: list[dict[str, Any]], signum: signal.Signals
