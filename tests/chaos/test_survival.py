@@ -127,8 +127,7 @@ def test_connections_wait_for_frontends_in_the_place_of_others(
     victims = [server.child("frontend 0"), server.child("frontend 1")]
     for victim in victims:
         victim.kill()
-    for victim in victims:
-        wait_until(lambda: not victim.is_running(), what="the frontend is gone")
+    wait_until(lambda: not any(v.is_running() for v in victims), what="the frontends are gone")
     assert Streams(server, REQUESTS).answers() == undisturbed
     assert_nothing_is_held(server)
 
