@@ -17,7 +17,13 @@ import msgspec
 import openai
 import zmq
 from engine.frontend.tokenizer import load_tokenizer
-from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig, SchedulerConfig
+from engine.protocol.config import (
+    FIRST_EPOCH,
+    EngineConfig,
+    FrontendConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
@@ -43,6 +49,7 @@ class FrontendProcess:
         served_names: tuple[str, ...] = (MODEL, "echo-alias"),
         send_buffer: int = 0,
         scheduler: SchedulerConfig | None = None,
+        epoch: int = FIRST_EPOCH,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
@@ -54,7 +61,7 @@ class FrontendProcess:
         frontend.setdefault("chat_template", ECHO_TEMPLATE)
         self.config = EngineConfig(
             run_dir=str(self.run_dir),
-            epoch=1,
+            epoch=epoch,
             model=ModelConfig(
                 model="echo-model",
                 path=path,
@@ -87,8 +94,9 @@ class FrontendProcess:
         self._listener.listen(512)
         self.port = self._listener.getsockname()[1]
         fd = self._listener.fileno()
+        command = [sys.executable, "-m", "engine.frontend"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.frontend", str(self.config.save()), "0", str(fd), "1"],
+            [*command, str(self.config.save()), "0", str(fd), str(self.config.epoch)],
             stdin=subprocess.PIPE,
             stderr=self._log.open("w"),
             pass_fds=(fd,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import socket
 import threading
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
-from engine.protocol.config import SchedulerConfig
+from engine.frontend.server import HOLD_BACK_S
+from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
 from engine.protocol.messages import AddRequests
 from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import MODEL, FrontendProcess, sse_events
@@ -42,6 +45,26 @@ def test_not_ready_without_an_engine() -> None:
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
         assert "starting" in response.json()["error"]["message"]
         assert frontend.stop() == 0
+
+
+def test_a_frontend_in_the_place_of_another_lets_clients_wait_but_not_for_ever() -> None:
+    with FrontendProcess(with_core=False, epoch=FIRST_EPOCH + 1) as frontend:
+        began = time.monotonic()
+        assert frontend.http.get("/readyz").status_code == 503
+        assert time.monotonic() - began >= HOLD_BACK_S
+        assert frontend.stop() == 0
+
+
+def test_a_ready_frontend_needs_no_more_threads() -> None:
+    with FrontendProcess(max_model_len=20000) as frontend:
+        process = psutil.Process(frontend.process.pid)
+        num_threads = process.num_threads()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            prompts = [f"{number} " + "one two three " * 1000 for number in range(16)]
+            answers = pool.map(lambda prompt: frontend.post("/tokenize", prompt=prompt), prompts)
+            assert all(answer.status_code == 200 for answer in answers)
+        frontend.complete(PROMPT, structured_outputs={"regex": "[a-z]{3}"})
+        assert process.num_threads() == num_threads
 
 
 def test_models(client: openai.OpenAI) -> None:
