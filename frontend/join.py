@@ -33,8 +33,7 @@ def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     parser = argparse.ArgumentParser(
         prog="engine worker",
         description="Run one worker of an engine served with --distributed-executor-backend external_launcher. "
-        "To be started by torchrun --no-python, or whatever sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT.",
+        "To be started by torchrun --no-python, or whatever sets RANK, LOCAL_RANK and WORLD_SIZE.",
     )
     parser.add_argument(
         "--core", metavar="HOST:PORT", required=True, help="--master-addr and -port"

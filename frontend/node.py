@@ -187,12 +187,12 @@ class Node:
         spec = self._specs.get(command.name)
         if spec is None:
             return
-        # torchrun's own store is shared by all lives of a replica, which this keeps apart in there.
-        env = {"TORCHELASTIC_RESTART_COUNT": str(command.epoch)}
-        if command.master_addr:
-            env["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-            env["MASTER_ADDR"] = command.master_addr
-            env["MASTER_PORT"] = str(command.master_port)
+        env = {
+            "MASTER_ADDR": command.master_addr,
+            "MASTER_PORT": str(command.master_port),
+            # torchrun's own store outlives the workers, and the next would dial the addresses of the dead in it.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
         process = LocalProcess(replace(spec, env=env), command.epoch)
         self._processes[command.name] = process
         if process.exit_fd is not None:

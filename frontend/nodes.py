@@ -213,17 +213,13 @@ class Nodes:
             host = self._rendezvous_host(process.spec.replica)
             if host is not None:
                 process.is_asked_for = True
-                port = self._config.rendezvous_port(process.spec.replica) if host else 0
+                port = self._config.rendezvous_port(process.spec.replica)
                 start = StartProcess(process.spec.name, process.epoch, host, port)
                 self.send(process.node_rank, start)
 
     def _rendezvous_host(self, core_index: int) -> str | None:
-        """Where the workers of a replica meet; "" where their launcher says, None if that node is not there yet."""
+        """Where the workers of a replica meet; None if that node is not there yet."""
         parallel = self._config.parallel
-        if not parallel.spans_nodes(core_index):
-            return ""
-        if parallel.is_external and parallel.data_parallel_size == 1:
-            return ""
         first = parallel.node_of(core_index * parallel.workers_per_core)
         if first == 0 and not parallel.is_external:
             return parallel.master_addr

@@ -412,8 +412,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def rendezvous_address(self, core_index: int) -> str:
         """`init_method` of torch.distributed for the workers of one core.
 
-        On one machine every epoch has a place of its own: what a dead worker left is not to be met. On several the
-        environment says where, as torchrun has it.
+        What a dead worker left is not to be met. On one machine every epoch has a place of its own; on several the
+        environment says where, and what is there ends with the first worker.
         """
         if self.parallel.spans_nodes(core_index):
             return "env://"

@@ -26,15 +26,12 @@ class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, froz
 
 
 class StartProcess(msgspec.Struct, tag="start", array_like=True, gc=False, frozen=True):
-    """`name` is one of the workers that the configuration gives to this node.
-
-    The workers of its replica meet at `master_addr`, or where the launcher of the node says if that is "".
-    """
+    """`name` is one of the workers that the configuration gives to this node. Those of its replica meet at `master_addr`."""
 
     name: str
     epoch: int
-    master_addr: str = ""
-    master_port: int = 0
+    master_addr: str
+    master_port: int
 
 
 class SignalProcess(msgspec.Struct, tag="signal", array_like=True, gc=False, frozen=True):

@@ -44,8 +44,8 @@ def join_replica(
 ) -> ParallelState:
     """Meet the other workers of the replica at `address` and return this one's place.
 
-    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env:// as
-    torchrun has it.
+    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. What an
+    earlier life of the replica has left must not be found there.
     """
     if parallel.workers_per_core == 1:
         return ParallelState()
@@ -85,6 +85,9 @@ def explaining_lost_workers() -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
+        # Further lines are a stack of torch's own.
+        reason = str(error).partition("\n")[0]
         raise EngineError(
-            "the connection to another worker of the replica is lost; that one's messages say why"
+            "the connection to another worker of the replica is lost; if that one's messages do not say why, "
+            f"this may: {reason}"
         ) from error

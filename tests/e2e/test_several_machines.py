@@ -145,18 +145,7 @@ def test_a_stream_outlives_a_machine_that_stands_still(
         assert node.wait() == 0, node.log
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=False, reason="the two workers do not always find each other again"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("kills", [False, True])
 def test_torchrun_starts_the_workers(
     cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, kills: bool
 ) -> None:
