@@ -9,7 +9,6 @@ server's threads would get if every runnable thread got as much as any other.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ import statistics
 import sys
 from typing import Any
 
+import uvloop
 from load import measure
 from local_server import local_server
 
@@ -42,7 +42,7 @@ def with_hogs(count: int, url: str, model: str, concurrency: int, requests: int)
     for hog in hogs:
         hog.start()
     try:
-        return asyncio.run(throughput(url, model, concurrency, requests))
+        return uvloop.run(throughput(url, model, concurrency, requests))
     finally:
         for hog in hogs:
             hog.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
+import uvloop
 from load import measure
 
 from .contenders import MIB, Contender
@@ -134,7 +134,7 @@ class RunningServer(Running):
         raise SystemExit(f"{self.contender.name} was not healthy within {START_TIMEOUT_S:.0f} s")
 
     def _measure(self, point: Point, seed: int) -> dict[str, Any]:
-        return asyncio.run(
+        return uvloop.run(
             measure(
                 self._url,
                 "bench",
