@@ -8,6 +8,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -42,6 +44,7 @@ class Cluster:
         self.torch_port = port + 6
         self.core = f"{address}:{port}"
         self._master = ["--master-addr", address, "--master-port", str(port)]
+        self._worker = ["worker", "--core", self.core, "--key", str(self.key)]
 
     def serve(self, *flags: str) -> Program:
         uds = ["--uds", str(self.uds)]
@@ -60,9 +63,16 @@ class Cluster:
         address = self.machines[0].address
         place += ["--master-addr", address, "--master-port", str(self.torch_port)]
         place += ["--local-addr", self.machines[node].address]
-        worker = ["worker", "--core", self.core, "--key", str(self.key)]
         launcher = [sys.executable, "-P", "-m", "torch.distributed.run", *place]
-        return program(self.machines[node], "--no-python", str(engine), *worker, launcher=launcher)
+        return program(
+            self.machines[node], "--no-python", str(engine), *self._worker, launcher=launcher
+        )
+
+    def worker(self, rank: int) -> Program:
+        """Started by something that says no more than the rank."""
+        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        machine = self.machines[rank]
+        return program(replace(machine, env=machine.env | place), *self._worker)
 
     def tokens(self, **options: object) -> list[int]:
         with client(self.uds) as http:
@@ -145,23 +155,23 @@ def test_a_stream_outlives_a_machine_that_stands_still(
         assert node.wait() == 0, node.log
 
 
-@pytest.mark.parametrize("kills", [False, True])
-def test_torchrun_starts_the_workers(
-    cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, kills: bool
+@pytest.mark.parametrize("with_torchrun", [True, False])
+def test_a_launcher_starts_the_workers(
+    cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, with_torchrun: bool
 ) -> None:
     engine = tmp_path / "engine"
     engine.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m engine.frontend.cli "$@"\n')
     engine.chmod(0o700)
+    start = partial(cluster.torchrun, engine=engine) if with_torchrun else cluster.worker
     with (
         cluster.serve("-tp", "2", "--distributed-executor-backend", "external_launcher") as server,
-        cluster.torchrun(0, engine) as first,
-        cluster.torchrun(1, engine) as second,
+        start(0) as first,
+        start(1) as second,
     ):
         server.wait_for("ready at")
         assert cluster.tokens() == tokens_of_one_machine
-        if kills:
-            os.kill(cluster.processes()["worker 0"], signal.SIGKILL)
-            assert cluster.tokens() == tokens_of_one_machine
+        os.kill(cluster.processes()["worker 0"], signal.SIGKILL)
+        assert cluster.tokens() == tokens_of_one_machine
         assert server.stop() == 0, server.log
         assert (first.wait(), second.wait()) == (0, 0), first.log + second.log
 
