@@ -74,21 +74,20 @@ class HostExecution:
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
         metadata = self._requests.sampler.describe(slots_R)
-        if output.grammar_slots or metadata.needs_logits or not len(slots_R):
+        prompt_logprobs = self._requests.prompt_logprobs
+        if output.grammar_slots or metadata.needs_logits or prompt_logprobs.is_pending:
             hidden_TD = self._model.forward(*inputs)
-            sampled = None
+            prompt_logprobs.collect(plan, hidden_TD, self._batch)
+            if len(slots_R):
+                logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
+                sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         else:
-            hidden_TD, chosen_R = self._model.forward_and_sample(
+            chosen_R = self._model.forward_and_sample(
                 *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
             )
             sampled = SamplerOutput(chosen_R, metadata)
-        prompt_logprobs = self._requests.prompt_logprobs
-        prompt_logprobs.collect(plan, hidden_TD, self._batch)
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
-        if sampled is None:
-            logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
-            sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         self._batch.append(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._pipeline.send_tokens(sampled.token_ids)

@@ -83,8 +83,8 @@ class Model(Protocol):
         rows_S: Int32Array,
         metadata: SamplingMetadata,
         positions_S: Int32Array,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`."""
+    ) -> Tensor:
+        """Fill the KV caches and return `choose_tokens` of the logits of `forward`'s rows `rows_S`."""
 
     def choose_tokens(
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array

@@ -100,22 +100,33 @@ def forward_and_sample(
     rows: Sequence[int],
     params: Sequence[SamplingParams],
 ) -> tuple[torch.Tensor, list[int]]:
-    """The logits of those rows of a prompt, and what a request with these parameters takes after each."""
-    blocks = list(range(1, 2 + len(tokens) // BLOCK_SIZE))
-    scheduled = [Scheduled(0, len(tokens), blocks)]
-    batch = attention_batch(scheduled, BLOCK_SIZE)
-    shape = decoder.attention.kv_cache_shape(len(blocks) + 1)
+    """The logits of those rows of a prompt, and what a request with these parameters takes after each.
+
+    The keys and values that both calls store must be the same.
+    """
     sampler = Sampler(len(rows), decoder.spec.vocab_size, torch.device("cpu"))
     for slot, each in enumerate(params):
         sampler.add(slot, each, np.zeros(1, np.int32), ())
     rows_S = np.array(rows, np.int32)
-    hidden, chosen = decoder.forward_and_sample(
+    slots_S = np.arange(len(rows), dtype=np.int32)
+    inputs, others = _prompt_inputs(decoder, tokens), _prompt_inputs(decoder, tokens)
+    chosen = decoder.forward_and_sample(*inputs, rows_S, sampler.describe(slots_S), rows_S)
+    hidden = decoder.forward(*others)
+    for stored, expected in zip(inputs[2], others[2], strict=True):
+        # Bits, for NaNs differ from themselves.
+        assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+    return decoder.compute_logits(hidden[rows_S]), chosen.tolist()
+
+
+def _prompt_inputs(decoder: NativeDecoder | Decoder, tokens: list[int]) -> tuple[Any, ...]:
+    """What `forward` takes for one prompt on an empty KV cache."""
+    blocks = list(range(1, 2 + len(tokens) // BLOCK_SIZE))
+    scheduled = [Scheduled(0, len(tokens), blocks)]
+    batch = attention_batch(scheduled, BLOCK_SIZE)
+    shape = decoder.attention.kv_cache_shape(len(blocks) + 1)
+    return (
         torch.tensor(tokens),
         positions(scheduled),
         [torch.zeros(shape, dtype=decoder.attention.dtype) for _ in decoder.spec.layers],
         [decoder.attention.build(batch, windows) for windows in decoder.spec.windows_by_group],
-        rows_S,
-        sampler.describe(np.arange(len(rows), dtype=np.int32)),
-        rows_S,
     )
-    return decoder.compute_logits(hidden[rows_S]), chosen.tolist()

@@ -103,23 +103,25 @@ class NativeDecoder:
         rows_S: Int32Array,
         metadata: SamplingMetadata,
         positions_S: Int32Array,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and `choose_tokens` of the logits of its rows `rows_S`, in one native call.
+    ) -> Tensor:
+        """Return `choose_tokens` of the logits of `forward`'s rows `rows_S`, by one native call.
 
-        Spares the logits' way through memory where every row takes its most likely token.
+        Spares the logits' way through memory where every row takes its most likely token, and for other rows most of the
+        last layer.
         """
         tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
-        hidden_TD = self._run(
+        self._run(
             inputs,
             positions_T,
             kv_caches,
             attn_metadata,
+            wants_all_hidden=False,
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
             tokens=tokens_S.data_ptr(),
             sampling=None if metadata.is_greedy else sampling_rows(metadata, positions_S),
         )
-        return hidden_TD, tokens_S.long()
+        return tokens_S.long()
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
@@ -160,6 +162,7 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
         *,
+        wants_all_hidden: bool = True,
         num_logit_rows: int = 0,
         logit_rows: int | None = None,
         tokens: int | None = None,
@@ -185,7 +188,7 @@ class NativeDecoder:
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
             self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
-        step.hidden = hidden_TD.data_ptr()
+        step.hidden, step.wants_all_hidden = hidden_TD.data_ptr(), wants_all_hidden
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
         step.tokens, step.sampling = tokens, sampling
         if not self._program.run(step):

@@ -100,6 +100,7 @@ class Step(ctypes.Structure):
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("num_logit_rows", c_int32),
+        ("wants_all_hidden", c_int32),
         ("input_ids", c_void_p),
         ("positions", c_void_p),
         ("query_start_loc", c_void_p),

@@ -144,12 +144,12 @@ class Decoder:
         rows_S: Int32Array,
         metadata: SamplingMetadata,
         positions_S: Int32Array,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `forward`'s hidden states, and `choose_tokens` of the logits of their rows `rows_S`."""
+    ) -> Tensor:
+        """Return `choose_tokens` of the logits of `forward`'s rows `rows_S`."""
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
-        return hidden_TD, self.choose_tokens(logits_SV, metadata, positions_S)
+        return self.choose_tokens(logits_SV, metadata, positions_S)
 
     def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> None:
         """There is nothing that decodes faster than `forward_and_sample`."""

@@ -220,6 +220,15 @@ def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
     assert max(tokens) < 350
 
 
+@pytest.mark.parametrize("rows", [[], [99], [3, 40, 41]])
+def test_what_few_rows_of_a_prompt_give_is_what_all_do(tmp_path, rows):
+    spec = small_spec()
+    native = native_decoder(spec, random_checkpoint(tmp_path, spec))
+    params = [SamplingParams(temperature=0)] * len(rows)
+    logits, tokens = forward_and_sample(native, prompt(100), rows, params)
+    assert tokens == logits.argmax(1).tolist()
+
+
 def test_rows_of_nans_have_no_greedy_token(tmp_path):
     def spoil_a_token(tensors):
         tensors["embed_tokens.weight"][7] = torch.nan

@@ -90,6 +90,7 @@ struct StepGroup {
 
 struct Step {
   int32_t num_tokens, num_sequences, num_logit_rows;
+  int32_t wants_all_hidden;        // or only the rows of `logit_rows`
   const int32_t* input_ids;        // [num_tokens]
   const int32_t* positions;        // [num_tokens]
   const int32_t* query_start_loc;  // [num_sequences + 1]
@@ -290,6 +291,7 @@ class Program final : private Phases {
   bool has_chunks() const;
   void find_segments();
   int first_row(int piece) const { return int(int64_t(num_tokens_) * piece / num_pieces_); }
+  bool is_needed(const PieceSegment& at) const;
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, Scratch& scratch);
   void run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch);

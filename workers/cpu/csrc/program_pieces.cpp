@@ -67,6 +67,14 @@ bool Program::has_chunks() const {
   return false;
 }
 
+// Of rows that nobody wants, the last layer stores keys and values: what comes after these is for nobody.
+bool Program::is_needed(const PieceSegment& at) const {
+  if (step_.wants_all_hidden || at.segment + 1 < int(segments_.size())) return true;
+  const int first = first_token_ + first_row(at.piece), end = first_token_ + first_row(at.piece + 1);
+  return std::any_of(step_.logit_rows, step_.logit_rows + step_.num_logit_rows,
+                     [&](int row) { return first <= row && row < end; });
+}
+
 // A tile is a thread's share in the work: it ends when nothing is left of it.
 void Program::run_pieces(Tile& tile) {
   Scratch& scratch = *scratch_[tile.thread];
@@ -77,6 +85,10 @@ void Program::run_pieces(Tile& tile) {
 
 void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
   using Clock = std::chrono::steady_clock;
+  if (!is_needed(at)) {
+    if (pieces_.commit(at)) pieces_.finish(at);
+    return;
+  }
   const Segment& segment = segments_[at.segment];
   const int end_row = first_row(at.piece + 1), last_op = segment.end_op - 1;
   Rows& rows = scratch.rows;

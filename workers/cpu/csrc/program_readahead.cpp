@@ -90,7 +90,8 @@ Readahead Program::readahead_for(const PieceSegment& at) {
     return {step_.kv_caches[op.layer], found.runs.data(), found.runs.data() + found.runs.size()};
   };
   const PieceSegment next = pieces_.after(at);
-  const Runs attended = runs_before(next.segment, next.piece, &PieceRuns::attended);
+  const Runs attended =
+      is_needed(next) ? runs_before(next.segment, next.piece, &PieceRuns::attended) : Runs{};
   const Runs stored = runs_before(at.segment + 1, at.piece, &PieceRuns::stored);
   const int row_blocks = (first_row(at.piece + 1) - first_row(at.piece) + kReadaheadRows - 1) / kReadaheadRows;
   const int64_t steps = std::max<int64_t>(segments_[at.segment].weights / kReadaheadWeights * row_blocks, 1);
