@@ -220,12 +220,14 @@ def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
     assert max(tokens) < 350
 
 
-@pytest.mark.parametrize("rows", [[], [99], [3, 40, 41]])
-def test_what_few_rows_of_a_prompt_give_is_what_all_do(tmp_path, rows):
+@pytest.mark.parametrize(
+    ("length", "rows"), [(100, []), (100, [99]), (100, [3, 40, 41]), (6, []), (6, [2])]
+)
+def test_what_few_rows_of_a_prompt_give_is_what_all_do(tmp_path, length, rows):
     spec = small_spec()
     native = native_decoder(spec, random_checkpoint(tmp_path, spec))
     params = [SamplingParams(temperature=0)] * len(rows)
-    logits, tokens = forward_and_sample(native, prompt(100), rows, params)
+    logits, tokens = forward_and_sample(native, prompt(length), rows, params)
     assert tokens == logits.argmax(1).tolist()
 
 

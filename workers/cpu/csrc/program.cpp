@@ -136,6 +136,7 @@ int Program::begin(int phase) {
     // The pieces go through all operations but the first.
     if (op && num_pieces_) return op == 1 ? pool_.num_threads() : 0;
     timed_op_ = op;
+    if (op >= segments_.back().first_op && !is_wanted(0, num_tokens_)) return 0;
     return begin_op(ops_[op], shares_[op]);
   }
   if (phase == head_phase && step_.num_logit_rows) {
@@ -186,6 +187,12 @@ void Program::begin_slice(int slice) {
     make_runs();
     pieces_.begin(num_pieces_, int(segments_.size()), pool_.num_threads(), has_chunks());
   }
+}
+
+bool Program::is_wanted(int first_row, int end_row) const {
+  const auto is_in = [&](int row) { return first_token_ + first_row <= row && row < first_token_ + end_row; };
+  return step_.wants_all_hidden ||
+         std::any_of(step_.logit_rows, step_.logit_rows + step_.num_logit_rows, is_in);
 }
 
 int Program::begin_op(const Op& op, Shares& shares) {

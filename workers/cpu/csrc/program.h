@@ -291,6 +291,8 @@ class Program final : private Phases {
   bool has_chunks() const;
   void find_segments();
   int first_row(int piece) const { return int(int64_t(num_tokens_) * piece / num_pieces_); }
+  // Whether more is wanted of these rows of the slice than the keys and values that each layer stores.
+  bool is_wanted(int first_row, int end_row) const;
   bool is_needed(const PieceSegment& at) const;
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, Scratch& scratch);

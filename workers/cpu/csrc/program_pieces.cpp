@@ -67,12 +67,8 @@ bool Program::has_chunks() const {
   return false;
 }
 
-// Of rows that nobody wants, the last layer stores keys and values: what comes after these is for nobody.
 bool Program::is_needed(const PieceSegment& at) const {
-  if (step_.wants_all_hidden || at.segment + 1 < int(segments_.size())) return true;
-  const int first = first_token_ + first_row(at.piece), end = first_token_ + first_row(at.piece + 1);
-  return std::any_of(step_.logit_rows, step_.logit_rows + step_.num_logit_rows,
-                     [&](int row) { return first <= row && row < end; });
+  return at.segment + 1 < int(segments_.size()) || is_wanted(first_row(at.piece), first_row(at.piece + 1));
 }
 
 // A tile is a thread's share in the work: it ends when nothing is left of it.
