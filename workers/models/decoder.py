@@ -147,6 +147,8 @@ class Decoder:
     ) -> Tensor:
         """Return `choose_tokens` of the logits of `forward`'s rows `rows_S`."""
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
+        if not len(rows_S):
+            return torch.empty(0, dtype=torch.long)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
         return self.choose_tokens(logits_SV, metadata, positions_S)

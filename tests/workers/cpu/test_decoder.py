@@ -225,10 +225,11 @@ def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
 )
 def test_what_few_rows_of_a_prompt_give_is_what_all_do(tmp_path, length, rows):
     spec = small_spec()
-    native = native_decoder(spec, random_checkpoint(tmp_path, spec))
+    checkpoint = random_checkpoint(tmp_path, spec)
     params = [SamplingParams(temperature=0)] * len(rows)
-    logits, tokens = forward_and_sample(native, prompt(length), rows, params)
-    assert tokens == logits.argmax(1).tolist()
+    for decoder in (native_decoder(spec, checkpoint), torch_decoder(spec, checkpoint)):
+        logits, tokens = forward_and_sample(decoder, prompt(length), rows, params)
+        assert tokens == [int(row.argmax()) for row in logits]
 
 
 def test_rows_of_nans_have_no_greedy_token(tmp_path):
