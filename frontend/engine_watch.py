@@ -65,7 +65,10 @@ class EngineWatch:
                     return info
 
     def find_trouble(self) -> str:
-        """Which process does not make progress, and since when; "" when all do, and enough: of several replicas one."""
+        """Which process does not make progress, and since when; "" when enough do: of several replicas one.
+
+        Other frontends do not count: clients connect to those that can answer.
+        """
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
@@ -73,10 +76,7 @@ class EngineWatch:
         hindered: dict[int, str] = {}
         # Who has no machine to run on is waited for by others.
         for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
-            trouble = _trouble_of(process, age_s)
-            if trouble and process.replica is None:
-                return trouble
-            if trouble and process.replica in serving:
+            if process.replica in serving and (trouble := _trouble_of(process, age_s)):
                 hindered.setdefault(process.replica, trouble)
         return hindered[min(serving)] if serving and serving == hindered.keys() else ""
 

@@ -152,11 +152,25 @@ def test_a_dead_frontend_takes_only_its_own_connections_along(
     assert Streams(server, REQUESTS).answers() == undisturbed
 
 
+def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None:
+    victim = server.child("frontend 0")
+    victim.suspend()
+
+    def is_replaced() -> bool:
+        status, health = server.get("/readyz")
+        assert status == 200, health
+        processes = server.get("/engine/status")[1]["processes"]
+        stages = {process["pid"]: process["stage"] for process in processes}
+        return not victim.is_running() and stages.get(server.child("frontend 0").pid) == "ready"
+
+    wait_until(is_replaced, 40, what="there is another one")
+
+
 def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
     victim = server.child("worker 0")
     victim.suspend()
-    wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-    assert "worker 0" in server.get("/health")[1]["detail"]
+    wait_until(lambda: "worker 0" in server.get("/health")[1]["detail"], what="it is named")
+    assert server.get("/readyz")[0] == 503
     assert server.get("/livez")[0] == 200
     wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
     assert not victim.is_running()
