@@ -112,7 +112,7 @@ ENGINE_INLINE __m256i pairs(__m256i codes, __m256i q) {
   const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
   return _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(q, centred));
 }
-ENGINE_INLINE __m256i broadcast_four(const uint8_t* q) {
+ENGINE_INLINE __m256i broadcast_four(const void* q) {
   int32_t four;
   std::memcpy(&four, q, 4);
   return _mm256_set1_epi32(four);
@@ -133,9 +133,9 @@ ENGINE_INLINE __m256i dot16(__m256i start, const __m256i (&codes)[4], const __m2
   }
   return start;
 }
-template <int kMaxCode, int kRows, int kTiles>
-ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4], const uint8_t* q,
-                            size_t row_bytes) {
+template <int kMaxCode, int kFirst, int kRows, int kTiles>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4],
+                            const ActivationGroup* const (&group)[kRows]) {
   ENGINE_UNROLL
   for (int t = 0; t < kTiles; t++) {
     __m256i low[4], high[4];
@@ -148,7 +148,7 @@ ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kT
     for (int r = 0; r < kRows; r++) {
       __m256i fours[4];
       ENGINE_UNROLL
-      for (int i = 0; i < 4; i++) fours[i] = broadcast_four(q + r * row_bytes + 4 * i);
+      for (int i = 0; i < 4; i++) fours[i] = broadcast_four(group[r]->q + 4 * (kFirst + i));
       Ints& sum = sums[r][t];
       sum = {dot16<kMaxCode>(sum.low, low, fours), dot16<kMaxCode>(sum.high, high, fours)};
     }

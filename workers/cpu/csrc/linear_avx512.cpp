@@ -72,7 +72,7 @@ ENGINE_INLINE Ints of_zero_point(int32_t minus_eight_sums) {
   return _mm512_slli_epi32(_mm512_set1_epi32(minus_eight_sums), __builtin_ctz(kZeroPoint) - 3);
 }
 // Four bytes in each lane. Kept in a register: instructions that read them from memory are limited by that.
-ENGINE_INLINE __m512i broadcast_four(const uint8_t* q) {
+ENGINE_INLINE __m512i broadcast_four(const void* q) {
   int32_t four;
   std::memcpy(&four, q, 4);
   __m512i fours = _mm512_set1_epi32(four);
@@ -80,14 +80,14 @@ ENGINE_INLINE __m512i broadcast_four(const uint8_t* q) {
   return fours;
 }
 // Adds to each row's sums the dot products of the codes of each column with as many activations.
-template <int kMaxCode, int kRows, int kTiles, int kVectors>
-ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors], const uint8_t* q,
-                            size_t row_bytes) {
+template <int kMaxCode, int kFirst, int kRows, int kTiles, int kVectors>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors],
+                            const ActivationGroup* const (&group)[kRows]) {
   ENGINE_UNROLL
   for (int v = 0; v < kVectors; v++)
     ENGINE_UNROLL
     for (int r = 0; r < kRows; r++) {
-      const __m512i four = broadcast_four(q + r * row_bytes + 4 * v);
+      const __m512i four = broadcast_four(group[r]->q + 4 * (kFirst + v));
       ENGINE_UNROLL
       for (int t = 0; t < kTiles; t++) sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], codes[t][v], four);
     }

@@ -110,12 +110,12 @@ template <int kMaxCode>
 ENGINE_INLINE int8x16_t centred(uint8x16_t codes) {
   return vreinterpretq_s8_u8(kMaxCode == 255 ? veorq_u8(codes, vdupq_n_u8(128)) : codes);
 }
-template <int kMaxCode, int kRows, int kTiles>
-ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4], const uint8_t* q,
-                            size_t row_bytes) {
+template <int kMaxCode, int kFirst, int kRows, int kTiles>
+ENGINE_INLINE void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][4],
+                            const ActivationGroup* const (&group)[kRows]) {
   ENGINE_UNROLL
   for (int r = 0; r < kRows; r++) {
-    const int8x16_t sixteen = vld1q_s8(reinterpret_cast<const int8_t*>(q + r * row_bytes));
+    const int8x16_t sixteen = vld1q_s8(group[r]->q + 4 * kFirst);
     ENGINE_UNROLL
     for (int t = 0; t < kTiles; t++)
       ENGINE_UNROLL

@@ -96,16 +96,17 @@ template <int kZeroPoint>
 inline Ints of_zero_point(int32_t minus_eight_sums) {
   return each<Ints>([=](int) { return minus_eight_sums * (kZeroPoint / 8); });
 }
-inline void add_dot(Ints& sum, const Codes& codes, const uint8_t* q, int unit) {
+inline void add_dot(Ints& sum, const Codes& codes, const void* four, int unit) {
+  const auto* q = static_cast<const int8_t*>(four);
   for (int i = 0; i < kColumnTile; i++)
-    for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * int8_t(q[j]) * unit;
+    for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * q[j] * unit;
 }
-template <int kMaxCode, int kRows, int kTiles, int kVectors>
-inline void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors], const uint8_t* q,
-                     size_t row_bytes) {
+template <int kMaxCode, int kFirst, int kRows, int kTiles, int kVectors>
+inline void add_dots(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles][kVectors],
+                     const ActivationGroup* const (&group)[kRows]) {
   for (int r = 0; r < kRows; r++)
     for (int t = 0; t < kTiles; t++)
-      for (int v = 0; v < kVectors; v++) add_dot(sums[r][t], codes[t][v], q + r * row_bytes + 4 * v, 1);
+      for (int v = 0; v < kVectors; v++) add_dot(sums[r][t], codes[t][v], group[r]->q + 4 * (kFirst + v), 1);
 }
 template <int kMaxCode, int kRows, int kTiles>
 inline void add_high_terms(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTiles], const uint8_t* high,
