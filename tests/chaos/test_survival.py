@@ -105,7 +105,7 @@ def test_a_process_without_memory_is_replaced_or_needs_none(
         assert answer == expected or (title == "frontend 0" and "connection" in answer), answer
     if victim.is_running():
         victim.kill()
-    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
+    wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
     assert_nothing_is_held(server)
     assert Streams(server, REQUESTS).answers() == undisturbed
 
@@ -132,27 +132,38 @@ def test_connections_wait_for_frontends_in_the_place_of_others(
     assert_nothing_is_held(server)
 
 
+def num_connections(frontend: psutil.Process) -> int:
+    return sum(c.status == psutil.CONN_ESTABLISHED for c in frontend.net_connections("tcp"))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_a_dead_frontend_takes_only_its_own_connections_along(
     server: Server, undisturbed: list[dict[str, Any]], signum: signal.Signals
 ) -> None:
+    server.wait_until_whole()
     streams = Streams(server, REQUESTS)
     streams.wait_for_events(40)
-    victim = server.child("frontend 0")
+    # Whoever is awake first may have accepted most of them.
+    title = min(
+        ("frontend 0", "frontend 1"), key=lambda title: num_connections(server.child(title))
+    )
+    victim = server.child(title)
+    most_cut = num_connections(victim)
     victim.send_signal(signum)
     answers = streams.answers()
     cut = [index for index, answer in enumerate(answers) if "done" not in answer]
-    assert len(cut) < len(REQUESTS), "both frontends have connections"
+    assert len(cut) <= most_cut < len(REQUESTS)
     for index, answer in enumerate(answers):
         if index not in cut:
             assert answer == undisturbed[index]
     wait_until(lambda: not victim.is_running(), what="the frontend is gone")
-    wait_until(lambda: server.child("frontend 0").is_running(), what="there is another one")
+    wait_until(lambda: server.child(title).is_running(), what="there is another one")
     assert_nothing_is_held(server)
     assert Streams(server, REQUESTS).answers() == undisturbed
 
 
 def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None:
+    server.wait_until_whole()
     victim = server.child("frontend 0")
     victim.suspend()
 
@@ -163,17 +174,19 @@ def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None
         stages = {process["pid"]: process["stage"] for process in processes}
         return not victim.is_running() and stages.get(server.child("frontend 0").pid) == "ready"
 
-    wait_until(is_replaced, 40, what="there is another one")
+    wait_until(is_replaced, what="there is another one")
 
 
 def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
+    server.wait_until_whole()
     victim = server.child("worker 0")
     victim.suspend()
     wait_until(lambda: "worker 0" in server.get("/health")[1]["detail"], what="it is named")
     assert server.get("/readyz")[0] == 503
     assert server.get("/livez")[0] == 200
-    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
+    wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
     assert not victim.is_running()
+    server.wait_until_whole()
     processes = {
         process["name"]: process for process in server.get("/engine/status")[1]["processes"]
     }

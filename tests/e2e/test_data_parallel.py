@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
+from engine.frontend.server import PUBLISH_METRICS_S
 from support.mixed_streams import Streams, bodies
 from support.program import wait_until
 from support.server import Server, default_model
 
 REQUESTS = bodies(10)
+COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,24 @@ def epochs(server: Server) -> list[int]:
 
 def generated(server: Server, replica: int) -> float:
     return server.metric("engine:generation_tokens_total", engine=str(replica))
+
+
+def settled(read: Callable[[], T]) -> T:
+    """What whichever frontend answers tells, once it has not changed for so long that each must have heard it all."""
+    told, since = read(), time.monotonic()
+
+    def is_settled() -> bool:
+        nonlocal told, since
+        if (now_told := read()) != told:
+            told, since = now_told, time.monotonic()
+        return time.monotonic() - since > 2 * PUBLISH_METRICS_S
+
+    wait_until(is_settled, what="all frontends tell the same")
+    return told
+
+
+def counts(server: Server) -> list[float]:
+    return [server.metric(f"engine:{name}") for name in COUNTS]
 
 
 def complete(server: Server, rank: str | None = None) -> tuple[int, Any]:
@@ -68,10 +89,10 @@ def test_a_drained_replica_gets_nothing_until_it_is_undrained(server: Server) ->
     assert server.post("/replicas/0/drain", {})[1]["state"] == "draining"
     wait_until(lambda: states(server) == ["drained", "serving"], what="drained")
     assert server.get("/readyz")[0] == 200
-    before = generated(server, 0)
+    before = settled(lambda: generated(server, 0))
     for _ in range(6):
         assert complete(server)[0] == 200
-    assert generated(server, 0) == before
+    assert settled(lambda: generated(server, 0)) == before
     assert complete(server, "0")[0] == 503
     status, body = server.post("/replicas/1/drain", {})
     assert status == 409 and "only one that serves" in body["error"]["message"]
@@ -132,25 +153,10 @@ def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_oth
         assert server.stop() == 0
 
 
-COUNTS = ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count")
-
-
-def settled_counts(server: Server) -> list[float]:
-    """What every frontend tells, once each has heard what the others have counted."""
-    told: list[list[float]] = []
-
-    def agree() -> bool:
-        told[:] = [[server.metric(f"engine:{name}") for name in COUNTS] for _ in range(4)]
-        return all(counts == told[0] for counts in told)
-
-    wait_until(agree, what="all frontends tell the same")
-    return told[0]
-
-
 def test_the_counts_of_a_dead_frontend_stay(server: Server) -> None:
     Streams(server, REQUESTS).answers()
     for index in (0, 1):
-        before = settled_counts(server)
+        before = settled(lambda: counts(server))
         victim = server.child(f"frontend {index}")
         victim.kill()
         victim.wait(10)
@@ -158,7 +164,7 @@ def test_the_counts_of_a_dead_frontend_stay(server: Server) -> None:
         after = before
         deadline = time.monotonic() + 40
         while after == before and time.monotonic() < deadline:
-            after = settled_counts(server)
+            after = settled(lambda: counts(server))
         assert after == [count + 1 for count in before]
 
 

@@ -23,11 +23,12 @@ def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
         subscriber = context.socket(zmq.SUB)
         subscriber.connect(events)
         subscriber.subscribe(b"")
-        prompt = list(range(5, 45))
+        prompt, tried = list(range(5, 45)), []
         heard: list[KVEventBatch] = []
         while not heard:
             # A subscription takes effect a moment after it is made; what is cached by then is not announced again.
             prompt = [prompt[0] + 1, *prompt[1:]]
+            tried.append(prompt[:32])
             status, _ = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2})
             assert status == 200
             if subscriber.poll(200):
@@ -36,7 +37,7 @@ def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
         (stored,) = heard[0].events
         assert isinstance(stored, BlockStored)
         assert (stored.block_size, stored.parent_block_hash) == (16, None)
-        assert stored.token_ids == prompt[:32] and len(stored.block_hashes) == 2
+        assert stored.token_ids in tried and len(stored.block_hashes) == 2
 
         assert server.post("/reset_prefix_cache", {})[0] == 200
         server.post("/v1/completions", {"prompt": [7], "max_tokens": 1})

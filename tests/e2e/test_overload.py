@@ -13,7 +13,7 @@ from support.program import wait_until
 from support.server import Server, default_model
 
 SLOW_CLIENT_S = 1
-LONG = 1000
+LONG = 2000
 
 
 @pytest.fixture(scope="module")

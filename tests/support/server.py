@@ -54,6 +54,15 @@ class Server(Program):
         wait_until(find, what=f"a process called {title}")
         return found[0]
 
+    def wait_until_whole(self) -> None:
+        """Until every process is ready, those that were started again, too."""
+
+        def is_whole() -> bool:
+            processes = self.get("/engine/status")[1]["processes"]
+            return {process["stage"] for process in processes} == {"ready"}
+
+        wait_until(is_whole, what="every process is ready")
+
     def post(
         self, path: str, body: Any, timeout: float = 120, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:

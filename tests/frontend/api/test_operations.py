@@ -192,7 +192,7 @@ def test_a_full_queue_is_503_with_a_time_to_come_back() -> None:
 
 
 def test_drain() -> None:
-    with FrontendProcess(step_s=0.02) as frontend:
+    with FrontendProcess(step_s=0.05) as frontend:
         stream = _Stream(frontend, max_tokens=60)
         frontend.process.terminate()
         frontend.wait_for_stage(Stage.DRAINING)
