@@ -21,7 +21,7 @@ FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
 
 SPARE_DELAY_S: Final = 2.0
-"""How long after a leader is ready the next one begins to wait: what it imports takes time from those who serve."""
+"""How long after a leader, and the whole engine, is ready the next one begins to wait: what it imports takes time from those who serve."""
 
 RESUMING_S: Final = 1.0
 """How long the streams of a core that died wait for the next one, rather than begin anew at another replica."""
@@ -70,7 +70,7 @@ class RecoveryUnit:
             self.children[spec.name] = Child(spec, self.epoch, process)
         return [self.children[spec.name] for spec in started]
 
-    def keep_spare(self, now: float) -> None:
+    def keep_spare(self, now: float, engine_ready_since: float) -> None:
         """See that somebody waits to take the leader's place, once it has served for a while."""
         leader = self.children.get(self.leader.name)
         if (
@@ -78,7 +78,8 @@ class RecoveryUnit:
             and self._spare is None
             and leader is not None
             and leader.ready_since is not None
-            and now - max(leader.ready_since, self._last_spare_at) > SPARE_DELAY_S
+            and now - max(engine_ready_since, leader.ready_since, self._last_spare_at)
+            > SPARE_DELAY_S
         ):
             self._last_spare_at = now
             # A machine that has no room for it serves without.

@@ -120,7 +120,7 @@ class Supervisor:
         self._on_recovery = on_recovery
         self._signals = signals
         self._ending: set[Role] = set()
-        self.was_ready = False
+        self._ready_since: float | None = None
         self._last_look = time.monotonic()
         self._last_published = 0.0
         self._context = zmq.Context()
@@ -155,6 +155,10 @@ class Supervisor:
         """Whether the processes that face the clients are ready: the frontends, or the cores without them."""
         facing = [unit for unit in self._units if unit.leader.role is Role.FRONTEND] or self._units
         return all(unit.is_ready for unit in facing)
+
+    @property
+    def was_ready(self) -> bool:
+        return self._ready_since is not None
 
     def wait_until_ready(self) -> None:
         while not self.ready:
@@ -244,9 +248,10 @@ class Supervisor:
                     self._on_exit(unit, child)
             if unit.leader.role not in self._ending:
                 self._watch_exits(unit.recover(time.monotonic()))
-            if self.was_ready and not self._ending:
-                unit.keep_spare(time.monotonic())
-        self.was_ready = self.was_ready or self.ready
+            if self._ready_since is not None and not self._ending:
+                unit.keep_spare(time.monotonic(), self._ready_since)
+        if self._ready_since is None and self.ready:
+            self._ready_since = time.monotonic()
         if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
             self._publish()
 
