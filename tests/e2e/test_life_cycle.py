@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from support.program import wait_until
+from support.program import has_ended, wait_until
 from support.server import Server, default_model
 
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -76,7 +76,7 @@ def test_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
         assert rest.rstrip().endswith("data: [DONE]")
         assert '"finish_reason":"length"' in rest.replace(": ", ":")
         assert server.wait() == 0, server.log
-        assert not any(c.is_running() for c in [*server.children, spare])
+        assert all(map(has_ended, [*server.children, spare]))
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -88,13 +88,13 @@ def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
 
 def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
     with start(tmp_path) as server:
-        connection, _ = open_stream(server)
+        connection, _ = open_stream(server, max_tokens=8000)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(5)
+        server.process.wait(15)
         connection.close()
-        wait_until(lambda: not any(c.is_running() for c in server.children), 5)
+        wait_until(lambda: all(map(has_ended, server.children)), what="children end")
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -104,7 +104,7 @@ def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         server.process.kill()
         server.process.wait()
         children = [*server.children, spare]
-        wait_until(lambda: not any(c.is_running() for c in children), what="children end")
+        wait_until(lambda: all(map(has_ended, children)), what="children end")
         wait_until(lambda: list(tmp_path.rglob("*")) == [], what="the run directory goes")
 
 

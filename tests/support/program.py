@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+import psutil
+
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
 
@@ -20,6 +22,14 @@ def wait_until(condition: Any, timeout_s: float = 60.0, what: str = "the conditi
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true in {timeout_s} s"
         time.sleep(0.02)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; whoever inherited it may take its time to hear of that."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class Program:
