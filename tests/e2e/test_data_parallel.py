@@ -105,7 +105,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_undrained(server: Server) ->
 )
 def test_commands_that_make_no_sense_are_refused(server: Server, path: str, status: int) -> None:
     assert server.post(f"/replicas/{path}", {})[0] == status
-    assert states(server) == ["serving", "serving"]
+    assert settled(lambda: states(server)) == ["serving"] * 2
 
 
 def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
@@ -123,7 +123,11 @@ def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
     thread.start()
     try:
         for replica in (0, 1):
-            assert server.post(f"/replicas/{replica}/restart", {})[0] == 200
+            # One that has not yet heard that the other replica serves refuses.
+            wait_until(
+                lambda replica=replica: server.post(f"/replicas/{replica}/restart", {})[0] == 200,
+                what="a frontend passes it on",
+            )
             wait_until(
                 lambda replica=replica: epochs(server)[replica] == before[replica] + 1,
                 40,
