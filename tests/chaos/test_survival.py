@@ -105,7 +105,7 @@ def test_a_process_without_memory_is_replaced_or_needs_none(
         assert answer == expected or (title == "frontend 0" and "connection" in answer), answer
     if victim.is_running():
         victim.kill()
-    wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
+    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
     assert_nothing_is_held(server)
     assert Streams(server, REQUESTS).answers() == undisturbed
 
@@ -175,17 +175,17 @@ def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None
         stages = {process["pid"]: process["stage"] for process in processes}
         return not victim.is_running() and stages.get(server.child("frontend 0").pid) == "ready"
 
-    wait_until(is_replaced, what="there is another one")
+    wait_until(is_replaced, 40, what="there is another one")
 
 
 def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
     server.wait_until_whole()
     victim = server.child("worker 0")
     victim.suspend()
-    wait_until(lambda: "worker 0" in server.get("/health")[1]["detail"], what="it is named")
-    assert server.get("/readyz")[0] == 503
+    wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+    assert "worker 0" in server.get("/health")[1]["detail"]
     assert server.get("/livez")[0] == 200
-    wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
+    wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
     assert not victim.is_running()
     server.wait_until_whole()
     processes = {

@@ -168,7 +168,7 @@ def test_a_step_that_nobody_answers_ends_the_core(config):
     core.client.send(AddRequests([request]))
     await_message(core.client, ReplicaLost)
     status = core.await_stage(Stage.FAILED)
-    assert re.fullmatch(r"no worker has answered step 1 for [1-9][0-9]* s", status.detail)
+    assert re.fullmatch(r"no worker has answered step 1 for [12] s", status.detail)
     assert core.process.wait(20) == 1
     core.stop()
 

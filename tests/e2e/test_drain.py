@@ -37,7 +37,7 @@ def open_streams(server: Server, count: int) -> Streams:
 
 def assert_nothing_is_left(server: Server, tmp_path: Path) -> None:
     assert len(server.children) == NUM_PROCESSES
-    wait_until(lambda: all(map(has_ended, server.children)), what="all processes end")
+    wait_until(lambda: all(map(has_ended, server.children)), 10, what="all processes end")
     wait_until(lambda: list((tmp_path / "run").rglob("*")) == [], what="the run directory goes")
 
 
@@ -79,7 +79,7 @@ def test_a_second_signal_ends_everything_at_once(server: Server, tmp_path: Path)
         server.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert server.wait() == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 5
         assert any("done" not in answer for answer in streams.answers())
     assert_nothing_is_left(server, tmp_path)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 from support.program import has_ended, wait_until
 from support.server import Server, default_model
 
@@ -88,13 +89,16 @@ def test_interrupt_of_an_idle_server_exits_0(tmp_path: Path) -> None:
 
 def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
     with start(tmp_path) as server:
-        connection, _ = open_stream(server, max_tokens=8000)
+        connection, response = open_stream(server, max_tokens=8000)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(15)
+        # Less than the stream takes, and than a drain waits for it.
+        assert server.process.wait(15) == 128 + signal.SIGTERM
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
         connection.close()
-        wait_until(lambda: all(map(has_ended, server.children)), what="children end")
+        wait_until(lambda: all(map(has_ended, server.children)), 5)
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -156,7 +156,7 @@ def test_a_stream_outlives_a_machine_that_stands_still(
 
 
 @pytest.mark.parametrize("with_torchrun", [True, False])
-def test_a_launcher_starts_the_workers(
+def test_workers_of_a_launcher_begin_again_after_a_death(
     cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, with_torchrun: bool
 ) -> None:
     engine = tmp_path / "engine"

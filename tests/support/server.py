@@ -61,7 +61,7 @@ class Server(Program):
             processes = self.get("/engine/status")[1]["processes"]
             return {process["stage"] for process in processes} == {"ready"}
 
-        wait_until(is_whole, what="every process is ready")
+        wait_until(is_whole, 40, what="every process is ready")
 
     def post(
         self, path: str, body: Any, timeout: float = 120, headers: dict[str, str] | None = None

@@ -299,13 +299,11 @@ def test_long_prompts_do_not_hold_up_others() -> None:
         import time
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            began = time.monotonic()
             long = pool.submit(frontend.complete, text, max_tokens=1)
             slowest = 0.0
             while not long.done():
                 started = time.monotonic()
                 frontend.http.get("/livez")
                 slowest = max(slowest, time.monotonic() - started)
-            took = time.monotonic() - began
             assert long.result()["usage"]["prompt_tokens"] > 180_000
-        assert slowest < took / 3, (slowest, took)
+        assert slowest < 0.5
