@@ -31,41 +31,35 @@ bool PieceQueue::is_possible(int piece, int segment) const {
   return true;
 }
 
-template <class Condition>
-int PieceQueue::furthest_behind(int thread, Condition condition) const {
-  int best = -1, best_segment = num_segments_;
+bool PieceQueue::furthest_behind(int thread, bool is_taken, PieceSegment& found) const {
+  found = {-1, num_segments_};
   for (int piece = 0; piece < num_pieces_; piece++) {
     const uint32_t now = state(piece);
     const int segment = int(now / 3);
     const bool is_better =
-        segment < best_segment || (segment == best_segment && best >= 0 && !is_owned(thread, best) && is_owned(thread, piece));
-    if (segment < num_segments_ && is_better && condition(piece, now) && is_possible(piece, segment)) {
-      best = piece;
-      best_segment = segment;
-    }
+        segment < found.segment || (segment == found.segment && found.piece >= 0 && !is_owned(thread, found.piece) &&
+                                    is_owned(thread, piece));
+    if (segment < num_segments_ && is_better && now == (is_taken ? taken(segment) : open(segment)) &&
+        is_possible(piece, segment))
+      found = {piece, segment};
   }
-  return best;
+  return found.piece >= 0;
 }
 
 bool PieceQueue::take(int thread, PieceSegment& next) {
   for (int spins = 1;; spins++) {
-    int piece = furthest_behind(thread, [](int, uint32_t now) { return now % 3 == 0; });
-    if (piece >= 0) {
-      uint32_t now = state(piece);
-      next = {piece, int(now / 3)};
-      if (now % 3 == 0 && next.segment < num_segments_ &&
-          pieces_[piece].state.compare_exchange_strong(now, now + 1, std::memory_order_acq_rel))
+    if (furthest_behind(thread, false, next)) {
+      // The piece may be further by now, in a segment that is not possible yet.
+      uint32_t now = open(next.segment);
+      if (pieces_[next.piece].state.compare_exchange_strong(now, taken(next.segment), std::memory_order_acq_rel))
         return true;
       continue;
     }
     bool is_done = true;
-    for (piece = 0; piece < num_pieces_; piece++) is_done &= state(piece) >= open(num_segments_);
+    for (int piece = 0; piece < num_pieces_; piece++) is_done &= state(piece) >= open(num_segments_);
     if (is_done) return false;
     if (spins % kSpinsBeforeRepeat == 0) {
-      piece = furthest_behind(thread, [](int, uint32_t now) { return now % 3 == 1; });
-      const uint32_t now = piece < 0 ? 0 : state(piece);
-      next = {piece, int(now / 3)};
-      if (now % 3 == 1) return true;
+      if (furthest_behind(thread, true, next)) return true;
       // All that is left is being written, perhaps by one who waits for this processor.
       sched_yield();
     }

@@ -46,9 +46,9 @@ class PieceQueue {
   uint32_t state(int piece) const { return pieces_[piece].state.load(std::memory_order_acquire); }
   bool is_owned(int thread, int piece) const { return piece / pieces_of_thread_ == thread; }
   bool is_possible(int piece, int segment) const;
-  // The piece that is furthest behind of those in a state, or -1.
-  template <class Condition>
-  int furthest_behind(int thread, Condition condition) const;
+  // The piece that is furthest behind of those open, or of those taken, and that it is possible to compute; false if
+  // there is none.
+  bool furthest_behind(int thread, bool is_taken, PieceSegment& found) const;
 
   int num_pieces_ = 0, num_segments_ = 0, pieces_of_thread_ = 1;
   bool in_order_ = false;
