@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 
+import pytest
 from engine.workers.cpu.library import NotSupportedNatively, native_library
 
 collect_ignore_glob: list[str] = []
@@ -13,3 +15,11 @@ try:
 except NotSupportedNatively:
     if shutil.which("c++") is None and shutil.which("g++") is None:
         collect_ignore_glob.append("test_*.py")
+
+
+@pytest.fixture(autouse=True)
+def best_isa_afterwards() -> Iterator[None]:
+    yield
+    from support.isas import BEST_ISA, select_isa
+
+    select_isa(BEST_ISA)

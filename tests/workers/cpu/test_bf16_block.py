@@ -4,7 +4,6 @@ R rows of activations, N rows of the matrix, K columns of both.
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,19 +21,10 @@ from engine.workers.cpu.weights import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.isas import ISAS, select_isa
 
 Bits = NDArray[np.uint16]
 Floats = NDArray[np.float32]
-
-BEST_ISA = native_library().engine_isa()
-ISAS = [isa for isa in range(4) if native_library().engine_select_isa(isa)]
-native_library().engine_select_isa(BEST_ISA)
-
-
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    yield
-    native_library().engine_select_isa(BEST_ISA)
 
 
 def packed(bits_NK: Bits) -> PackedWeight:
@@ -134,7 +124,7 @@ def test_weights_of_mixed_magnitudes_come_back(
 def test_products_have_the_bits_of_weights_that_are_stored_as_they_are(
     rows: int, k: int, isa: int
 ) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     coded_NK = trained_bits(128, k)
     # In each block 32 columns of noise leave no step that could be coded.
     plain_NK = np.random.default_rng(1).integers(0, 1 << 16, (192, k)).astype(np.uint16)
@@ -149,7 +139,7 @@ def test_products_have_the_bits_of_weights_that_are_stored_as_they_are(
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_products_are_the_same_before_and_after_gaps_are_closed(isa: int) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     bits_NK = trained_bits(200, 300)
     weight = allocate_packed(WeightFormat.BF16, 200, 300, WeightMemory())
     pack_rows(weight, SourceType.BF16, bits_NK.view(np.uint8))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from engine.workers.cpu.library import native_library
 from engine.workers.models.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
+from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
 from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec
 from support.random_checkpoints import random_checkpoint
 
@@ -25,7 +25,6 @@ FORMATS = {
     "int4": {"quantization": "int4", "cache_dtype": torch.bfloat16},
     "int8 cache": {"quantization": "int8", "cache_dtype": torch.int8},
 }
-NUM_ISAS = 4
 
 
 class Engine:
@@ -125,8 +124,10 @@ def test_several_partitions_and_slices(decoders):
         start = stop
 
 
-def test_threads_that_lose_their_processors_in_the_middle_of_their_work(checkpoint):
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_that_lose_their_processors_in_the_middle_of_their_work(isa, checkpoint):
     """Many more than there are processors: others compute what those had begun, and only one result counts."""
+    select_isa(isa)
     options = FORMATS["int4"]
     crowd = native_decoder(SPEC, checkpoint, num_threads=4 * (os.cpu_count() or 1), **options)
     prompts = [prompt(1500, seed) for seed in range(2)] + [
@@ -137,7 +138,7 @@ def test_threads_that_lose_their_processors_in_the_middle_of_their_work(checkpoi
     blocks = [list(range(1 + 95 * i, 96 + 95 * i)) for i in range(len(prompts))]
     steps = [(0, 250), *((n, n + 1) for n in range(250, 290)), (290, 300)]
     steps_of_two = [(300, 1490), *((n, n + 1) for n in range(1490, 1500))]
-    for _ in range(12):
+    for _ in range(6):
         engine = Engine(crowd, num_blocks=1200)
         for start, stop in steps + steps_of_two:
             running = 12 if stop <= 300 else 2
@@ -204,35 +205,34 @@ def test_logits_do_not_depend_on_the_batch(decoders):
             assert_same_bits(decoder.compute_logits(hidden[list(rows)]), logits[list(rows)])
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])
-def test_every_instruction_set_of_this_machine(name, checkpoint):
-    library = native_library()
-    selected = library.engine_isa()
+def test_every_instruction_set_of_this_machine(name, isa, checkpoint):
+    select_isa(isa)
     tokens, blocks = prompt(150), list(range(1, 11))
-    try:
-        for isa in filter(library.engine_select_isa, range(NUM_ISAS)):
-            decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS[name])
-            assert library.engine_isa() == isa
-            expected = whole(decoder, tokens)
-            engine, start = Engine(decoder), 0
-            for stop in (40, 41, 42, 107, 149, 150):
-                (state,) = engine.step([(tokens, start, stop, blocks)])
-                assert_same_bits(state, expected[start:stop])
-                start = stop
-    finally:
-        library.engine_select_isa(selected)
+    decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS[name])
+    expected = whole(decoder, tokens)
+    engine, start = Engine(decoder), 0
+    for stop in (40, 41, 42, 107, 149, 150):
+        (state,) = engine.step([(tokens, start, stop, blocks)])
+        assert_same_bits(state, expected[start:stop])
+        start = stop
 
 
-def test_sets_with_fused_products_agree_on_integer_formats(checkpoint):
+@pytest.mark.parametrize(
+    "name, isas",
+    [
+        ("int8 cache", [isa for isa in ISAS if isa != PORTABLE]),
+        ("bfloat16", [isa for isa in ISAS if isa in FUSED_WITHOUT_BF16]),
+        ("int4", [isa for isa in ISAS if isa in FUSED_WITHOUT_BF16]),
+    ],
+)
+def test_sets_with_fused_products_agree(name, isas, checkpoint):
     """Sums of integers are exact, and sums of floats have one order: only fusing tells sets apart."""
-    library = native_library()
-    selected, tokens, states = library.engine_isa(), prompt(150), []
-    try:
-        for isa in filter(library.engine_select_isa, range(1, NUM_ISAS)):
-            decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS["int8 cache"])
-            assert library.engine_isa() == isa
-            states.append(whole(decoder, tokens))
-        for state in states:
-            assert_same_bits(state, states[0])
-    finally:
-        library.engine_select_isa(selected)
+    states = []
+    for isa in isas:
+        select_isa(isa)
+        decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS[name])
+        states.append(whole(decoder, prompt(150)))
+    for state in states:
+        assert_same_bits(state, states[0])

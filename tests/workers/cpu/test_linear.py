@@ -4,7 +4,6 @@ R rows of activations, N rows of the matrix, K columns of both.
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from engine.workers.loaders.dequantize import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.isas import ISAS, PORTABLE, select_isa
 
 T, F = SourceType, WeightFormat
 Floats = NDArray[np.float32]
@@ -42,17 +42,6 @@ PRODUCT_OF_SCALES_ROUNDED = [(T.Q4_K, F.U4_OFFSET), (T.Q5_K, F.U5_OFFSET), (T.Q6
 CENTRE_ROUNDED = [(T.Q4_1, F.U4_OFFSET), (T.Q5_1, F.U5_OFFSET)]
 PACKINGS = EXACT + CENTRE_ROUNDED + PRODUCT_OF_SCALES_ROUNDED
 FLOAT_TYPES = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
-
-PORTABLE = 0
-BEST_ISA = native_library().engine_isa()
-ISAS = [isa for isa in range(4) if native_library().engine_select_isa(isa)]
-native_library().engine_select_isa(BEST_ISA)
-
-
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    yield
-    native_library().engine_select_isa(BEST_ISA)
 
 
 def stored_matrix(source_type: SourceType, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -163,7 +152,7 @@ def test_packed_rows_have_the_values_of_the_checkpoint(
 def test_products_are_exact_but_for_the_rounding_of_activations_and_sums(
     isa: int, shape: tuple[int, int], source_type: SourceType, weight_format: WeightFormat
 ) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     n, k = shape[0], columns_of(weight_format, shape[1])
     weight = random_weight(source_type, weight_format, n, k)
     w_NK = weight.rows(range(n)).astype(np.float64)
@@ -199,14 +188,13 @@ def test_int8_activations_are_exact_where_eight_bits_suffice(weight_format: Weig
 def test_every_instruction_set_gives_the_bits_of_the_portable_code(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
-    library = native_library()
     for n, k in ((75, 512), (16, 768)):
         k = columns_of(weight_format, k)
         weight = random_weight(source_type, weight_format, n, k)
         x_RK = activations(11, k)
-        library.engine_select_isa(PORTABLE)
+        select_isa(PORTABLE)
         expected, expected_RN = quantized(weight, x_RK), multiply(weight, x_RK)
-        library.engine_select_isa(isa)
+        select_isa(isa)
         np.testing.assert_array_equal(quantized(weight, x_RK), expected)
         np.testing.assert_array_equal(multiply(weight, x_RK), expected_RN)
 
@@ -230,7 +218,7 @@ def test_outliers_take_no_levels_from_the_rest_of_their_group() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_only_the_fours_of_outliers_have_second_terms(isa: int) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     weight = random_weight(T.Q8_0, F.U8, 16, 512)
     x_RK = np.random.default_rng(4).uniform(-1, 1, (2, 512)).astype(np.float32)
     x_RK[0, [70, 300]] = 100, -3000
@@ -268,12 +256,12 @@ def split_activations(rows: int, k: int) -> Floats:
 def test_split_fours_have_the_same_bits_by_every_set_and_in_every_company(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
-    kind, library = ActivationKind.INT8_SPLIT, native_library()
+    kind = ActivationKind.INT8_SPLIT
     weight = random_weight(source_type, weight_format, 37, 2304)
     x_RK = split_activations(41, 2304)
-    library.engine_select_isa(PORTABLE)
+    select_isa(PORTABLE)
     expected, expected_RN = quantized(weight, x_RK, kind), multiply(weight, x_RK, kind=kind)
-    library.engine_select_isa(isa)
+    select_isa(isa)
     np.testing.assert_array_equal(quantized(weight, x_RK, kind), expected)
     np.testing.assert_array_equal(multiply(weight, x_RK, kind=kind), expected_RN)
     for first, last in ((0, 1), (3, 10), (5, 22), (40, 41)):
@@ -298,7 +286,7 @@ def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[
     x_RK = activations(MANY_ROWS, k)
     whole_RN = {}
     for isa in ISAS:
-        native_library().engine_select_isa(isa)
+        select_isa(isa)
         whole_RN[isa] = multiply(weight, x_RK)
     return weight, x_RK, whole_RN
 
@@ -314,14 +302,14 @@ def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
     last = data.draw(st.integers(first + 1, MANY_ROWS))
     begin = data.draw(st.integers(0, 9)) * 16
     end = data.draw(st.sampled_from([*range(begin + 16, 150, 16), 150]))
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     part = multiply(weight, np.ascontiguousarray(x_RK[first:last]), begin, end)
     np.testing.assert_array_equal(part, whole_RN[isa][first:last, begin:end])
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_blocks_of_rows_pass_over_cached_parts_of_many_columns(isa: int) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     weight = random_weight(T.Q4_1, F.U4_OFFSET, 600, 1536)
     x_RK = activations(40, 1536)
     whole_RN = multiply(weight, x_RK)
@@ -337,7 +325,7 @@ def test_blocks_of_rows_pass_over_cached_parts_of_many_columns(isa: int) -> None
 def test_what_is_not_finite_reaches_every_output_of_its_row_and_no_other(
     bad: float, isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     weight = random_weight(source_type, weight_format, 20, 256)
     x_RK = activations(3, 256)
     expected_RN = multiply(weight, x_RK)
@@ -350,7 +338,7 @@ def test_what_is_not_finite_reaches_every_output_of_its_row_and_no_other(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("magnitude", [0.0, -0.0, 1e-45, 1e-38, 1e-31])
 def test_groups_too_small_to_scale_count_as_zero(magnitude: float, isa: int) -> None:
-    native_library().engine_select_isa(isa)
+    select_isa(isa)
     weight = random_weight(T.Q4_1, F.U4_OFFSET, 16, 64)
     x_RK = np.full((1, 64), magnitude, np.float32)
     assert (multiply(weight, x_RK) == 0).all()

@@ -9,15 +9,14 @@ import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.cpu.decoder import NativeDecoder
-from engine.workers.cpu.library import native_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.isas import ISAS, select_isa
 from support.native_decoders import forward_and_sample, native_decoder, small_spec
 from support.sampler_rows import Rows
 
 VOCAB_SIZES = (97, 4096, 5003)
 NUM_ROWS = 40
-NUM_ISAS = 4
 
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -141,14 +140,12 @@ def test_one_call_from_tokens_to_tokens(
     assert forward_and_sample(decoder, prompt, range(5, 9), others)[1][:3] == chosen[5:8]
 
 
-def test_every_instruction_set_of_this_machine_samples(decoders: dict[int, NativeDecoder]) -> None:
-    library = native_library()
-    selected = library.engine_isa()
-    try:
-        for _ in filter(library.engine_select_isa, range(NUM_ISAS)):
-            for kwargs in PARAMS:
-                params = [SamplingParams(seed=seed, **kwargs) for seed in range(9)]
-                native, expected = both_choose(decoders[5003], random_logits(5003, 5, 9), params)
-                assert native == expected
-    finally:
-        library.engine_select_isa(selected)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set_of_this_machine_samples(
+    isa: int, decoders: dict[int, NativeDecoder]
+) -> None:
+    select_isa(isa)
+    for kwargs in PARAMS:
+        params = [SamplingParams(seed=seed, **kwargs) for seed in range(9)]
+        native, expected = both_choose(decoders[5003], random_logits(5003, 5, 9), params)
+        assert native == expected

@@ -26,6 +26,8 @@ const AttentionKernels& attention_kernels() {
 #if defined(__x86_64__)
     case Isa::avx512:
       return avx512::kAttentionKernels;
+    case Isa::avx512_bf16:
+      return avx512_bf16::kAttentionKernels;
     case Isa::avx2:
       return avx2::kAttentionKernels;
 #elif defined(__aarch64__)

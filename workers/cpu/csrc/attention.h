@@ -98,6 +98,9 @@ extern const AttentionKernels kAttentionKernels;
 namespace avx512 {
 extern const AttentionKernels kAttentionKernels;
 }
+namespace avx512_bf16 {
+extern const AttentionKernels kAttentionKernels;
+}
 namespace neon {
 extern const AttentionKernels kAttentionKernels;
 }

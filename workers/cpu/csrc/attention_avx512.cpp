@@ -1,4 +1,4 @@
-// The attention kernels for AVX-512 with BF16.
+// The attention kernels for AVX-512.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -20,7 +20,9 @@ bool isa_supported(Isa isa) {
       return isa_supported(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-             __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("bmi2");
+             __builtin_cpu_supports("bmi2");
+    case Isa::avx512_bf16:
+      return isa_supported(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__) && defined(__linux__)
     case Isa::neon:
       return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
@@ -36,7 +38,7 @@ bool isa_supported(Isa isa) {
 namespace {
 
 Isa best_isa() {
-  for (Isa isa : {Isa::avx512, Isa::avx2, Isa::neon})
+  for (Isa isa : {Isa::avx512_bf16, Isa::avx512, Isa::avx2, Isa::neon})
     if (isa_supported(isa)) return isa;
   return Isa::portable;
 }

@@ -16,6 +16,8 @@ const LinearKernels& kernels() {
       return avx2::kLinearKernels;
     case Isa::avx512:
       return avx512::kLinearKernels;
+    case Isa::avx512_bf16:
+      return avx512_bf16::kLinearKernels;
 #elif defined(__aarch64__)
     case Isa::neon:
       return neon::kLinearKernels;

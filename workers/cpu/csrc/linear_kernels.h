@@ -31,6 +31,9 @@ extern const LinearKernels kLinearKernels;
 namespace avx512 {
 extern const LinearKernels kLinearKernels;
 }
+namespace avx512_bf16 {
+extern const LinearKernels kLinearKernels;
+}
 namespace neon {
 extern const LinearKernels kLinearKernels;
 }

@@ -8,6 +8,7 @@ const RowKernels& row_kernels() {
   switch (isa()) {
 #if defined(__x86_64__)
     case Isa::avx512:
+    case Isa::avx512_bf16:
       return avx512::kRowKernels;
     case Isa::avx2:
       return avx2::kRowKernels;

@@ -10,6 +10,7 @@ const SamplingKernels& sampling_kernels() {
   switch (isa()) {
 #if defined(__x86_64__)
     case Isa::avx512:
+    case Isa::avx512_bf16:
       return avx512::kSamplingKernels;
     case Isa::avx2:
       return avx2::kSamplingKernels;

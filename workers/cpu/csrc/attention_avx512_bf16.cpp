@@ -1,0 +1,18 @@
+// The attention kernels for AVX-512 with BF16.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "attention.h"
+#include "rounding.h"
+#include "target_avx512_bf16.h"
+
+namespace engine::avx512_bf16 {
+#define ENGINE_AVX512
+#define ENGINE_BF16
+#include "vectors.inc"
+
+#include "attention_formats.inc"
+#include "attention_store.inc"
+#include "attention_kernels.inc"
+}  // namespace engine::avx512_bf16
+#endif
