@@ -58,20 +58,9 @@ inline int first_key(int position, int window) {
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 
-// Of a query as the kernels read it, in the format of the keys.
-inline int query_words(const KVLayout& layout) {
-  switch (layout.format) {
-    case KVFormat::bf16:
-      return layout.head_dim / 2;
-    case KVFormat::int8:
-      // Two parts, their scale, and what products with them are too large by.
-      return layout.head_dim / 2 + 2;
-    default:
-      return layout.head_dim;
-  }
-}
-
 struct AttentionKernels {
+  // Of a query as the kernels read it, in the format of the keys.
+  int (*query_words)(const KVLayout&);
   // Begins to fetch the first keys that `task` reads.
   void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
   // Computes the task's partitions one after the other and leaves their combination in `total`.

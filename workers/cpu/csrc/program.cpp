@@ -103,7 +103,7 @@ bool Program::run(const Step& step) {
   num_slices_ = (step.num_tokens + kSliceTokens - 1) / kSliceTokens;
   const int rows = std::min(step.num_tokens, kSliceTokens);
   slice_rows_.reserve(rows);
-  queries_.reserve(sizeof(uint32_t) * rows * shape_.num_heads * query_words(kv_));
+  queries_.reserve(sizeof(uint32_t) * rows * shape_.num_heads * attention_.query_words(kv_));
   if (segments_.empty()) find_segments();
   head_activations_.reserve(step.num_logit_rows * (sizeof(float) * shape_.hidden_size + 64));
   if (exchange_ && (step.sampling || step.logits))

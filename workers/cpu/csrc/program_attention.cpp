@@ -44,7 +44,7 @@ void Program::rotate_store(const Op& op, float* qkv, int row) {
 }
 
 uint32_t* Program::queries(int kv_head, int row) const {
-  const size_t words = size_t(shape_.num_heads / shape_.num_kv_heads) * query_words(kv_);
+  const size_t words = size_t(shape_.num_heads / shape_.num_kv_heads) * attention_.query_words(kv_);
   return reinterpret_cast<uint32_t*>(queries_.bytes()) + (size_t(kv_head) * num_tokens_ + row) * words;
 }
 

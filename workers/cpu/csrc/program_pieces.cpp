@@ -12,7 +12,7 @@ namespace engine {
 namespace {
 
 // Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance.
-constexpr int kFewestRows = 8, kMostRows = 16;
+constexpr int kFewestRows = 8, kMostRows = 18;
 // Each thread reads all weights: those of two layers must fit into the last cache, to come from memory once.
 constexpr int kLayersInCache = 2;
 
