@@ -29,12 +29,14 @@ const LinearKernels& kernels() {
 
 }  // namespace
 
+size_t activation_offset(ActivationKind kind, int column) {
+  if (kind == ActivationKind::bf16) return size_t(column) / 2 * kernels().pair_bytes;
+  return kind == ActivationKind::int8 ? high_terms_at(column / kGroup) : size_t(column) * 4;
+}
+
 size_t activation_row_bytes(ActivationKind kind, int k) {
-  const int groups = k / kGroup;
-  const size_t bytes = kind == ActivationKind::int8_split ? high_terms_at(groups) + size_t(k)
-                       : kind == ActivationKind::int8     ? high_terms_at(groups)
-                       : kind == ActivationKind::bf16     ? size_t(k) * 2
-                                                          : size_t(k) * 4;
+  const size_t bytes = kind == ActivationKind::int8_split ? high_terms_at(k / kGroup) + size_t(k)
+                                                          : activation_offset(kind, k + k % 2);
   return (bytes + 15) / 16 * 16;
 }
 

@@ -51,6 +51,9 @@ constexpr int kColumnTile = 16;
 // Always a multiple of 16; buffers are aligned to 64.
 size_t activation_row_bytes(ActivationKind kind, int k);
 
+// Where column `column` of a row of activations is, if whole groups, or pairs of bf16, are before it. Not for int8_split.
+size_t activation_offset(ActivationKind kind, int column);
+
 // Convert rows of x, x_stride floats apart, into rows of `out`. Integer formats need k % 32 == 0.
 // A row with a NaN or an infinity gives NaN in the groups it is in, hence in all outputs of the row.
 void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int rows, int k, void* out);

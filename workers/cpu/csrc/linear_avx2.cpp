@@ -24,6 +24,7 @@ struct Codes {
 
 constexpr int kIntegerRows = 4, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
+constexpr int kPairBytes = 8;
 
 template <int kBytes>
 ENGINE_INLINE void prefetch(const uint8_t* p) {
@@ -177,10 +178,9 @@ ENGINE_INLINE Floats even_halves(Codes x) {
           _mm256_castsi256_ps(_mm256_slli_epi32(x.high, 16))};
 }
 ENGINE_INLINE Floats dot_bf16(Floats sum, Codes w, const uint8_t* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, 4);
-  const Codes pairs{_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
-  return fma(even_halves(w), even_halves(pairs), fma(odd_halves(w), odd_halves(pairs), sum));
+  float pair[2];
+  std::memcpy(pair, x, 8);
+  return fma(even_halves(w), broadcast(pair[0]), fma(odd_halves(w), broadcast(pair[1]), sum));
 }
 
 ENGINE_INLINE int32_t sum_of(__m256i x) {
@@ -238,11 +238,7 @@ void quantize_int8_split(const float* x, int k, void* out) {
   for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
-void quantize_bf16(const float* x, int k, void* out) {
-  auto* bits = static_cast<uint16_t*>(out);
-  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
-  if (k % 2) bits[k] = 0;
-}
+void quantize_bf16(const float* x, int k, void* out) { round_to_bf16(x, k, static_cast<float*>(out)); }
 
 }  // namespace
 

@@ -12,6 +12,7 @@
 namespace engine {
 
 struct LinearKernels {
+  size_t pair_bytes;  // of two activations for bf16
   // x is one row of k floats.
   void (*quantize_int8)(const float* x, int k, void* out);
   void (*quantize_int8_split)(const float* x, int k, void* out);

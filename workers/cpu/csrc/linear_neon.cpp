@@ -24,6 +24,7 @@ struct Codes {
 
 constexpr int kIntegerRows = 4, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 4, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 2048;
+constexpr int kPairBytes = 8;
 
 template <int kBytes>
 ENGINE_INLINE void prefetch(const uint8_t* p) {
@@ -151,12 +152,11 @@ ENGINE_INLINE float32x4_t even_half(uint8x16_t pairs) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(pairs), 16));
 }
 ENGINE_INLINE Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
-  uint32_t pair;
-  std::memcpy(&pair, x, 4);
-  const uint8x16_t pairs = vreinterpretq_u8_u32(vdupq_n_u32(pair));
+  float pair[2];
+  std::memcpy(pair, x, 8);
   return each<Floats>([&](int i) {
-    const float32x4_t odd = vfmaq_f32(sum.v[i], odd_half(w.v[i]), odd_half(pairs));
-    return vfmaq_f32(odd, even_half(w.v[i]), even_half(pairs));
+    const float32x4_t odd = vfmaq_n_f32(sum.v[i], odd_half(w.v[i]), pair[1]);
+    return vfmaq_n_f32(odd, even_half(w.v[i]), pair[0]);
   });
 }
 
@@ -199,11 +199,7 @@ void quantize_int8_split(const float* x, int k, void* out) {
   for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
-void quantize_bf16(const float* x, int k, void* out) {
-  auto* bits = static_cast<uint16_t*>(out);
-  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
-  if (k % 2) bits[k] = 0;
-}
+void quantize_bf16(const float* x, int k, void* out) { round_to_bf16(x, k, static_cast<float*>(out)); }
 
 }  // namespace
 

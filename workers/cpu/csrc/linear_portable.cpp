@@ -20,6 +20,7 @@ struct Codes {
 
 constexpr int kIntegerRows = 2, kIntegerTiles = 1, kVectorsAtOnce = 4, kFloatRows = 2, kFloatTiles = 1;
 constexpr int kPrefetchBytes = 0;
+constexpr int kPairBytes = 8;
 
 template <int kBytes>
 inline void prefetch(const uint8_t*) {}
@@ -115,12 +116,13 @@ inline void add_high_terms(Ints (&sums)[kRows][kTiles], const Codes (&codes)[kTi
     for (int t = 0; t < kTiles; t++) add_dot(sums[r][t], codes[t], high + r * row_bytes, kHighUnit);
 }
 inline Floats dot_bf16(const Floats& sum, const Codes& w, const uint8_t* x) {
-  uint16_t pairs[2 * kColumnTile], pair[2];
+  uint16_t pairs[2 * kColumnTile];
+  float pair[2];
   std::memcpy(pairs, w.v, sizeof(pairs));
   std::memcpy(pair, x, sizeof(pair));
   return each<Floats>([&](int i) {
-    const float odd = std::fma(from_bf16(pairs[2 * i + 1]), from_bf16(pair[1]), sum.v[i]);
-    return std::fma(from_bf16(pairs[2 * i]), from_bf16(pair[0]), odd);
+    const float odd = std::fma(from_bf16(pairs[2 * i + 1]), pair[1], sum.v[i]);
+    return std::fma(from_bf16(pairs[2 * i]), pair[0], odd);
   });
 }
 
@@ -156,11 +158,7 @@ void quantize_int8_split(const float* x, int k, void* out) {
   for (int g = 0; g < k / kGroup; g++) quantize_group<true>(x + g * kGroup, groups[g], high + g * kGroup);
 }
 
-void quantize_bf16(const float* x, int k, void* out) {
-  auto* bits = static_cast<uint16_t*>(out);
-  for (int i = 0; i < k; i++) bits[i] = to_bf16(x[i]);
-  if (k % 2) bits[k] = 0;
-}
+void quantize_bf16(const float* x, int k, void* out) { round_to_bf16(x, k, static_cast<float*>(out)); }
 
 }  // namespace
 

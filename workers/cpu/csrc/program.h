@@ -59,12 +59,6 @@ constexpr int kTileFloats = 16384;
 // Of the processor's last cache, or 0 if that is not known.
 ptrdiff_t last_cache_bytes();
 
-// Where column `column` of a row of activations is, if whole groups are before it.
-inline size_t activation_offset(ActivationKind kind, int column) {
-  if (kind == ActivationKind::int8) return activation_row_bytes(kind, column);
-  return size_t(column) * (kind == ActivationKind::bf16 ? 2 : 4);
-}
-
 struct Op {
   OpKind kind;
   ActivationKind input_kind;       // of the activations it reads

@@ -38,6 +38,12 @@ inline uint16_t to_bf16(float x) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// As the sets take activations for bf16 weights that have no instruction for these; one more if k is odd.
+inline void round_to_bf16(const float* x, int k, float* out) {
+  for (int i = 0; i < k; i++) out[i] = from_bf16(to_bf16(x[i]));
+  if (k % 2) out[k] = 0;
+}
+
 inline float from_fp16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
   if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
