@@ -18,7 +18,7 @@ from .attention.graph_break import BreakingAttention
 from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
-from .cpu.library import NotSupportedNatively
+from .cpu.library import NotSupportedNatively, instruction_set
 from .device import has_float8, resolve_dtype, usable_cores
 from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
@@ -141,15 +141,19 @@ def load_model(
     if device.type == "cpu" and backend is not CPUBackend.TORCH:
         # The native program has its own threads; torch's would only spin beside them.
         torch.set_num_threads(1)
+        num_threads = config.device.threads or max(1, usable_cores() // num_workers)
         try:
-            return NativeDecoder(
+            decoder = NativeDecoder(
                 spec,
                 checkpoint,
                 NativeAttention(**shape),
                 **common,
                 quantization=config.model.quantization,
-                num_threads=config.device.threads or max(1, usable_cores() // num_workers),
+                num_threads=num_threads,
             )
+            if parallel.is_output_rank:
+                logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
+            return decoder
         except NotSupportedNatively as reason:
             if backend is CPUBackend.NATIVE:
                 raise ConfigError(f"--cpu-backend native: {reason}") from reason

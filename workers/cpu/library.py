@@ -11,6 +11,14 @@ from typing import Any
 from ...protocol.errors import EngineError
 
 MAX_PARTS = 3
+# By their numbers in `isa.h`.
+INSTRUCTION_SETS = (
+    "any processor",
+    "AVX2",
+    "AVX-512 with VNNI",
+    "AVX-512 with VNNI and BF16",
+    "NEON",
+)
 OP_KINDS = (
     "embed",
     "quantize",
@@ -173,3 +181,8 @@ def native_library() -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def instruction_set() -> str:
+    """For which the kernels in use were compiled."""
+    return INSTRUCTION_SETS[native_library().engine_isa()]
