@@ -10,7 +10,9 @@ done together; prompts go one by one, in tiles of queries.
 
 Both do the same operations on whole blocks of keys, masked ones included. oneDNN's bfloat16 products
 then add up a query's values in one order, whatever shares its step: bit for bit the same result in a
-prompt, a chunk or a decode, up to 1024 keys, and beyond that without a window.
+prompt, a chunk or a decode, up to 1024 keys, and beyond that without a window. On processors without
+instructions for bfloat16 its order for rows of some thousand weights depends on how many there are:
+there only the native backend keeps the promise for every model.
 
 T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a
 bucket), B pages a head, L = B * block_size keys, N = R * G.
@@ -275,7 +277,7 @@ def _attend(
     q_NMK: Tensor, k_NLK: Tensor, v_NLK: Tensor, mask: Tensor, layer: AttentionLayer
 ) -> Tensor:
     """softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
-    if q_NMK.shape[1] == 1 and k_NLK.shape[1] > _LONGEST_SINGLE_SUM:
+    if q_NMK.shape[1] == 1:
         # A single row has an order of its own.
         return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer)[:, :1]
     keys_NKL = k_NLK.transpose(1, 2)

@@ -116,12 +116,11 @@ def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:
 def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OD)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    # oneDNN adds up long rows in another order when there is only one of them. Two cost no more,
-    # and so the result of a token does not depend on how many others share its step.
-    has_own_order_alone = weight_OD.shape[1] > 1024
 
     def forward(x_TD: Tensor) -> Tensor:
-        if has_own_order_alone and x_TD.shape[0] == 1:
+        # oneDNN adds up a lone row in another order: long ones, and without instructions for bfloat16 any. Two cost no
+        # more, and so the result of a token does not depend on how many others share its step.
+        if x_TD.shape[0] == 1:
             return multiply(x_TD.repeat(2, 1), packed, bias_O, "none", [], "")[:1]
         return multiply(x_TD, packed, bias_O, "none", [], "")
 
