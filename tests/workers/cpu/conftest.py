@@ -20,6 +20,7 @@ except NotSupportedNatively:
 @pytest.fixture(autouse=True)
 def best_isa_afterwards() -> Iterator[None]:
     yield
+    # Not above: it needs the library.
     from support.isas import BEST_ISA, select_isa
 
     select_isa(BEST_ISA)

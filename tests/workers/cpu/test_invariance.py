@@ -138,7 +138,7 @@ def test_threads_that_lose_their_processors_in_the_middle_of_their_work(isa, che
     blocks = [list(range(1 + 95 * i, 96 + 95 * i)) for i in range(len(prompts))]
     steps = [(0, 250), *((n, n + 1) for n in range(250, 290)), (290, 300)]
     steps_of_two = [(300, 1490), *((n, n + 1) for n in range(1490, 1500))]
-    for _ in range(6):
+    for _ in range(12):
         engine = Engine(crowd, num_blocks=1200)
         for start, stop in steps + steps_of_two:
             running = 12 if stop <= 300 else 2

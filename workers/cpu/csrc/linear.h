@@ -51,7 +51,8 @@ constexpr int kColumnTile = 16;
 // Always a multiple of 16; buffers are aligned to 64.
 size_t activation_row_bytes(ActivationKind kind, int k);
 
-// Where column `column` of a row of activations is, if whole groups, or pairs of bf16, are before it. Not for int8_split.
+// Where column `column` of a row of activations is, if whole groups, or pairs of bf16, are before it. Not for
+// int8_split.
 size_t activation_offset(ActivationKind kind, int column);
 
 // Convert rows of x, x_stride floats apart, into rows of `out`. Integer formats need k % 32 == 0.
