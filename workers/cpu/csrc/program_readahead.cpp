@@ -2,7 +2,8 @@
 //
 // A step of many sequences spends its time in products, which hardly read any memory, and in attention, which
 // waits for memory: each layer's keys and values are read once a step, and are not in the caches when others are stored
-// beside them. So they are fetched during the products before.
+// beside them. So they are fetched during the products before, by processors whose last cache takes all that leaves
+// the second one.
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,7 +21,19 @@ ptrdiff_t last_cache_bytes() {
 #endif
 }
 
+// Intel's last cache is not sure to take what was fetched and not read yet, and what is on its way from memory holds up
+// products there: that cost more than it gave.
+bool Program::reads_ahead() {
+#if defined(__x86_64__)
+  static const bool is_amd = __builtin_cpu_is("amd");
+  return is_amd;
+#else
+  return true;
+#endif
+}
+
 void Program::make_runs() {
+  if (!reads_ahead()) return;
   for (RunList& list : run_lists_) list.is_made = false;
   for (const Op& op : ops_) {
     if (op.kind != OpKind::attention) continue;
@@ -81,6 +94,7 @@ void Program::find_attended(FoundRuns& runs, const Op& op, int first_row, int en
 // What the thread's next attention reads, then what the piece stores at the end of its segment, at a rate that brings
 // it all by then.
 Readahead Program::readahead_for(const PieceSegment& at) {
+  if (!reads_ahead()) return {};
   ptrdiff_t bytes = 0;
   const auto runs_before = [&](int segment, int piece, FoundRuns PieceRuns::*which) -> Runs {
     if (segment == 0 || segment >= int(segments_.size())) return {};
