@@ -205,7 +205,7 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("first_seed", range(0, 240, 40))
+@pytest.mark.parametrize("first_seed", range(0, 240, 24))
 def test_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
     """Ten thousand steps each time, with seeds and limits that differ.
 

@@ -274,7 +274,6 @@ class Program final : private Phases {
   const TaskList& tasks_of(const Op& op);
   void make_tasks(TaskList& list);
   void make_tiles(TaskList& list) const;
-  static bool reads_ahead();
   void make_runs();
   std::deque<RunList>::iterator runs_of(const Op& op);
   void find_stored(FoundRuns& runs, const Op& op, int first_row, int end_row) const;

@@ -12,23 +12,27 @@
 
 namespace engine {
 
+namespace {
+
+// Intel's last cache is not sure to take what was fetched and not read yet, and what is on its way from memory holds up
+// products there: that cost more than it gave.
+bool reads_ahead() {
+#if defined(__x86_64__)
+  static const bool is_amd = __builtin_cpu_is("amd");
+  return is_amd;
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+
 ptrdiff_t last_cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
   return bytes > 0 ? bytes : 0;
 #else
   return 0;
-#endif
-}
-
-// Intel's last cache is not sure to take what was fetched and not read yet, and what is on its way from memory holds up
-// products there: that cost more than it gave.
-bool Program::reads_ahead() {
-#if defined(__x86_64__)
-  static const bool is_amd = __builtin_cpu_is("amd");
-  return is_amd;
-#else
-  return true;
 #endif
 }
 
