@@ -71,7 +71,7 @@ def test_blocks_that_run_out_preempt():
     harness.drain()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
     max_tokens=st.lists(st.integers(1, 60), min_size=6, max_size=6),

@@ -264,7 +264,7 @@ LIES_OF_WORKERS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     of_strangers=st.lists(garbage(WorkerReady(0), AbortRequests(b"1234")), max_size=6),
     of_client=st.lists(

@@ -94,7 +94,7 @@ chunkings = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 texts = st.text(alphabet="ab ,\né漢👍Hello", max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), sizes=chunkings, skip=st.booleans())
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
@@ -106,7 +106,7 @@ def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
     assert detokenizer.num_tokens == len(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=texts, sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
@@ -120,7 +120,7 @@ def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
     assert shown == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=texts, text=texts, cut=st.integers(0, 10), sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_output_goes_on_from_the_prompt(request, name, prompt, text, cut, sizes) -> None:
@@ -178,7 +178,7 @@ def stopped_text(tokenizer, ids, stops, include, min_tokens) -> tuple[str, str |
     return tokenizer.decode(ids), None, len(ids)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=st.text(alphabet="ab ,é漢👍", max_size=25),
     stops=st.lists(st.text(alphabet="ab ,é漢👍", min_size=1, max_size=5), min_size=1, max_size=3),

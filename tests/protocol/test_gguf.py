@@ -161,7 +161,7 @@ def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damage_is_refused_or_harmless(small: Path, tmp_path_factory, data: st.DataObject) -> None:
     content = bytearray(small.read_bytes())

@@ -90,9 +90,7 @@ def test_peers_and_hub_exchange_messages(context: zmq.Context[Any], address: str
         end.close()
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=3))
 def test_garbage_is_counted_and_dropped(tmp_path: Path, frames: list[bytes]) -> None:
     assume(frames != [b""])

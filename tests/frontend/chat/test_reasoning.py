@@ -57,7 +57,7 @@ FRAGMENTS = ["<think>", "</think>", "<", "/think", ">", " ", "\n", "word", "Here
 FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=10),
     prompt=st.sampled_from(["", OPEN, CLOSED]),

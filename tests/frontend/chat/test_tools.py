@@ -204,7 +204,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -223,7 +223,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arguments=st.dictionaries(st.text(max_size=6), json_values, max_size=4),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),

@@ -19,7 +19,7 @@ request_lists = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=request_lists,
     num_kv_heads=st.integers(1, 3),

@@ -39,7 +39,7 @@ def assert_agrees(requests, *, dtype=torch.float16, **case):
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=1e-5)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 40))),

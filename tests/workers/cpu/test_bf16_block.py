@@ -98,7 +98,7 @@ def test_trained_weights_take_twelve_bits_and_noise_sixteen() -> None:
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0080]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 300),

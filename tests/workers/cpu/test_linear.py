@@ -293,7 +293,7 @@ def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[
     return weight, x_RK, whole_RN
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
     product: tuple[PackedWeight, Floats, dict[int, Floats]], data: st.DataObject

@@ -82,7 +82,7 @@ def test_the_same_tokens_as_the_torch_sampler(
     levels=st.sampled_from([1, 3, 50]),
     masked=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_ties_and_masks_make_no_difference(
     decoders: dict[int, NativeDecoder],
     top_k: int,

@@ -82,7 +82,7 @@ def test_a_vocabulary_of_several_tiles(kwargs: dict[str, Any]) -> None:
     levels=st.sampled_from([1, 3, 50]),
     seed=st.integers(0, 2**62),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ties_go_to_the_lower_id(
     top_k: int, top_p: float, min_p: float, temperature: float, levels: int, seed: int
 ) -> None:

@@ -380,7 +380,7 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     refused(write_file(tmp_path / "none.gguf", {}), "token_embd.weight")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path_factory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"

@@ -5,7 +5,7 @@ import torch
 from engine.workers.models.config_fields import ConfigFields
 from engine.workers.models.rope import RotaryEmbedding, RotaryTables, apply_rotary
 from engine.workers.models.rope_config import read_rope
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -54,7 +54,6 @@ scalings = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(scaling=scalings, theta=st.floats(100.0, 1e6), max_model_len=st.integers(64, 16_384))
 def test_frequencies(scaling, theta, max_model_len):
     config = LlamaConfig(
@@ -71,7 +70,6 @@ def test_frequencies(scaling, theta, max_model_len):
     assert factor == pytest.approx(expected_factor)
 
 
-@settings(deadline=None)
 @given(
     num_heads=st.integers(1, 4),
     rotary_dim=st.sampled_from([2, 16, 24, HEAD_DIM]),

@@ -103,7 +103,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     ties=st.booleans(),
     vocab_size=st.sampled_from([97, 4096, 5003]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_row_alone_equals_the_row_in_any_batch(
     top_k: int,
     top_p: float,
