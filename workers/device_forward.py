@@ -65,7 +65,8 @@ class DeviceForward:
         self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
-        max_graph_size = min(max_graph_size, max_tokens)
+        # A step never has more tokens than its requests may have, and capturing one would need slots that are not there.
+        max_graph_size = min(max_graph_size, max_tokens, batch.num_slots * batch.max_model_len)
         if recorder is not None and max_graph_size:
             self._add_graphs(recorder, max_graph_size)
 

@@ -43,9 +43,11 @@ class Steps:
         block_size: int = 4,
         device: DeviceConfig | None = None,
         accelerator: Accelerator | None = None,
+        max_model_len: int = 128,
     ) -> None:
+        name = str(path)
         model = ModelConfig(
-            "m", str(path), str(path), ("m",), "qwen3", vocab_size, 128, (1,), dtype="float32"
+            "m", name, name, ("m",), "qwen3", vocab_size, max_model_len, (1,), dtype="float32"
         )
         config = EngineConfig(
             "/run",
@@ -63,7 +65,7 @@ class Steps:
             accelerator=accelerator,
         )
         self.runner.profile_memory(0.9)
-        self.blocks_per_row = 128 // block_size
+        self.blocks_per_row = max_model_len // block_size
         self.num_groups = len(self.runner.kv_cache_groups)
         self.runner.allocate_kv_cache(
             1 + 4 * self.blocks_per_row * self.num_groups, num_host_blocks=8

@@ -80,6 +80,23 @@ def test_padding_and_what_was_there_before_change_nothing(
     assert sum(map(len, expected[0])) > 20
 
 
+def test_graphs_of_more_tokens_than_all_slots_have_room_for_are_not_captured(
+    checkpoint, monkeypatch
+) -> None:
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    said = []
+    for device in (EAGER, ALL_STEPS):
+        # Four slots of eight tokens, in steps of up to 64.
+        accelerator = HostAccelerator()
+        steps = Steps(path, vocab_size, device=device, accelerator=accelerator, max_model_len=8)
+        new = [steps.new(slot, list(range(9 + slot, 16 + slot))) for slot in range(4)]
+        chunks = [(row, 7) for row in range(4)]
+        said.append(steps.tokens(slots=range(4), chunks=chunks, new=new))
+    assert said[0] == said[1] and len(said[0]) == 4
+    assert accelerator.graphs.num_replayed
+
+
 def test_outputs_are_there_once_the_device_is_done_and_in_order(checkpoint) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
     plain = Steps(path, vocab_size, device=EAGER)
