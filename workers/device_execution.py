@@ -76,6 +76,10 @@ class DeviceExecution:
     def use_kv_cache(self) -> None:
         self._forward.forget_graphs()
 
+    def close(self) -> None:
+        # NCCL does not close a connection as long as there is a graph with an operation of its own.
+        self._forward.forget_graphs()
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the graphs, and let every kernel that comes without one be compiled."""

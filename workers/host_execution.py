@@ -62,6 +62,9 @@ class HostExecution:
             return SamplerOutput(torch.from_numpy(tokens_S).long(), rows).message(output.step)
         return ModelRunnerOutput(output.step, tokens_S.tobytes())
 
+    def close(self) -> None:
+        """It keeps nothing that anybody waits for."""
+
     @torch.inference_mode()
     def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         plan = self._batch.plan(output)

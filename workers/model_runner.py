@@ -36,6 +36,9 @@ class Execution(Protocol):
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult: ...
 
+    def close(self) -> None:
+        """There is nothing more to execute."""
+
 
 class ModelRunner:
     """Loads the model in its constructor; `allocate_kv_cache` must precede `execute`."""
@@ -110,3 +113,4 @@ class ModelRunner:
         """Let the other workers of the replica have what they wait for."""
         self._requests.close()
         self._pipeline.close()
+        self._execution.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine.workers import model_loader
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from support.capturable_attention import CapturableTorchPaged
 from support.host_accelerator import HostAccelerator
+from support.taped_graphs import TapedGraphs
 from support.tiny_checkpoints import gemma3_gguf
 from support.worker_steps import Steps
 
@@ -111,6 +113,34 @@ def test_outputs_are_there_once_the_device_is_done_and_in_order(checkpoint) -> N
     outputs = [result.output() for result in begun]
     assert [output.step for output in outputs] == [1, 2, 3]
     assert [np.frombuffer(o.sampled_token_ids, np.int32).tolist() for o in outputs] == expected
+
+
+class LivingGraphs(TapedGraphs):
+    """Knows which of them can still be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def end(self) -> Any:
+        replay = super().end()
+        self.living.add(replay)
+        return replay
+
+
+def test_no_graph_is_left_when_the_connections_to_other_workers_are_closed(
+    checkpoint, monkeypatch
+) -> None:
+    """NCCL waits until the graphs are gone that have operations of its own."""
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    accelerator = HostAccelerator()
+    accelerator.graphs = graphs = LivingGraphs()
+    steps = Steps(path, vocab_size, device=SOME_STEPS, accelerator=accelerator)
+    assert len(steps.tokens(slots=[0], chunks=[(0, 3)], new=[steps.new(0, [9, 8, 7])])) == 1
+    assert len(graphs.living) > 10
+    steps.runner.close()
+    assert not graphs.living
 
 
 class FullDevice(TorchPagedAttention):
