@@ -152,7 +152,7 @@ def test_float8_activations(scheme: ActivationScheme) -> None:
     assert linear.rounding is not None
     x = torch.randn(9, 192, device=DEVICE) * 3
     rows = linear.rounding(x)
-    scale_TG = torch.full((9, 1), 0.03) if rows.scale_TG is None else rows.scale_TG
+    scale_TG = torch.full((9, 1), 0.03, device=DEVICE) if rows.scale_TG is None else rows.scale_TG
     scale_TD = scale_TG.repeat_interleave(192 // scale_TG.shape[1], 1)
     expected = (rows.values_TD.float() * scale_TD) @ matrix.dequantize(torch.float32).T
     for found in (linear(x), linear(rows)):
