@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from .errors import APIError, bad_request, echo
 from .schema import ChatCompletionRequest
 from .structured import Constraint, json_schema
@@ -95,13 +97,9 @@ def _schemas_by_name(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _calls_schema(schemas: dict[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
     """An array of {"name", "parameters"} objects, one shape for each tool."""
-    definitions: dict[str, Any] = {}
     shapes = []
-    for name, schema in schemas.items():
-        # References are relative to the whole document, so definitions move to its root.
-        parameters = dict(schema)
-        for key in ("$defs", "definitions"):
-            definitions.setdefault(key, {}).update(parameters.pop(key, {}))
+    for i, (name, schema) in enumerate(schemas.items()):
+        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", schema)
         properties = {"name": {"const": name}, "parameters": parameters}
         shapes.append(
             {
@@ -114,7 +112,24 @@ def _calls_schema(schemas: dict[str, dict[str, Any]], parallel: bool) -> dict[st
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
     if not parallel:
         calls["maxItems"] = 1
-    return calls | {key: value for key, value in definitions.items() if value}
+    return calls
+
+
+def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `schema` for that place in a larger document, where its references begin."""
+    moved: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(schema))
+    parts: list[Any] = [moved]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict) and not isinstance(part.get("$id"), str):
+            # References in a part with an identifier of its own begin there already.
+            reference = part.get("$ref")
+            if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+                part["$ref"] = place + reference[1:]
+            parts += part.values()
+    return moved
 
 
 def _wrong(param: str, expected: str, value: object) -> APIError:
