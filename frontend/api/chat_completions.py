@@ -144,6 +144,8 @@ class _Choice:
             self._token_ids += delta.token_ids
             if self._answer.request.include_reasoning is False:
                 message.reasoning = ""
+        if self._answer.request.parallel_tool_calls is False:
+            message.tool_calls = [call for call in message.tool_calls if call.index == 0]
         self._called_tools |= bool(message.tool_calls)
         return message
 

@@ -315,6 +315,25 @@ def test_auto_tools() -> None:
         assert none["finish_reason"] == "stop"
 
 
+def test_only_one_call_where_no_more_are_wanted() -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    text = f"I look. {call}\n{call}"
+    with FrontendProcess(tool_call_parser="hermes") as frontend:
+        options = {
+            "messages": user(text),
+            "tools": [TIME],
+            "max_tokens": num_tokens(frontend, text),
+        }
+        for wanted, count in ((True, 2), (False, 1)):
+            options["parallel_tool_calls"] = wanted
+            message = chat(frontend, **options)["choices"][0]["message"]
+            assert message["content"] == "I look." and len(message["tool_calls"]) == count
+            response = frontend.post("/v1/chat/completions", stream=True, **options)
+            calls, content, _ = accumulate(sse_events(response.text))
+            assert calls == [made["function"] for made in message["tool_calls"]]
+            assert content == "I look."
+
+
 def test_reasoning_is_told_from_content() -> None:
     text = "<think>Let me see.</think>It is four."
     with FrontendProcess(reasoning_parser="qwen3") as frontend:
