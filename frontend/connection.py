@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .api.errors import APIError
 
@@ -41,6 +42,7 @@ class Connection(HttpToolsProtocol):
         self._num_received = 0
         self._in_head = False
         self._in_request = False
+        self._cycles: list[RequestResponseCycle] = []
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -51,6 +53,11 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        # uvicorn tells the last request only, which may still be waiting for the answer to another.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +76,11 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) == 1:
+            # One request may come ahead of its time: who does not read does not hear of a client that leaves.
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self._in_request = False
@@ -107,8 +119,8 @@ class Connection(HttpToolsProtocol):
 
     def _check_pace(self) -> None:
         now = self.loop.time()
-        if self.flow.read_paused:
-            # What is late is late because nobody here has read it.
+        if self.flow.read_paused or self.pipeline:
+            # What is late is late because nobody here has read it, or is not needed yet.
             self._began = now
         allowed = self._slow_client_s + self._num_received / MIN_BYTES_PER_S
         remaining = self._began + allowed - now

@@ -76,6 +76,23 @@ def test_a_client_that_goes_away_is_aborted(path: str, stream: bool) -> None:
         assert frontend.complete(PROMPT, max_tokens=2)["choices"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_is_aborted_with_its_next_request_waiting(stream: bool) -> None:
+    with FrontendProcess(step_s=0.05) as frontend:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": stream}
+        connection = raw_request(frontend.port, COMPLETIONS, body)
+        until(lambda: frontend.core.requests, "the request did not start")
+        content = json.dumps(body | {"prompt": "Six"}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        before = running(frontend)[0].num_generated
+        until(lambda: running(frontend)[0].num_generated > before + 2, "it does not go on")
+        connection.close()
+        until(lambda: not frontend.core.requests, "the core still generates", timeout_s=2)
+        assert num_aborts(frontend) == 1
+        assert frontend.http.get("/load").json() == {"server_load": 0}
+
+
 def running(frontend: FrontendProcess) -> list[Any]:
     return [echo for of in frontend.core.running.values() for echo in of.values()]
 
