@@ -42,6 +42,7 @@ class Connection(HttpToolsProtocol):
         self._num_received = 0
         self._in_head = False
         self._in_request = False
+        self._offers_upgrade = False
         self._cycles: list[RequestResponseCycle] = []
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -63,7 +64,14 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # What comes with the first byte of a request is not counted: some of it may belong to the one before.
         self._num_received += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._in_head and self._num_received > MAX_HEAD_BYTES:
             self._refuse(431, f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
 
@@ -73,7 +81,35 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._in_request = True
         self._expect_request()
 
+    def _parse(self, data: bytes) -> bytes:
+        """Parse `data`; what remains is to be parsed next.
+
+        No protocol but HTTP/1.1 is spoken here. An offer of another may be ignored, but the parser takes all that
+        follows one, which begins with the request's body, for the other protocol's.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offers_upgrade:
+                [num_parsed] = upgrade.args
+                return self._head_without_upgrade() + data[num_parsed:]
+        return b""
+
+    def _head_without_upgrade(self) -> bytes:
+        request = b"%b %b HTTP/%b" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((request, *fields, b"\r\n"))
+
     def on_headers_complete(self) -> None:
+        self._offers_upgrade = (
+            self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        )
+        if self._offers_upgrade:
+            return
         self._in_head = False
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
@@ -83,6 +119,8 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         self._in_request = False
         if self._request_timer is not None:
             self._request_timer.cancel()

@@ -113,6 +113,28 @@ def test_request_id_is_echoed_or_made(frontend: FrontendProcess) -> None:
     assert len(bad.headers["x-request-id"]) < 100
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_offer_of_another_protocol_is_ignored(frontend: FrontendProcess, protocol: str) -> None:
+    """As Java's client makes with every request, unless it is told not to."""
+    content = b'{"prompt": "One two three", "max_tokens": 2}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n"
+    whole = (
+        f"{head}HTTP2-Settings: AAEAAEAA\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    chunks = f"{head}Transfer-Encoding: chunked\r\n\r\n{len(content):x}\r\n".encode() + content
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    requests = whole + chunks + b"\r\n0\r\n\r\n" + whole + last
+    for size in (len(requests), 40):
+        with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for at in range(0, len(requests), size):
+                connection.sendall(requests[at : at + size])
+            answers = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answers.count(b"HTTP/1.1 200 OK") == 4, answers
+        assert answers.count(b'"text":"One two"') == 3 and answers.endswith(b'"}')
+
+
 def test_origins(frontend: FrontendProcess) -> None:
     preflight = {"origin": "http://a.example", "access-control-request-method": "POST"}
     response = frontend.http.options("/v1/completions", headers=preflight)
