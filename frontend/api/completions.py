@@ -141,10 +141,14 @@ class _Choice:
         return choice
 
     def _logprobs_of(self, token_ids: list[int], positions: list[Any], is_first: bool) -> Json:
-        if self._request.echo and is_first:
-            token_ids = self._prompt.token_ids.tolist() + token_ids
-            positions = [*(self._sequence.prompt_logprobs or []), *positions]
-        return self._logprobs.piece(token_ids, positions)
+        if not (self._request.echo and is_first):
+            return self._logprobs.piece(token_ids, positions)
+        return self._logprobs.piece(
+            token_ids,
+            [*(self._sequence.prompt_logprobs or []), *positions],
+            prompt_token_ids=self._prompt.token_ids.tolist(),
+            prompt_text=self._prompt_text(),
+        )
 
     def _prompt_text(self) -> str:
         if self._prompt.text is not None:

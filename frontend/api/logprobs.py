@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from ..logprobs import PositionLogprobs
@@ -72,19 +73,27 @@ class CompletionLogprobs:
         self, renderer: LogprobsRenderer, tokenizer: Tokenizer, skip_special: bool
     ) -> None:
         self._renderer = renderer
+        self._bytes = tokenizer.bytes_of(skip_special_tokens=False)
         self._visible_bytes = tokenizer.bytes_of(skip_special)
         self._offset = 0
 
-    def piece(self, token_ids: Iterable[int], positions: Iterable[PositionLogprobs | None]) -> Json:
+    def piece(
+        self,
+        token_ids: list[int],
+        positions: Iterable[PositionLogprobs | None],
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        prompt_text: str = "",
+    ) -> Json:
+        """Those of an echoed prompt come before those of `token_ids`, in `positions` as well."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token_id, position in zip(token_ids, positions, strict=True):
+        offsets = self._prompt_offsets(prompt_token_ids, prompt_text) + self._offsets(token_ids)
+        all_token_ids = [*prompt_token_ids, *token_ids]
+        for token_id, position in zip(all_token_ids, positions, strict=True):
             token = self._renderer.token(token_id)
             tokens.append(token)
-            offsets.append(self._offset)
-            self._offset += sum(b & 0xC0 != 0x80 for b in self._visible_bytes[token_id])
             if position is None:
                 logprobs.append(None)
                 tops.append(None)
@@ -98,3 +107,23 @@ class CompletionLogprobs:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Unlike an answer, a prompt shows its special tokens. What encoding added, a space or the BOS token, comes first."""
+        lengths = [_num_characters(self._bytes[token_id]) for token_id in token_ids]
+        added = max(0, sum(lengths) - len(text))
+        self._offset += len(text)
+        ends = accumulate(lengths)
+        return [max(0, end - length - added) for end, length in zip(ends, lengths, strict=True)]
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += _num_characters(self._visible_bytes[token_id])
+        return offsets
+
+
+def _num_characters(data: bytes) -> int:
+    """How many start in `data`."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)

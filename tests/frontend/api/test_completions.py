@@ -169,6 +169,21 @@ def test_text_offsets_point_into_the_text(frontend: FrontendProcess) -> None:
         assert choice["text"][offset:].startswith(token)
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_text_offsets_count_an_echoed_prompts_special_tokens(
+    frontend: FrontendProcess, as_text: bool
+) -> None:
+    prompt = f"{frontend.tokenizer.eos_token}{PROMPT}"
+    given = prompt if as_text else frontend.tokenizer.encode(prompt)
+    options = {"max_tokens": 9, "ignore_eos": True, "logprobs": 0, "echo": True}
+    [choice] = frontend.complete(given, **options)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith(prompt)
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        is_shown = token != frontend.tokenizer.eos_token or offset == 0
+        assert choice["text"][offset:].startswith(token) == is_shown
+
+
 def test_streamed_logprobs_are_the_same(frontend: FrontendProcess) -> None:
     whole = frontend.complete(PROMPT, max_tokens=9, logprobs=1, echo=True)["choices"][0]
     streamed = frontend.post(
