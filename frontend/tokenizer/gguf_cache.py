@@ -13,7 +13,7 @@ from ...protocol.gguf import GGUFFile
 from ..cache_directory import cache_directory
 from .gguf_convert import convert
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raise it when `convert` changes what it makes, so that older conversions are not used."""
 
 _HASHED_BYTES = 64 * 1024

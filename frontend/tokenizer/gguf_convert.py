@@ -130,7 +130,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     parts = {
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if pre_tokenizer.nfc else None,
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [*splits, byte_level | {"use_regex": False}],

@@ -41,6 +41,8 @@ class PreTokenizer:
     """Whether a word that is in the vocabulary is one token, whatever the merges say."""
     add_bos: bool = False
     """Whether prompts begin with the BOS token when the file does not say."""
+    nfc: bool = False
+    """Whether text is brought into Unicode's normal form C before it is cut."""
 
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
@@ -68,12 +70,11 @@ _SCHEMES: dict[PreTokenizer, str] = {
     _DIGITS_THEN_GPT2: "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     _LLAMA3_LIKE: "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
-    PreTokenizer((_QWEN2,)): (
-        "qwen2 stablelm2 deepseek-r1-qwen megrez hunyuan grok-2 solar-open kormo"
-    ),
-    PreTokenizer((_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)): (
-        "qwen35"
-    ),
+    PreTokenizer((_QWEN2,), nfc=True): "qwen2",
+    PreTokenizer((_QWEN2,)): "stablelm2 deepseek-r1-qwen megrez hunyuan grok-2 solar-open kormo",
+    PreTokenizer(
+        (_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True
+    ): "qwen35",
     PreTokenizer((_cl100k(r"\p{N}", others=r" ?[^\s\p{L}\p{N}\r\n]+"),)): "seed-coder",
     PreTokenizer((_o200k(r"\p{N}", ""),), ignore_merges=True, add_bos=True): "tekken",
     PreTokenizer((_O200K,)): "gpt-4o llama4 kanana2 minimax-m2",

@@ -310,6 +310,14 @@ def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, text: str, pieces: li
     assert [text[start:end] for _, (start, end) in words] == pieces
 
 
+def test_qwen_composes_characters_as_its_own_tokenizer_does(tmp_path: Path) -> None:
+    composing = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre="qwen2"))
+    assert composing.encode("e\u0301") == composing.encode("\u00e9")
+    assert composing.decode(composing.encode("he\u0301<|end|>")) == "h\u00e9<|end|>"
+    others = load_tokenizer(byte_level_file(tmp_path / "b.gguf", pre="llama-bpe", bos_token_id=5))
+    assert others.encode("e\u0301") != others.encode("\u00e9")
+
+
 def test_llama3_takes_whole_words_whatever_the_merges_say(tmp_path: Path) -> None:
     ignoring = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre="llama-bpe", bos_token_id=5))
     merging = load_tokenizer(byte_level_file(tmp_path / "b.gguf", pre="gpt-2"))
