@@ -259,7 +259,9 @@ def hermes() -> JsonToolParser:
 
 
 def granite() -> JsonToolParser:
-    return JsonToolParser(JsonFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>"))
+    return JsonToolParser(
+        JsonFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>", reads_special_tokens=True)
+    )
 
 
 def llama3_json() -> JsonToolParser:

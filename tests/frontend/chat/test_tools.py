@@ -282,6 +282,7 @@ def test_ids_are_fit_for_the_templates() -> None:
 
 def test_markers_that_are_special_tokens_are_declared() -> None:
     assert tool_parser("mistral")().reads_special_tokens
+    assert tool_parser("granite")().reads_special_tokens
     assert not tool_parser("hermes")().reads_special_tokens
 
 
