@@ -14,6 +14,9 @@ from ...protocol.errors import ParameterError
 MAX_ECHO: Final = 200
 """Characters of a caller's own value that an error message repeats."""
 
+MAX_MESSAGE: Final = 1000
+"""Characters of a whole message, of which the caller's own words may be any part: a template writes some itself."""
+
 _encode = msgspec.json.Encoder().encode
 _PATH = re.compile(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
@@ -34,9 +37,9 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _cut(message, MAX_MESSAGE)
         self.type = type
-        self.param = param
+        self.param = None if param is None else _cut(param, MAX_ECHO)
         self.code = code
         self.headers = headers or {}
 
@@ -99,7 +102,11 @@ def echo(value: object) -> str:
         text = _encode(value).decode()
     except (TypeError, ValueError, OverflowError):
         text = repr(value)
-    return text if len(text) <= MAX_ECHO else f"{text[:MAX_ECHO]}… ({len(text)} characters)"
+    return _cut(text, MAX_ECHO)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def public(message: str) -> str:

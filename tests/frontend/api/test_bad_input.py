@@ -276,6 +276,42 @@ def test_long_values_are_not_echoed_whole(frontend: FrontendProcess) -> None:
         assert "xxxxx" in error_of(response)["message"]
 
 
+LONG = "x" * 50_000
+LONG_VALUES = [
+    (CHAT, {"messages": [{"role": {"a": LONG}}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+    (COMPLETIONS, {"prompt": PROMPT, "bad_words": [" " * 50_000]}),
+    (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {LONG: 1}}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": PROMPT,
+            "structured_outputs": {
+                "structural_tag": {
+                    "structures": [{"begin": LONG, "schema": {}, "end": ""}],
+                    "triggers": ["y"],
+                }
+            },
+        },
+    ),
+    (
+        CHAT,
+        {
+            "messages": USER,
+            "tools": [{"function": {"name": f"{i:0>100}"}} for i in range(500)],
+            "tool_choice": {"function": {"name": "f"}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), LONG_VALUES)
+def test_no_error_is_long(frontend: FrontendProcess, path: str, fields: dict) -> None:
+    response = frontend.post(path, **fields)
+    assert response.status_code == 400 and error_of(response)["param"]
+    assert len(response.content) < 2000
+
+
 def test_context_errors_carry_the_code_that_clients_know(frontend: FrontendProcess) -> None:
     response = frontend.post(COMPLETIONS, prompt="word " * 600)
     assert error_of(response)["code"] == "context_length_exceeded"
