@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.workers.cpu.library import native_library
 
 PORTABLE = 0
-# AVX2 and AVX-512. They multiply bf16 as floats.
-FUSED_WITHOUT_BF16 = (1, 2)
+# AVX2 without and with VNNI, and AVX-512. They multiply bf16 as floats.
+FUSED_WITHOUT_BF16 = (1, 2, 3)
 BEST_ISA: int = native_library().engine_isa()
 _MORE_THAN_THERE_ARE = 16
 

@@ -15,6 +15,7 @@ MAX_PARTS = 3
 INSTRUCTION_SETS = (
     "any processor",
     "AVX2",
+    "AVX2 with VNNI",
     "AVX-512 with VNNI",
     "AVX-512 with VNNI and BF16",
     "NEON",

@@ -35,6 +35,8 @@ def test_a_processor_gets_the_most_that_its_flags_allow() -> None:
         if flags >= AVX512 | {"avx512_bf16"}
         else "AVX-512 with VNNI"
         if flags >= AVX512
+        else "AVX2 with VNNI"
+        if flags >= AVX2 | {"avx_vnni"}
         else "AVX2"
         if flags >= AVX2
         else "any processor"

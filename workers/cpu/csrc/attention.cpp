@@ -29,6 +29,7 @@ const AttentionKernels& attention_kernels() {
     case Isa::avx512_bf16:
       return avx512_bf16::kAttentionKernels;
     case Isa::avx2:
+    case Isa::avx_vnni:
       return avx2::kAttentionKernels;
 #elif defined(__aarch64__)
     case Isa::neon:

@@ -16,6 +16,8 @@ bool isa_supported(Isa isa) {
     case Isa::avx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
              __builtin_cpu_supports("f16c");
+    case Isa::avx_vnni:
+      return isa_supported(Isa::avx2) && __builtin_cpu_supports("avxvnni");
     case Isa::avx512:
       return isa_supported(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -38,7 +40,7 @@ bool isa_supported(Isa isa) {
 namespace {
 
 Isa best_isa() {
-  for (Isa isa : {Isa::avx512_bf16, Isa::avx512, Isa::avx2, Isa::neon})
+  for (Isa isa : {Isa::avx512_bf16, Isa::avx512, Isa::avx_vnni, Isa::avx2, Isa::neon})
     if (isa_supported(isa)) return isa;
   return Isa::portable;
 }

@@ -9,11 +9,11 @@
 
 namespace engine {
 
-enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, neon = 4 };
-constexpr int kNumIsas = 5;
+enum class Isa : int { portable = 0, avx2 = 1, avx_vnni = 2, avx512 = 3, avx512_bf16 = 4, neon = 5 };
+constexpr int kNumIsas = 6;
 
-// avx2 needs FMA and F16C; avx512 needs F, BW, DQ, VL, VNNI and BMI2, avx512_bf16 BF16 as well; neon needs the dot
-// product.
+// avx2 needs FMA and F16C, avx_vnni AVX-VNNI as well; avx512 needs F, BW, DQ, VL, VNNI and BMI2, avx512_bf16 BF16 as
+// well; neon needs the dot product.
 bool isa_supported(Isa isa);
 
 // The best supported set, unless select_isa chose another.

@@ -14,6 +14,8 @@ const LinearKernels& kernels() {
 #if defined(__x86_64__)
     case Isa::avx2:
       return avx2::kLinearKernels;
+    case Isa::avx_vnni:
+      return avx_vnni::kLinearKernels;
     case Isa::avx512:
       return avx512::kLinearKernels;
     case Isa::avx512_bf16:

@@ -29,6 +29,9 @@ extern const LinearKernels kLinearKernels;
 namespace avx2 {
 extern const LinearKernels kLinearKernels;
 }
+namespace avx_vnni {
+extern const LinearKernels kLinearKernels;
+}
 namespace avx512 {
 extern const LinearKernels kLinearKernels;
 }

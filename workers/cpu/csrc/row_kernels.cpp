@@ -11,6 +11,7 @@ const RowKernels& row_kernels() {
     case Isa::avx512_bf16:
       return avx512::kRowKernels;
     case Isa::avx2:
+    case Isa::avx_vnni:
       return avx2::kRowKernels;
 #elif defined(__aarch64__)
     case Isa::neon:

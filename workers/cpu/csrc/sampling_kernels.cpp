@@ -13,6 +13,7 @@ const SamplingKernels& sampling_kernels() {
     case Isa::avx512_bf16:
       return avx512::kSamplingKernels;
     case Isa::avx2:
+    case Isa::avx_vnni:
       return avx2::kSamplingKernels;
 #elif defined(__aarch64__)
     case Isa::neon:
