@@ -130,8 +130,8 @@ class Requirements(msgspec.Struct, frozen=True):
                 f"output_token_ids has {len(request.output_token_ids)} bytes, not whole tokens "
                 f"below max_tokens={max_tokens}"
             )
-        expected = num_bytes // 4 // self.block_size * HASH_BYTES
-        if request.root_hash and len(request.block_hashes) != expected:
+        expected = num_bytes // 4 // self.block_size * HASH_BYTES if request.root_hash else 0
+        if len(request.block_hashes) != expected:
             return f"block_hashes has {len(request.block_hashes)} bytes, expected {expected}"
         if request.encoder_inputs:
             problem = self._find_misplaced_encoder_input(request)

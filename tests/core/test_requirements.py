@@ -106,6 +106,7 @@ def test_queue_bounds_name_their_limit():
     [
         ({"prompt_token_ids": b"12345"}, "5 bytes"),
         ({"root_hash": b"r" * 32, "block_hashes": b"h" * 31}, "31 bytes, expected 32"),
+        ({"block_hashes": b"h" * 31}, "31 bytes, expected 0"),
         ({"eos_token_ids": (100,)}, "stop token 100"),
         ({"sampling_params": SamplingParams(stop_token_ids=(-2,))}, "stop token -2"),
         (
