@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ..protocol.arrays import Int64Array
 from .request import Request
 from .request_queue import FCFSQueue, RequestQueue
 from .running_requests import RunningRequests
+
+_MIN_STALE: Final = 64
+"""Entries of a heap are sorted out when they outnumber twice the tenants by this."""
 
 
 class Tenant:
@@ -100,8 +104,8 @@ class FairQueue(RequestQueue):
         if not tenant.is_active:
             self._charge_running()
             tenant.service = max(tenant.service, self._find_level())
-            heapq.heappush(self._active, (tenant.service, tenant.index))
-        heapq.heappush(self._waiting, (tenant.service, tenant.index))
+            self._push(self._active, tenant)
+        self._push(self._waiting, tenant)
         return tenant
 
     def _new_tenant(self, name: str) -> Tenant:
@@ -130,9 +134,17 @@ class FairQueue(RequestQueue):
 
     def _charge(self, tenant: Tenant, tokens: int) -> None:
         tenant.service += tokens / tenant.weight
-        heapq.heappush(self._active, (tenant.service, tenant.index))
+        self._push(self._active, tenant)
         if tenant.waiting:
-            heapq.heappush(self._waiting, (tenant.service, tenant.index))
+            self._push(self._waiting, tenant)
+
+    def _push(self, heap: list[tuple[float, int]], tenant: Tenant) -> None:
+        heapq.heappush(heap, (tenant.service, tenant.index))
+        if len(heap) > 2 * len(self._by_index) + _MIN_STALE:
+            # Stale entries leave at the front, which a tenant that is never idle may not let them reach.
+            heap[:] = sorted(
+                {entry for entry in heap if self._by_index[entry[1]].service == entry[0]}
+            )
 
     def _least_served(self) -> Tenant | None:
         while self._waiting:
@@ -158,7 +170,7 @@ class FairQueue(RequestQueue):
         """Remember an idle tenant only until the others have caught up with it."""
         if tenant.is_active:
             return
-        heapq.heappush(self._idle, (tenant.service, tenant.index))
+        self._push(self._idle, tenant)
         level = self._find_level()
         while self._idle and self._idle[0][0] <= level:
             service, index = heapq.heappop(self._idle)

@@ -205,6 +205,18 @@ def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
     assert len(harness.scheduler._queue._tenants) < 20
 
 
+def test_2_2_what_is_remembered_of_tenants_that_are_never_idle_does_not_grow():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2)
+    for number in range(60):
+        harness.add([1], 3, tenant="ab"[number % 2])
+    for _ in range(80):
+        harness.step()
+    queue = harness.scheduler._queue
+    assert {tenant.is_active for tenant in queue._tenants.values()} == {True}
+    assert len(queue._active) < 80
+    harness.drain()
+
+
 # deadline
 
 
