@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +48,16 @@ class _GrammarState:
             else:
                 return False
         return True
+
+    def num_acceptable(self, token_ids: Sequence[int]) -> int:
+        count = self.matcher.validate_tokens(list(token_ids))
+        if count:
+            is_over = token_ids[count - 1] in self.end_token_ids
+        else:
+            is_over = self.matcher.is_stopped() and not self.matcher.is_error()
+        if is_over:
+            count += sum(1 for _ in takewhile(self.end_token_ids.__contains__, token_ids[count:]))
+        return count
 
     def rollback(self, num_tokens: int) -> bool:
         ends = min(num_tokens, self.num_ends_after_stop)
@@ -115,7 +126,7 @@ class StructuredOutputManager:
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         """How many of these tokens the grammar would accept in a row, without advancing."""
-        return self._states[key].matcher.validate_tokens(list(token_ids))
+        return self._states[key].num_acceptable(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         """Take back the last accepted tokens. False when that is not possible."""

@@ -264,6 +264,20 @@ def test_drafts_are_checked_and_rolled_back(manager: StructuredOutputManager) ->
     assert allowed(manager).tolist() == [EOS]
 
 
+def test_drafts_of_what_follows_the_end_are_acceptable(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+[0-9]"))
+    draft = TOKENIZER.encode("hello1", add_special_tokens=False)
+    assert manager.num_acceptable(0, [EOS, EOS]) == 0
+    assert manager.num_acceptable(0, [*draft, EOS, EOS, draft[0], EOS]) == len(draft) + 2
+    assert manager.accept_tokens(0, draft)
+    assert manager.num_acceptable(0, [EOS, EOS, draft[0]]) == 2
+    assert manager.accept_tokens(0, [EOS, EOS])
+    assert manager.num_acceptable(0, [EOS]) == 1
+    assert manager.rollback(0, 3)
+    assert manager.num_acceptable(0, [EOS]) == 0
+    assert manager.num_acceptable(0, [draft[-1], EOS, EOS]) == 3
+
+
 def test_a_request_released_while_it_compiles_is_not_reported(
     manager: StructuredOutputManager,
 ) -> None:
