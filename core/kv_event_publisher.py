@@ -41,6 +41,8 @@ class KVEventPublisher:
             self.replay_socket = context.socket(zmq.ROUTER)
             self.replay_socket.set(zmq.LINGER, 0)
             self.replay_socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            # What exceeds it is lost. Up to half of it may have been read already and still count.
+            self.replay_socket.set(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
             endpoint = endpoint_of_core(config.replay_endpoint, core_index)
             _bind(self.replay_socket, "replay_endpoint", endpoint)
 

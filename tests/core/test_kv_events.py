@@ -158,6 +158,28 @@ def test_3_8_a_replay_sends_what_is_kept_and_ends(context, tmp_path):
     publisher.close()
 
 
+def test_3_8_a_replay_is_whole_however_slowly_it_is_read(context, tmp_path):
+    num_kept = 4000
+    config = KVEventsConfig(
+        endpoint=f"ipc://{tmp_path}/events",
+        replay_endpoint=f"ipc://{tmp_path}/replay",
+        buffer_steps=num_kept,
+    )
+    publisher = KVEventPublisher(context, config, core_index=0)
+    for _ in range(num_kept):
+        publisher.publish(events(bytes(1000)))
+    asker = context.socket(zmq.DEALER)
+    asker.set(zmq.RCVHWM, 1)
+    asker.connect(config.replay_endpoint)
+    asker.send_multipart((b"", (0).to_bytes(8, "big")))
+    assert publisher.replay_socket.poll(5000)
+    publisher.serve_replays()
+    sequences = [receive(asker)[1] for _ in range(num_kept)]
+    assert sequences == [number.to_bytes(8, "big") for number in range(num_kept)]
+    assert receive(asker)[1] == END_OF_REPLAY
+    publisher.close()
+
+
 @pytest.mark.parametrize(
     ("endpoint", "of_core_2"),
     [
