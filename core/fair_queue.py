@@ -180,7 +180,12 @@ class FairQueue(RequestQueue):
                 del self._tenants[forgotten.name]
                 self._unused_indices.append(index)
 
+    def discard(self, request: Request) -> None:
+        super().discard(request)
+        # Of one that was set aside its tenant may have been forgotten.
+        tenant = self._tenants.get(request.tenant)
+        if tenant is not None:
+            self._note_idle(tenant)
+
     def _leave(self, request: Request) -> None:
-        tenant = self._tenants[request.tenant]
-        tenant.waiting.discard(request)
-        self._note_idle(tenant)
+        self._tenants[request.tenant].waiting.discard(request)

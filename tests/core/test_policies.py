@@ -205,6 +205,24 @@ def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
     assert len(harness.scheduler._queue._tenants) < 20
 
 
+def test_2_2_tenants_are_forgotten_whose_requests_leave_while_they_are_set_aside():
+    harness = Harness(
+        policy=SchedulingPolicy.FAIR,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=4,
+        max_num_batched_tokens=32,
+    )
+    harness.add([1] * 100, 1, tenant="long")
+    harness.schedule()
+    keys = [harness.add([2] * 20, 1, tenant=f"user {index}") for index in range(20)]
+    harness.schedule()
+    harness.abort(*keys)
+    harness.drain()
+    harness.add([3] * 120, 1, tenant="last")
+    harness.drain()
+    assert len(harness.scheduler._queue._tenants) < 10
+
+
 def test_2_2_what_is_remembered_of_tenants_that_are_never_idle_does_not_grow():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2)
     for number in range(60):
