@@ -60,8 +60,7 @@ class Inheritance:
         estate = self._estates.get(key)
         if estate is None or estate.arrival_time != request.arrival_time:
             return
-        if request.params.prompt_logprobs is not None and not request.has_sampled:
-            # They need the whole prompt to be computed at once.
+        if request.scores_prompt:
             return
         del self._estates[key]
         reserved = self._manager.reserved

@@ -97,7 +97,7 @@ class KVTransfers:
         if prefix.is_reserved:
             return NOTHING_TO_LOAD
         self._reservations.end(request)
-        if request.computes_locally:
+        if request.computes_locally or request.scores_prompt:
             return NOTHING_TO_LOAD
         try:
             match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)

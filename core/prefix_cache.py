@@ -76,12 +76,7 @@ class PrefixCache:
         return block
 
     def is_read_for(self, request: Request) -> bool:
-        """Prompt log-probabilities need the whole prompt to be computed, once."""
-        return (
-            self.enabled
-            and request.root_hash != b""
-            and (request.params.prompt_logprobs is None or request.has_sampled)
-        )
+        return self.enabled and request.root_hash != b"" and not request.scores_prompt
 
     def is_filled_by(self, request: Request) -> bool:
         return self.enabled and request.root_hash != b"" and not request.has_untrusted_blocks

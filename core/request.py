@@ -149,6 +149,11 @@ class Request:
         return self.arrival
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come, for which all of it is computed, once."""
+        return self.params.prompt_logprobs is not None and not self.has_sampled
+
+    @property
     def token_ids(self) -> bytes:
         """Prompt and output as int32 bytes; meaningful while the request has no slot."""
         return self.prompt_token_ids + self.output_token_ids

@@ -48,6 +48,15 @@ def test_8_1_what_a_connector_finds_adds_to_the_local_hit():
     assert sum(stats.prefix_cache_hits for stats in harness.stats) == 8
 
 
+def test_8_1_a_prompt_whose_log_probabilities_are_wanted_is_not_loaded():
+    harness = Harness(connector=load(6), inject_preemption=0.2)
+    harness.add(20, 30, prompt_logprobs=1)
+    harness.drain()
+    first, resumed, *_ = [data for step in harness.steps for data in step.new_requests]
+    assert first.num_computed_tokens == 0
+    assert resumed.num_computed_tokens == 16 + 6
+
+
 def test_8_1_a_synchronous_load_leaves_the_last_token_to_compute():
     harness = Harness(connector=load(100))
     harness.add(12, 2)
