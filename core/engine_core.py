@@ -124,7 +124,9 @@ class EngineCore:
     def run(self) -> None:
         self._status.report(Stage.STARTING)
         try:
-            memory = self._workers.await_kv_cache(self._stop)
+            memory = self._workers.await_kv_cache(
+                self._stop, lambda: self._status.beat(Heartbeat())
+            )
             if memory is None:
                 return
             self._start_scheduler(memory)

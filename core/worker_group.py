@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +12,7 @@ import zmq
 from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
+from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AllocateKVCache,
     CoreHello,
@@ -58,9 +60,10 @@ class WorkerGroup:
         """A message made no sense."""
         self._hub.num_dropped_frames += 1
 
-    def await_kv_cache(self, stop: StopSignal) -> WorkerMemory | None:
+    def await_kv_cache(self, stop: StopSignal, beat: Callable[[], None]) -> WorkerMemory | None:
         """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop.
 
+        It may take as long as a download, or until a machine joins; `beat` tells meanwhile that this is no hang.
         Raises EngineError on SIGUSR2.
         """
         config = self._config
@@ -74,7 +77,8 @@ class WorkerGroup:
         poller.register(self.socket, zmq.POLLIN)
         expected = config.parallel.workers_per_core
         while len(ready) < expected and not stop.requested:
-            poller.poll()
+            poller.poll(int(BEAT_INTERVAL_S * 1000))
+            beat()
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
                 identity, message = received

@@ -42,7 +42,7 @@ from engine.protocol.messages import (
     WorkerReady,
 )
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.supervisor_messages import ProcessStatus, Stage
+from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, Stage
 from engine.protocol.transport import Peer, StatusReceiver
 from support.engine_fixtures import engine_config
 
@@ -101,6 +101,9 @@ class CoreProcess:
 
     def start(self) -> None:
         await_message(self.worker, CoreHello)
+        self.answer_greeting()
+
+    def answer_greeting(self) -> None:
         self.worker.send(WorkerHello(PROTOCOL_VERSION, self._epoch, 0))
         self.worker.send(WorkerMemory(0, 64))
         await_message(self.worker, AllocateKVCache)
@@ -158,6 +161,16 @@ def test_books_that_do_not_balance_are_told_counted_and_dumped_once(config, tmp_
     # An honest scheduler shows where the other one went wrong: one block seemed to be in use.
     assert replay([str(path)]) == 1
     assert "output of step 1" in capsys.readouterr().out
+
+
+def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config):
+    core = CoreProcess(config, HONEST)
+    core.await_stage(Stage.STARTING)
+    await_message(core.worker, CoreHello)
+    for _ in range(3):
+        assert isinstance(core.statuses.receive(5000), Heartbeat)
+    core.answer_greeting()
+    core.stop()
 
 
 def test_a_step_that_nobody_answers_ends_the_core(config):
