@@ -18,7 +18,11 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """While entered, stop signals make `fd` readable instead of ending the process."""
+    """While entered, stop signals make `fd` readable instead of ending the process.
+
+    Whoever started it may have left signals blocked, which its children would inherit, or the ends of children ignored, which
+    then cannot be waited for: neither holds any longer. Only a SIGHUP that is ignored stays so, since nohup asks for it.
+    """
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
@@ -33,10 +37,17 @@ class StopSignals:
         raise StopRequested(received[0])
 
     def __enter__(self) -> StopSignals:
-        self._previous = {s: signal.signal(s, self._on_signal) for s in STOP_SIGNALS}
+        self._previous = {
+            s: signal.signal(s, self._on_signal)
+            for s in STOP_SIGNALS
+            if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
+        }
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._previous_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         os.close(self.fd)

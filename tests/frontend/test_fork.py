@@ -31,6 +31,16 @@ def test_the_result_comes_back_and_the_imports_do_not() -> None:
     assert "this_module_is_imported" not in sys.modules
 
 
+def test_the_result_comes_back_though_a_parent_did_not_care_about_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            assert run_in_fork(lambda: Answer(1, []), Answer, signals) == Answer(1, [])
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_an_engine_error_keeps_its_message() -> None:
     def compute() -> Answer:
         raise ConfigError("no such model; check the path")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -333,14 +334,22 @@ class SupervisorProcess:
     """A supervisor over stand-ins in a process of its own, so that it can be signalled and killed."""
 
     def __init__(
-        self, directory: Path, behaviours: dict[str, str], shutdown_timeout_s: float = 5.0
+        self,
+        directory: Path,
+        behaviours: dict[str, str],
+        shutdown_timeout_s: float = 5.0,
+        prepare: Callable[[], object] | None = None,
     ) -> None:
         self.directory = directory
         command = [sys.executable, str(SUPPORT / "supervise_stand_ins.py")]
         command += [str(directory), str(shutdown_timeout_s)]
         command += [f"{name}={behaviour}" for name, behaviour in behaviours.items()]
         self.popen = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=prepare,
         )
 
     def wait_until_ready(self) -> tuple[Path, list[int]]:
@@ -363,7 +372,7 @@ class SupervisorProcess:
 def start(tmp_path: Path) -> Iterator[Callable[..., SupervisorProcess]]:
     started = []
 
-    def start(behaviours: dict[str, str], **options: float) -> SupervisorProcess:
+    def start(behaviours: dict[str, str], **options: Any) -> SupervisorProcess:
         started.append(SupervisorProcess(tmp_path, behaviours, **options))
         return started[-1]
 
@@ -388,6 +397,31 @@ def test_a_stop_signal_drains_and_exits_with_0_leaving_nothing(
     assert stopped == ["frontend 0 stopped", "core 0 stopped", "worker 0 stopped"]
     assert not run_dir.exists()
     assert not any(map(is_running, pids))
+
+
+def test_signals_that_a_parent_has_blocked_stop_it_all_the_same(
+    start: Callable[..., SupervisorProcess],
+) -> None:
+    stop = {signal.SIGTERM}
+    process = start(ALL_READY, prepare=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, stop))
+    run_dir, _ = process.wait_until_ready()
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.finish()
+    assert code == 0, errors
+    stopped = [e for e in events(str(run_dir)) if e.endswith("stopped")]
+    assert stopped == ["frontend 0 stopped", "core 0 stopped", "worker 0 stopped"]
+
+
+def test_under_nohup_the_end_of_the_terminal_is_no_stop_signal(
+    start: Callable[..., SupervisorProcess],
+) -> None:
+    process = start(ALL_READY, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.wait_until_ready()
+    process.popen.send_signal(signal.SIGHUP)
+    # Would be the second one, which ends a drain at once.
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.finish()
+    assert code == 0, errors
 
 
 def test_a_second_signal_ends_a_drain_at_once(start: Callable[..., SupervisorProcess]) -> None:
