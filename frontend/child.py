@@ -116,10 +116,18 @@ class Child:
         code = self._process.poll()
         if code is None or code >= 0:
             return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"
-        name = signal.Signals(-code).name
+        name = _name_of_signal(-code)
         if -code == signal.SIGKILL:
             return (
                 f"{self.spec.name} was killed by {name}, most likely because the machine ran out of memory; "
                 "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
             )
         return f"{self.spec.name} was killed by {name}; its messages are above"
+
+
+def _name_of_signal(signum: int) -> str:
+    """Most real-time signals have none."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
+import pytest
 from engine.frontend.child import Child
 from engine.frontend.local_process import LocalProcess, ProcessSpec, Role
 from engine.protocol.supervisor_messages import Heartbeat
+
+
+@pytest.mark.parametrize(
+    ("signum", "name"),
+    [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+)
+def test_an_obituary_names_any_signal(signum: int, name: str) -> None:
+    program = "import os, sys; os.kill(os.getpid(), int(sys.argv[1]))"
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", program, str(int(signum))))
+    process = LocalProcess(spec, 1)
+    child = Child(spec, 1, process)
+    process.close()
+    assert child.obituary() == f"core 0 was killed by {name}; its messages are above"
+    child.close()
 
 
 def test_beats_that_have_waited_do_not_make_a_process_faster() -> None:
