@@ -24,6 +24,7 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ARGV (default: this process's); returns the exit code."""
+    _open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(
         prog="engine",
@@ -62,6 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .serve import serve
 
     return serve(parsed.arguments)
+
+
+def _open_standard_streams() -> None:
+    """Open those that a parent has closed: what is opened next would get their numbers, and what is printed."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w"))  # noqa: SIM115
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> NoReturn:

@@ -379,6 +379,23 @@ def test_the_configuration_survives_its_file(tmp_path: Path) -> None:
     assert load_config(config.save()) == config
 
 
+def test_what_a_parent_has_closed_is_opened_before_anything_takes_its_place(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from engine.frontend.cli import main
+main(["keygen", "--out", sys.argv[1]])
+for descriptor in range(3):
+    assert os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)), descriptor
+    assert os.get_inheritable(descriptor)
+print("something", file=sys.stderr, flush=True)
+"""
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    key = tmp_path / "key"
+    command = [*closing, sys.executable, "-P", "-c", program, str(key)]
+    assert subprocess.run(command, timeout=60).returncode == 0
+    assert key.exists()
+
+
 def test_a_port_in_use_ends_the_start_with_one_line() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
