@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import msgspec
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
 from .histogram import Histogram
+
+logger = logging.getLogger(__name__)
 
 
 class CoreMetrics(msgspec.Struct):
@@ -66,16 +69,28 @@ class SharedMetrics:
         count = config.parallel.api_server_count
         self._own = path(client_index)
         self._others = [path(index) for index in range(count) if index != client_index]
+        self._has_failed = False
 
     def inherit(self) -> list[CoreMetrics] | None:
         """What this frontend's predecessor had counted, if there was one."""
         return _read(self._own)
 
     def publish(self, cores: list[CoreMetrics]) -> None:
-        """Show the others, and a successor, what this frontend has counted."""
+        """Show the others, and a successor, what this frontend has counted. While the disk is full they see the last copy."""
         scratch = self._own.with_suffix(".new")
-        scratch.write_bytes(_encode(cores))
-        os.replace(scratch, self._own)
+        try:
+            scratch.write_bytes(_encode(cores))
+            os.replace(scratch, self._own)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "the metrics could not be written to %s: %s; those that other frontends tell are old until they can",
+                    self._own.parent,
+                    error.strerror,
+                )
+            self._has_failed = True
+        else:
+            self._has_failed = False
 
     def total(self, cores: list[CoreMetrics]) -> list[CoreMetrics]:
         """`cores` with what the other frontends have published."""

@@ -195,6 +195,19 @@ def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
     assert value(scrape(second), "engine:num_requests_running") == 1
 
 
+def test_metrics_are_told_though_they_cannot_be_written(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=2))
+    first, second = Metrics(config, 0), Metrics(config, 1)
+    in_the_way = tmp_path / "frontend0.new"
+    in_the_way.mkdir()
+    first.record_tokens(0, 5, [0.1])
+    first.publish()
+    assert value(scrape(first), "engine:generation_tokens_total") == 5
+    in_the_way.rmdir()
+    first.publish()
+    assert value(scrape(second), "engine:generation_tokens_total") == 5
+
+
 def test_a_frontend_counts_on_where_its_predecessor_ended(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     first = Metrics(config)
