@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 from typing import Any, Final
@@ -30,6 +31,8 @@ from ..protocol.step_log import StepLog
 from ..protocol.transport import Hub, encode
 from .message_checks import is_sound_held
 
+logger = logging.getLogger(__name__)
+
 _STEP_RESULTS: Final = (ModelRunnerOutput, DraftTokenIds)
 
 
@@ -51,6 +54,7 @@ class WorkerGroup:
         """What the KV cache has of the requests of an earlier core."""
         self._core_index = core_index
         self._step_log: StepLog | None = None
+        self._has_missed_steps = False
 
     @property
     def num_dropped_frames(self) -> int:
@@ -131,8 +135,21 @@ class WorkerGroup:
         """To every worker."""
         frame = encode(message)
         if self._step_log is not None and isinstance(message, SchedulerOutput):
-            self._step_log.append(message.step, frame)
+            self._write_down(self._step_log, message.step, frame)
         self._hub.send_frame(self._identities, frame)
+
+    def _write_down(self, log: StepLog, step: int, frame: bytes) -> None:
+        """A full disk costs nothing unless this core dies, too."""
+        try:
+            log.append(step, frame)
+        except OSError as error:
+            if not self._has_missed_steps:
+                logger.warning(
+                    "steps cannot be written to %s: %s; make room there, or workers may be lost with this core",
+                    self._config.run_dir,
+                    error.strerror,
+                )
+            self._has_missed_steps = True
 
     def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
         """The one message that a poll has found; None if it is not for us.

@@ -6,6 +6,7 @@ first, so that whoever has not got it can catch up with the others, which wait f
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from struct import Struct
@@ -29,7 +30,7 @@ _decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
 
 
 class StepLog:
-    """Written by the core of one epoch. Raises OSError if the disk is full."""
+    """Written by the core of one epoch."""
 
     def __init__(self, path: str, epoch: int) -> None:
         self._epoch = epoch
@@ -37,8 +38,10 @@ class StepLog:
         self._fd = os.open(path, flags, 0o600)
 
     def append(self, step: int, frame: bytes) -> None:
+        """Raises OSError if the disk is full; then this step is not there."""
         place = step % _NUM_PLACES * _PLACE_BYTES
-        os.pwrite(self._fd, frame, place + _HEADER.size)
+        if os.pwrite(self._fd, frame, place + _HEADER.size) < len(frame):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.pwrite(self._fd, _HEADER.pack(self._epoch, step, len(frame)), place)
 
     def close(self) -> None:

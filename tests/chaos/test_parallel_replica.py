@@ -89,3 +89,17 @@ def test_workers_outlive_their_core(
     wait_until(lambda: not core.is_running(), what="the core is gone")
     assert_nothing_is_held(server)
     assert all(worker.is_running() for worker in workers)
+
+
+def test_a_core_that_can_write_nothing_down_goes_on(
+    server: Server, undisturbed: list[dict[str, Any]]
+) -> None:
+    core = server.child("core 0")
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(50)
+    core.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
+    assert streams.answers() == undisturbed
+    assert core.is_running()
+    core.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+    assert server.log.count("steps cannot be written") == 1
+    assert_nothing_is_held(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +73,22 @@ def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> No
     monkeypatch.undo()
     log.close()
     assert numbers(path, EPOCH, 19) == [19, 20]
+
+
+def test_a_step_that_the_disk_has_no_room_for_is_not_there(path: str) -> None:
+    log = StepLog(path, EPOCH)
+    log.append(16, encode(SchedulerOutput(16)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            log.append(32, encode(SchedulerOutput(32, slots=bytes(8000))))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append(33, encode(SchedulerOutput(33)))
+    log.close()
+    assert numbers(path, EPOCH, 32) == []
+    assert numbers(path, EPOCH, 33) == [33]
 
 
 def test_without_a_file_there_is_nothing(path: str) -> None:
