@@ -42,7 +42,7 @@ class RunDirectory:
 
 
 def _base_directory() -> Path:
-    candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    candidates = [os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp"]
     for candidate in candidates:
         if not candidate or not os.path.isabs(candidate):
             continue
@@ -57,7 +57,13 @@ def _base_directory() -> Path:
 
 def _create_locked(base: Path) -> tuple[str, int]:
     while True:
-        path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        try:
+            path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a directory for the sockets in {base}: {error.strerror}; make room there, or set "
+                "XDG_RUNTIME_DIR to another directory"
+            ) from None
         lock = _try_lock(path)
         if lock is not None:
             return path, lock

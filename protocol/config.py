@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from .errors import ConfigError
+
 PROTOCOL_VERSION: Final = 3
 """Bumped whenever a message or this configuration changes its encoding."""
 
@@ -424,10 +426,15 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
 
     def save(self) -> Path:
-        """Write this configuration into its run directory, readable by the owner only."""
+        """Write this configuration into its run directory, readable by the owner only. Raises ConfigError if there is no room."""
         path = Path(self.run_dir) / CONFIG_FILE
-        path.touch(mode=0o600)
-        path.write_bytes(msgspec.msgpack.encode(self))
+        try:
+            path.touch(mode=0o600)
+            path.write_bytes(msgspec.msgpack.encode(self))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; make room there, or set XDG_RUNTIME_DIR to another directory"
+            ) from None
         return path
 
 

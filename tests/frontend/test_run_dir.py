@@ -1,6 +1,8 @@
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from engine.frontend.run_dir import MAX_SOCKET_PATH_BYTES, RunDirectory
 from engine.protocol.config import CONFIG_FILE
 from engine.protocol.errors import ConfigError
+from support.engine_fixtures import engine_config
 
 HOLDER = """
 import sys, time
@@ -75,6 +78,26 @@ def test_no_usable_directory_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="set TMPDIR"):
         RunDirectory()
+
+
+def test_needs_no_temporary_directory_besides(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with RunDirectory() as directory:
+        assert Path(directory.path).parent == runtime_dir
+
+
+def test_a_full_disk_names_the_remedy(runtime_dir: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"cannot write {runtime_dir}.*make room there"):
+            engine_config(runtime_dir).save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_many_starts_at_once_do_not_sweep_each_other() -> None:
