@@ -65,6 +65,22 @@ def test_a_pod_may_take_as_long_to_end_as_its_streams(name: str, tmp_path: Path)
                     assert container[probe]["httpGet"]["path"] in ("/readyz", "/livez")
 
 
+@pytest.mark.parametrize("name", ["deployment.yaml", "leader-worker-set.yaml"])
+def test_a_pod_has_a_home_that_it_can_write(name: str) -> None:
+    for document in documents(name):
+        for template in templates(document):
+            (container,) = template["spec"]["containers"]
+            home = next(e["value"] for e in container["env"] if e["name"] == "HOME")
+            mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+            assert not mounts[home].get("readOnly", False)
+
+
+def test_a_service_has_a_home_that_it_can_write() -> None:
+    unit = (DEPLOY / "engine.service").read_text()
+    (cache,) = re.findall(r"^CacheDirectory=(.*)", unit, re.MULTILINE)
+    assert re.search(rf"^Environment=.*\bHOME=/var/cache/{cache}$", unit, re.MULTILINE)
+
+
 def settings_of(args: list[str], directory: Path) -> dict[str, dict[str, Any]]:
     """What a command line of a file means, with a key where it says that one is."""
     key = directory / "cluster.key"
