@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import suppress
 from types import FrameType
+from typing import Final
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_TOGETHER_S: Final = 0.05
 
 
 class StopRequested(Exception):
@@ -29,11 +34,18 @@ class StopSignals:
         os.set_blocking(self.fd, False)
 
     def raise_if_received(self) -> None:
-        """Raise StopRequested once for each signal received."""
+        """Raise StopRequested once for each signal received.
+
+        Some send one twice, to the process and to its group: `timeout` does, and whoever passes on what a terminal sends to
+        all. That is no second request, which would end a drain.
+        """
         try:
             received = os.read(self.fd, 1)
         except BlockingIOError:
             return
+        time.sleep(_TOGETHER_S)
+        with suppress(BlockingIOError):
+            os.read(self.fd, 1024)
         raise StopRequested(received[0])
 
     def __enter__(self) -> StopSignals:

@@ -417,8 +417,9 @@ def test_under_nohup_the_end_of_the_terminal_is_no_stop_signal(
 ) -> None:
     process = start(ALL_READY, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.wait_until_ready()
-    process.popen.send_signal(signal.SIGHUP)
-    # Would be the second one, which ends a drain at once.
+    status = Path(f"/proc/{process.popen.pid}/status").read_text()
+    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    assert int(ignored, 16) >> (signal.SIGHUP - 1) & 1
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.finish()
     assert code == 0, errors
