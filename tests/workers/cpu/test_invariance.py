@@ -44,7 +44,7 @@ class Engine:
             torch.tensor([t for tokens, start, stop, _ in requests for t in tokens[start:stop]]),
             positions(scheduled),
             self.kv_caches,
-            [self.decoder.attention.build(batch, w) for w in SPEC.windows_by_group],
+            [self.decoder.attention.build(batch, w) for w in self.decoder.spec.windows_by_group],
         )
         return hidden.split([stop - start for _, start, stop, _ in requests])
 
@@ -106,6 +106,29 @@ def test_shared_prefix(decoders):
     states = engine.step([(t, 160, len(t), b) for t, b in zip(tokens, blocks, strict=True)])
     for t, state in zip(tokens, states, strict=True):
         assert_same_bits(state, whole(decoders[0], t)[160:])
+
+
+def test_a_block_that_is_filled_and_read_in_the_same_step(tmp_path):
+    """Nobody's first token attends to the block before it until its last key is there.
+
+    What fills it lies among rows that take longer than those that read it.
+    """
+    spec = small_spec(hidden_size=256, intermediate_size=768, layers=(LayerSpec(ROPE),) * 3)
+    checkpoint = random_checkpoint(tmp_path, spec)
+    alone, pair = (
+        native_decoder(spec, checkpoint, num_threads=n, **FORMATS["int4"]) for n in (1, 2)
+    )
+    prefix, shared, long_context = prompt(48), [1, 2, 3], list(range(100, 120))
+    readers = [([*prefix, i], 48, 49, [*shared, 60 + i]) for i in range(8)]
+    expected = [whole(alone, tokens)[48:] for tokens, *_ in readers]
+    engine = Engine(pair)
+    engine.step([(prefix, 0, 47, shared)])
+    beside = [(prompt(321, i), 320, 321, [*long_context, 10 + i]) for i in range(7)]
+    for _ in range(100):
+        engine.step([([*prefix[:47], 0], 47, 48, shared)])
+        states = engine.step([(prefix, 47, 48, shared), *beside, *readers])
+        for state, row in zip(states[8:], expected, strict=True):
+            assert_same_bits(state, row)
 
 
 def test_several_partitions_and_slices(decoders):

@@ -185,7 +185,7 @@ void Program::begin_slice(int slice) {
   num_pieces_ = count_pieces();
   if (num_pieces_) {
     make_runs();
-    pieces_.begin(num_pieces_, int(segments_.size()), pool_.num_threads(), has_chunks());
+    pieces_.begin(num_pieces_, int(segments_.size()), pool_.num_threads(), reads_own_keys());
   }
 }
 

@@ -282,7 +282,7 @@ class Program final : private Phases {
   void find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
 
   int count_pieces() const;
-  bool has_chunks() const;
+  bool reads_own_keys() const;
   void find_segments();
   int first_row(int piece) const { return int(int64_t(num_tokens_) * piece / num_pieces_); }
   // Whether more is wanted of these rows of the slice than the keys and values that each layer stores.

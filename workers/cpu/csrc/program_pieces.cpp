@@ -3,6 +3,7 @@
 // What is between two operations stays in the thread's own caches, and what the next attention reads is fetched there.
 // Threads do not wait for each other between operations, nor between layers where rows do not need each other's keys.
 #include <algorithm>
+#include <vector>
 
 #include "pack.h"
 #include "program.h"
@@ -59,11 +60,23 @@ int Program::count_pieces() const {
   return most * num_threads * 4 <= total * 5 ? pieces : 0;
 }
 
-// Whether keys of the slice are read by other rows of it.
-bool Program::has_chunks() const {
-  const int32_t* starts = step_.query_start_loc;
-  for (int s = first_sequence_; s < step_.num_sequences && starts[s] < first_token_ + num_tokens_; s++)
+// Whether keys of the slice are read by other rows of it: by those of the same chunk, or by a request whose first token
+// follows a block that another one fills in this very step. Requests that share a block do so in every group.
+bool Program::reads_own_keys() const {
+  const int32_t *starts = step_.query_start_loc, end_token = first_token_ + num_tokens_;
+  const StepGroup& group = step_.groups[0];
+  std::vector<int32_t> filled;
+  for (int token = first_token_; token < end_token; token++)
+    if (group.slot_mapping[token] % kv_.block_size == kv_.block_size - 1)
+      filled.push_back(group.slot_mapping[token] / kv_.block_size);
+  for (int s = first_sequence_; s < step_.num_sequences && starts[s] < end_token; s++) {
     if (starts[s + 1] - starts[s] > 1) return true;
+    const int position = step_.positions[starts[s]];
+    if (filled.empty() || position == 0 || position % kv_.block_size) continue;
+    const int64_t table_row = step_.table_rows ? step_.table_rows[s] : s;
+    const int32_t before = group.block_table[table_row * group.block_table_stride + position / kv_.block_size - 1];
+    if (std::find(filled.begin(), filled.end(), before) != filled.end()) return true;
+  }
   return false;
 }
 
