@@ -183,7 +183,7 @@ def _length_limit(config: Json) -> int | None:
     if not lengths:
         return None
     limit = min(lengths)
-    rope: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in LENGTH_KEEPING_ROPE_TYPES or str(config["model_type"]).startswith("gemma3"):

@@ -150,8 +150,11 @@ def test_the_longest_context(tmp_path: Path, fields: dict[str, Any], expected: i
     assert max_len(tmp_path, **fields) == expected
 
 
-def test_a_longer_context_than_the_models_is_refused_unless_extended(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", config=LLAMA)
+@pytest.mark.parametrize("saved", [{}, {"rope_parameters": {"rope_type": "default"}}])
+def test_a_longer_context_than_the_models_is_refused_unless_extended(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m", config=LLAMA | saved)
     assert resolve(path, max_model_len=100).config.max_model_len == 100
     with pytest.raises(ConfigError, match=r"--max-model-len 4096 .* 2048 .*--hf-overrides"):
         resolve(path, max_model_len=4096)

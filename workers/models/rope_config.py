@@ -22,9 +22,9 @@ def read_rope(
     """Return the rotary embedding that all layers share.
 
     `theta` is the family's default base. Only families with `partial` rotate less than a whole
-    head. Reads `rope_parameters`, or else `rope_theta` and `rope_scaling`.
+    head. Reads `rope_scaling`, or else `rope_parameters`, and `rope_theta`.
     """
-    parameters = fields.section("rope_parameters") or fields.section("rope_scaling")
+    parameters = _scaled(fields, fields.section("rope_parameters"))
     return _read(fields, parameters, head_dim, fields.number("rope_theta", theta), partial)
 
 
@@ -33,17 +33,26 @@ def read_rope_of_layer_type(
 ) -> RopeSpec:
     """Return the rotary embedding of one layer type of a family that has several.
 
-    Reads `rope_parameters[layer_type]`, or else `theta_field` and, for full attention only,
-    `rope_scaling`.
+    Reads, for full attention only, `rope_scaling`, or else `rope_parameters[layer_type]`, and
+    `theta_field`.
     """
     nested = fields.section("rope_parameters")
-    if nested is not None:
-        parameters = nested.section(layer_type)
-    elif layer_type == "full_attention":
-        parameters = fields.section("rope_scaling")
-    else:
-        parameters = None
+    parameters = None if nested is None else nested.section(layer_type)
+    if layer_type == "full_attention":
+        parameters = _scaled(fields, parameters)
     return _read(fields, parameters, head_dim, fields.number(theta_field, theta), partial=False)
+
+
+def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFields | None:
+    """`rope_scaling` goes before `rope_parameters`, beside which only somebody who extends a model writes it."""
+    scaling = fields.section("rope_scaling")
+    if scaling is None or not scaling.config:
+        return parameters
+    if parameters is None:
+        return scaling
+    # What the model was trained with stays.
+    kept = {name: parameters.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    return scaling.with_defaults(**kept)
 
 
 def _read(

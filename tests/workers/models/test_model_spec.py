@@ -62,6 +62,30 @@ def test_rope_of_transformers_4_and_5_read_alike():
     assert model_spec(old, "model") == model_spec(new, "model") == model_spec(older, "model")
 
 
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_an_override_extends_a_model_saved_by_transformers_5(kind):
+    saved = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+    scaling = {kind: "linear", "factor": 4.0}
+    rope = model_spec(saved | {"rope_scaling": scaling}, "model").layers[0].rope
+    assert (rope.theta, rope.scaling) == (500_000.0, LinearScaling(4.0))
+    for none in ({}, None):
+        unscaled = model_spec(saved | {"rope_scaling": none}, "model").layers[0].rope
+        assert (unscaled.theta, unscaled.scaling) == (500_000.0, None)
+
+
+def test_an_override_extends_the_full_attention_of_a_gemma3_saved_by_transformers_5():
+    text_config = GEMMA3_4B["text_config"] | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        }
+    }
+    spec = model_spec(GEMMA3_4B | {"text_config": text_config}, "model")
+    local, everywhere = spec.layers[0].rope, spec.layers[5].rope
+    assert (local.theta, local.scaling) == (2e4, None)
+    assert (everywhere.theta, everywhere.scaling) == (2e6, LinearScaling(8.0))
+
+
 def test_gemma3_as_published():
     spec = model_spec(GEMMA3_4B, "model")
     assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads) == (262_208, 8, 4)
