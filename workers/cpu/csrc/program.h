@@ -282,7 +282,7 @@ class Program final : private Phases {
   void find_tasks(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
 
   int count_pieces() const;
-  bool reads_own_keys() const;
+  bool reads_own_keys();
   void find_segments();
   int first_row(int piece) const { return int(int64_t(num_tokens_) * piece / num_pieces_); }
   // Whether more is wanted of these rows of the slice than the keys and values that each layer stores.
@@ -334,6 +334,7 @@ class Program final : private Phases {
   std::deque<RunList> run_lists_;
   std::vector<Task> found_tasks_;  // by the thread that begins an operation
   std::vector<Segment> segments_;
+  int num_groups_ = 0;
   PieceQueue pieces_;
   Rows slice_rows_;
   Buffer queries_;  // of the slice, by key/value head
@@ -356,6 +357,7 @@ class Program final : private Phases {
   int first_sequence_ = 0;                // with tokens in the slice
   std::vector<Shares> shares_;            // of each operation
   int num_pieces_ = 0;                    // of the slice, or 0 if operations are shared out one by one
+  std::vector<int32_t> filled_blocks_;    // of the slice and a group
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point op_start_;
   std::vector<double> profile_ = {0};

@@ -3,7 +3,6 @@
 // What is between two operations stays in the thread's own caches, and what the next attention reads is fetched there.
 // Threads do not wait for each other between operations, nor between layers where rows do not need each other's keys.
 #include <algorithm>
-#include <vector>
 
 #include "pack.h"
 #include "program.h"
@@ -30,6 +29,7 @@ void Program::find_segments() {
   segments_.push_back({1, end, 0, 0});
   for (int op = 1; op < end; op++) {
     if (ops_[op].kind == OpKind::attention) {
+      num_groups_ = std::max(num_groups_, ops_[op].group + 1);
       segments_.back().end_op = op;
       segments_.push_back({op, end, 0, 0});
     }
@@ -60,22 +60,30 @@ int Program::count_pieces() const {
   return most * num_threads * 4 <= total * 5 ? pieces : 0;
 }
 
-// Whether keys of the slice are read by other rows of it: by those of the same chunk, or by a request whose first token
-// follows a block that another one fills in this very step. Requests that share a block do so in every group.
-bool Program::reads_own_keys() const {
+// Whether keys of the slice are read by other rows of it: by those of the same chunk, or by a request that has found
+// a block which another one fills in this very step. Such a request comes after those that fill, and begins a block.
+bool Program::reads_own_keys() {
   const int32_t *starts = step_.query_start_loc, end_token = first_token_ + num_tokens_;
-  const StepGroup& group = step_.groups[0];
-  std::vector<int32_t> filled;
-  for (int token = first_token_; token < end_token; token++)
-    if (group.slot_mapping[token] % kv_.block_size == kv_.block_size - 1)
-      filled.push_back(group.slot_mapping[token] / kv_.block_size);
-  for (int s = first_sequence_; s < step_.num_sequences && starts[s] < end_token; s++) {
-    if (starts[s + 1] - starts[s] > 1) return true;
-    const int position = step_.positions[starts[s]];
-    if (filled.empty() || position == 0 || position % kv_.block_size) continue;
-    const int64_t table_row = step_.table_rows ? step_.table_rows[s] : s;
-    const int32_t before = group.block_table[table_row * group.block_table_stride + position / kv_.block_size - 1];
-    if (std::find(filled.begin(), filled.end(), before) != filled.end()) return true;
+  int end_sequence = first_sequence_;
+  for (; end_sequence < step_.num_sequences && starts[end_sequence] < end_token; end_sequence++)
+    if (starts[end_sequence + 1] - starts[end_sequence] > 1) return true;
+  for (int g = 0; g < num_groups_; g++) {
+    const StepGroup& group = step_.groups[g];
+    filled_blocks_.clear();
+    for (int token = first_token_; token < end_token; token++)
+      if (group.slot_mapping[token] % kv_.block_size == kv_.block_size - 1)
+        filled_blocks_.push_back(group.slot_mapping[token] / kv_.block_size);
+    if (filled_blocks_.empty()) continue;
+    const auto is_filled = [&](int32_t block) {
+      return std::find(filled_blocks_.begin(), filled_blocks_.end(), block) != filled_blocks_.end();
+    };
+    for (int s = first_sequence_; s < end_sequence; s++) {
+      const int position = step_.positions[starts[s]];
+      const int64_t table_row = step_.table_rows ? step_.table_rows[s] : s;
+      const int32_t* blocks = group.block_table + table_row * group.block_table_stride;
+      if (position % kv_.block_size == 0 && std::any_of(blocks, blocks + position / kv_.block_size, is_filled))
+        return true;
+    }
   }
   return false;
 }
