@@ -41,6 +41,11 @@ Settings: TypeAlias = dict[str, dict[str, Any]]
 """Section -> field -> value, of what was said only."""
 
 
+def api_keys_of(environ: Mapping[str, str]) -> list[str]:
+    """The key that the environment gives, if any."""
+    return [environ[name] for name in API_KEY_VARIABLES if environ.get(name)][:1]
+
+
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings of `engine serve ARGV`. Bad arguments print one line and exit with code 2."""
     parser = _make_parser()
@@ -57,8 +62,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ)
     if given.pop("enable_auto_tool_choice", False) and "frontend.tool_call_parser" not in given:
         parser.error("--enable-auto-tool-choice needs --tool-call-parser NAME")
     if "frontend.api_keys" not in given:
-        keys = [environ[name] for name in API_KEY_VARIABLES if environ.get(name)]
-        given["frontend.api_keys"] = keys[:1]
+        given["frontend.api_keys"] = api_keys_of(environ)
     if ("frontend.ssl_keyfile" in given) != ("frontend.ssl_certfile" in given):
         parser.error("--ssl-keyfile and --ssl-certfile must be given together")
     settings: Settings = {section: {} for section in SECTIONS}

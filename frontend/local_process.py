@@ -88,6 +88,8 @@ class LocalProcess:
     def begin(self, epoch: int) -> bool:
         """Let a process that waits begin. False if it is gone."""
         assert self._popen.stdin is not None
+        # While it waited nobody saw whether it stood still.
+        self.send_signal(signal.SIGCONT)
         try:
             self._popen.stdin.write(b"%d\n" % epoch)
         except BrokenPipeError:

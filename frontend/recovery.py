@@ -73,6 +73,8 @@ class RecoveryUnit:
     def keep_spare(self, now: float, engine_ready_since: float) -> None:
         """See that somebody waits to take the leader's place, once it has served for a while."""
         leader = self.children.get(self.leader.name)
+        if self._spare is not None and self._spare.poll() is not None:
+            self.dismiss_spare()
         if (
             self.leader.can_wait
             and self._spare is None

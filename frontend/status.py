@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final
+
+from .arguments import api_keys_of
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
@@ -34,25 +37,31 @@ def status(argv: Sequence[str]) -> int:
         prog="engine status", description="A live table of a running engine's processes."
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where it serves")
+    parser.add_argument("--api-key", help="a key of the server's; else $ENGINE_API_KEY")
     parser.add_argument("--once", action="store_true", help="print it once and exit")
     parsed = parser.parse_args(argv)
+    api_key = parsed.api_key or next(iter(api_keys_of(os.environ)), None)
     try:
         while True:
-            table = format_table(_fetch(parsed.url))
+            table = format_table(_fetch(parsed.url, api_key))
             if parsed.once:
                 print(table)
                 return 0
             print(f"\x1b[H\x1b[2J{table}", flush=True)
             time.sleep(INTERVAL_S)
     except (OSError, ValueError) as error:
-        print(f"engine: error: no status from {parsed.url}: {error}", file=sys.stderr)
+        is_refused = isinstance(error, urllib.error.HTTPError) and error.code == 401
+        remedy = "; give a key of the server's with --api-key" if is_refused else ""
+        print(f"engine: error: no status from {parsed.url}: {error}{remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
 
 
-def _fetch(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url.rstrip('/')}/engine/status", timeout=TIMEOUT_S) as response:
+def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/engine/status", headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 

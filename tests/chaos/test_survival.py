@@ -89,6 +89,22 @@ def test_a_core_that_has_waited_goes_on_where_the_one_before_was(
     assert_nothing_is_held(server)
 
 
+def test_a_core_that_waits_is_replaced_when_it_dies_and_needed_when_it_was_stopped(
+    server: Server, undisturbed: list[dict[str, Any]]
+) -> None:
+    first = server.child("spare core 0")
+    first.kill()
+    wait_until(lambda: not first.is_running(), what="it is gone")
+    second = server.child("spare core 0")
+    second.suspend()
+    streams = Streams(server, REQUESTS)
+    streams.wait_for_events(20)
+    server.child("core 0").kill()
+    assert streams.answers() == undisturbed
+    assert server.child("core 0").pid == second.pid
+    assert_nothing_is_held(server)
+
+
 @pytest.mark.parametrize("title", ["core 0", "worker 0", "frontend 0"])
 def test_a_process_without_memory_is_replaced_or_needs_none(
     server: Server, undisturbed: list[dict[str, Any]], title: str
