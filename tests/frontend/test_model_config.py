@@ -132,6 +132,16 @@ def test_another_tokeniser(tmp_path: Path) -> None:
             },
             4096,
         ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": None,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            2048,
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
         (
             {

@@ -1,7 +1,7 @@
 """The next token of every row of logits, chosen by one program a row, as `workers.sampling.choose_tokens` does.
 
-The noise, the weights and so the choices are those of the torch code. Only the exponential may differ in the last bit from that of
-another device, which changes a choice about once in 10 ** 7 tokens.
+The noise, the weights and so the choices are those of the torch code. Only the exponential may differ from that of another device,
+in the last bit of a likely token and by a millionth of an unlikely one, which changes a choice once in millions of tokens.
 
 S rows of the batch, V vocabulary, N blocks of 32 neighbouring tokens, D tokens that are ranked.
 """
