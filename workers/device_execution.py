@@ -87,10 +87,9 @@ class DeviceExecution:
         captures = [capture for kind in self._forward.captures() for capture in kind]
         for capture in captures:
             capture()
-        # There are kernels for few tokens, for one token a request, and for sequences so long that programs share their keys.
-        most_decodes = min(self._batch.num_slots, self._max_tokens)
-        for count in (1 << n for n in range(most_decodes.bit_length())):
-            self._run(even_requests(count, count))
+        # Kernels differ by the number of tokens, for one token a request, and for sequences so long that programs share their keys.
+        for count in (1 << n for n in range(self._most_tokens.bit_length())):
+            self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
         self._run_largest_step()
         self._accelerator.release_memory()
@@ -99,9 +98,12 @@ class DeviceExecution:
 
     def _run_largest_step(self) -> None:
         """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most."""
-        num_slots = self._batch.num_slots
-        num_tokens = min(self._max_tokens, num_slots * self._batch.max_model_len)
-        self._run(even_requests(num_tokens, min(num_slots, num_tokens)))
+        self._run(even_requests(self._most_tokens, min(self._batch.num_slots, self._most_tokens)))
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step: each request has at most what its slot has room for."""
+        return min(self._max_tokens, self._batch.num_slots * self._batch.max_model_len)
 
     def _run(self, plan: StepPlan) -> None:
         forwarded = self._forward(plan)

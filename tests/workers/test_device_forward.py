@@ -179,3 +179,5 @@ def test_every_kind_of_step_runs_once_before_the_first_request(checkpoint, monke
     Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
     for kind in ([(1, 1)], [(1, 1)] * 4, [(1, 127)], [(16, 16)] * 4):
         assert kind in Witness.steps
+    numbers_of_tokens = {sum(queries for queries, _ in step) for step in Witness.steps}
+    assert numbers_of_tokens >= {1, 2, 4, 8, 16, 32, 64}
