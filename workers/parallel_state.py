@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,12 @@ from .models.shard import ModelShard
 from .models.spec import ModelSpec
 from .pipeline import Pipeline
 from .tensor_parallel import TensorParallel
+
+PATIENCE: Final = timedelta(days=14)
+"""With the other workers: one may be on a machine that joins tomorrow. Who hangs is the supervisor's to see, and sooner.
+
+With a year gloo does not connect at all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,9 @@ def join_replica(
         rank=rank,
         world_size=parallel.workers_per_core,
         device_id=device if on_cuda else None,
+        timeout=PATIENCE,
     )
-    group = dist.new_subgroups(size)[0] if size > 1 else None
+    group = dist.new_subgroups(size, timeout=PATIENCE)[0] if size > 1 else None
     stage, place = divmod(rank, size)
     return ParallelState(
         TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),

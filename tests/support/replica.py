@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.config import (
     CacheConfig,
@@ -64,6 +67,17 @@ def run_replica(
     directory: Path, parallel: ParallelConfig, served: list[Served]
 ) -> list[list[RankResult]]:
     """The results of each rank for each checkpoint."""
+    return _run_ranks(_rank, directory, parallel, served)
+
+
+def timeouts(directory: Path, parallel: ParallelConfig) -> list[list[timedelta]]:
+    """How long each rank waits for the others, and for those that share its layers."""
+    return _run_ranks(_timeouts, directory, parallel)
+
+
+def _run_ranks(
+    run: Callable[..., None], directory: Path, parallel: ParallelConfig, *arguments: Any
+) -> list[list[Any]]:
     context: Any = multiprocessing.get_context("forkserver")
     # Importing torch is most of a rank's life.
     context.set_forkserver_preload(["engine.workers.model_runner"])
@@ -71,7 +85,7 @@ def run_replica(
     ranks = []
     for rank in range(parallel.workers_per_core):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(theirs, address, rank, parallel, served))
+        process = context.Process(target=run, args=(theirs, address, rank, parallel, *arguments))
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -89,6 +103,13 @@ def run_replica(
         for process, _ in ranks:
             process.kill()
     return results
+
+
+def _timeouts(pipe: Any, address: str, rank: int, parallel: ParallelConfig) -> None:
+    state = join_replica(address, rank, parallel, CPU)
+    groups = (dist.group.WORLD, state.tensor_parallel._group)
+    pipe.send([group._get_backend(CPU).options._timeout for group in groups])
+    leave_replica()
 
 
 def _rank(

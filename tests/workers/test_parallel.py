@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from engine.protocol.gguf import GGMLQuantizationType
 from engine.workers.loaders import open_checkpoint
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
-from support.replica import RankResult, Served, run_replica
+from support.replica import RankResult, Served, run_replica, timeouts
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
 SIZES = {
@@ -205,3 +206,8 @@ def test_native_ranks_share_the_modules_of_quantised_checkpoints(tmp_path: Path)
         assert all(rank.tokens == output.tokens for rank in ranks)
         assert np.allclose(output.logprobs, alone[name].logprobs, atol=0.02)
         assert max(rank.bytes_read for rank in ranks) < 0.6 * alone[name].bytes_read
+
+
+def test_a_rank_waits_for_machines_that_join_much_later(tmp_path: Path) -> None:
+    for waits in timeouts(tmp_path, ParallelConfig(tensor_parallel_size=2)):
+        assert min(waits) > timedelta(days=7)
