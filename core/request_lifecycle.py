@@ -173,7 +173,7 @@ class RequestLifecycle:
             self.finish(
                 request,
                 FinishReason.EXPIRED,
-                message=f"the request {did} at its deadline, {deadline - request.queued_at:.3f} s "
+                message=f"the request {did} at its deadline, {max(deadline - request.queued_at, 0):.3f} s "
                 "after it came",
                 retry_after_s=self._rate.seconds_for(
                     max(len(self.requests) - self._max_num_seqs, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ COLUMNS = (
 def main(argv: Sequence[str] | None = None) -> int:
     args = _make_parser().parse_args(argv)
     try:
+        if not 0 < args.rate < math.inf:
+            raise EngineError(f"--rate must be a number greater than 0, got {args.rate}")
         trace, dumps = _read(args.trace, args.fit)
         step_time = _step_time(args.step_time, dumps)
         base = _setup(args, dumps)

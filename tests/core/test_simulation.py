@@ -199,9 +199,11 @@ def test_a_bad_trace_is_refused(line, problem, tmp_path, capsys):
         ([], "Give --fit DUMP, or --step-time"),
         (["--step-time", "1,0,0,0"], "Give --num-blocks"),
         (["--step-time", "1,2"], "four numbers"),
+        (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "0"], "--rate"),
+        (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "nan"], "--rate"),
     ],
 )
-def test_what_is_missing_is_named(argv, problem, tmp_path, capsys):
+def test_what_is_missing_or_makes_no_sense_is_named(argv, problem, tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1}\n')
     assert main([str(path), *argv]) == 2
