@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,12 +16,9 @@ interpret_without_gpu()
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-SERVERS = {"chaos", "e2e"}
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from support.process_shares import ProcessShares
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files are shared out to processes; those with servers go to one, for their servers have time limits."""
-    for item in items:
-        folder = item.path.parent.name
-        group = "servers" if folder in SERVERS else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    return ProcessShares(config, log)

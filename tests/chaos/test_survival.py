@@ -198,8 +198,12 @@ def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
     server.wait_until_whole()
     victim = server.child("worker 0")
     victim.suspend()
-    wait_until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-    assert "worker 0" in server.get("/health")[1]["detail"]
+
+    def is_named() -> bool:
+        code, health = server.get("/health")
+        return code == 503 and "worker 0" in health["detail"]
+
+    wait_until(is_named, what="health names it")
     assert server.get("/livez")[0] == 200
     wait_until(lambda: server.get("/readyz")[0] == 200, 40, what="ready again")
     assert not victim.is_running()
