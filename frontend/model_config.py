@@ -186,12 +186,11 @@ def _length_limit(config: Json) -> int | None:
     rope: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in LENGTH_KEEPING_ROPE_TYPES or str(config["model_type"]).startswith("gemma3"):
+        return limit
     factor = rope.get("factor")
-    keeps_length = kind in LENGTH_KEEPING_ROPE_TYPES or str(config["model_type"]).startswith(
-        "gemma3"
-    )
-    # YaRN without a factor extends what the model was trained with to the length that the config names.
-    if keeps_length or factor is None:
+    if factor is None:
+        # YaRN then extends what the model was trained with to the length that the config names.
         return limit
     if kind == "yarn":
         limit = rope.get("original_max_position_embeddings", limit)
