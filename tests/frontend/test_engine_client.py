@@ -46,6 +46,7 @@ from support.engine_fixtures import (
     engine_config,
     on_event_loop,
     read_next,
+    read_step,
     smollm2_tokenizer,
     until,
 )
@@ -408,7 +409,7 @@ async def test_a_draining_server_finishes_but_takes_nothing_new(tmp_path: Path) 
 async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(6)], request_id="r")
-        await drive(core, read_next(group))
+        await read_step(core, group)
         for garbage in (b"", b"\xc1\x00", b"\x92\xa7outputs", b"x" * 1000):
             core.hub.socket.send_multipart((b"client0", garbage))
         repeated = EngineCoreOutputs(0, 0, 1.0, request_indices=b"\0\0\0\0", token_ids=b"\1\0\0\0")
@@ -431,7 +432,7 @@ async def test_after_lost_outputs_streams_go_on_at_the_same_core(
 ) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         begun = await client.submit([request(50), request(50, logprobs=1)], request_id="begun")
-        await drive(core, read_next(begun))
+        await read_step(core, begun)
         waiting = await client.submit([request(3)], request_id="waiting")
         if fault == "a message is lost":
             core.lose_outputs()

@@ -104,3 +104,10 @@ async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -
 async def read_next(group: RequestGroup) -> list[tuple[int, Delta]]:
     """Wait until something is new and read it: positions and what is new there; [] after the end."""
     return [(sequence.position, sequence.read()) for sequence in await group.next()]
+
+
+async def read_step(core: EchoCore, group: RequestGroup) -> list[tuple[int, Delta]]:
+    """Read what a single step generates for the first requests that the core gets."""
+    await until(lambda: len(core.requests) == len(group.sequences), core.receive)
+    core.step()
+    return await read_next(group)
