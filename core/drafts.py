@@ -17,8 +17,8 @@ from .slots import SlotArray
 class Drafts:
     """The last proposals for each slot.
 
-    With `uses_placeholders` steps are scheduled before the proposals for them are known: every decoding request
-    is taken to have as many as possible, and the workers put in what they have.
+    With `uses_placeholders` steps are scheduled before the proposals for them are known: a decoding request is taken
+    to have as many as were proposed for it last, and the workers put in what they have by then.
     """
 
     def __init__(
@@ -39,15 +39,13 @@ class Drafts:
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
+        self.are_any = False
+        """Whether somebody who may still run has drafts."""
 
     def count(self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array) -> Int64Array:
         """How many drafts each decoding slot may have verified, within its `room`."""
-        if self._uses_placeholders:
-            counts = np.where(is_decoding, self._most, 0)
-        else:
-            is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
-            counts = np.where(is_known, self._num_tokens[slots], 0)
-        return np.clip(counts, 0, room)
+        is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
+        return np.clip(np.where(is_known, self._num_tokens[slots], 0), 0, room)
 
     def take(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
         """The first `counts` drafts of each slot, for a step. What is left of them is of no use."""
@@ -59,7 +57,10 @@ class Drafts:
 
     def forget(self, slots: SlotArray) -> None:
         """Each slot has other last tokens than those that its drafts follow."""
-        self._num_tokens[slots] = 0
+        if self.are_any:
+            self._num_tokens[slots] = 0
+            self._num_tokens[self._generation != self._slots.generation] = 0
+            self.are_any = bool(self._num_tokens.any())
 
     def find(self, slot: int) -> list[int]:
         """What was proposed last for a slot."""
@@ -93,6 +94,7 @@ class Drafts:
         self._token_ids[slots] = rows
         self._num_tokens[slots] = np.minimum(counts, self._most)
         self._generation[slots] = state.generation[slots]
+        self.are_any = True
         if self._running.num_constrained:
             self._validate(slots)
 

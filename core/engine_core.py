@@ -190,7 +190,6 @@ class EngineCore:
             num_host_blocks=memory.num_host_blocks,
             kv_cache_groups=memory.groups,
             core_index=self._core_index,
-            speculative=config.speculative,
             kv_transfer=config.kv_transfer,
         )
         self._scheduler = RecordedScheduler(

@@ -72,7 +72,7 @@ def is_sound_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: in
     """Whether every array of the output consists of whole numbers that name tokens and slots."""
     if not (
         are_below(vocab_size, output.sampled_token_ids)
-        and len(output.num_sampled) % 4 == 0
+        and len(output.num_sampled) % 4 == len(output.num_verified) % 4 == 0
         and are_below(max_num_seqs, output.nan_slots)
         and (output.drafts is None or are_sound_drafts(output.drafts, vocab_size, max_num_seqs))
     ):

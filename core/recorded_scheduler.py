@@ -8,7 +8,7 @@ from copy import copy
 import msgspec
 
 from ..protocol.block_hash import HashBlocks, block_hasher
-from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
+from ..protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
 from ..protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
@@ -58,7 +58,6 @@ class Setup(msgspec.Struct, frozen=True):
     num_blocks: int
     core_index: int = 0
     has_grammars: bool = False
-    speculative: SpeculativeConfig | None = None
     num_host_blocks: int = 0
     kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
     kv_transfer: KVTransferConfig | None = None
@@ -86,7 +85,6 @@ class Setup(msgspec.Struct, frozen=True):
             structured_output=grammars,
             log_kv_events=log_kv_events,
             hash_blocks=hash_blocks,
-            speculative=self.speculative,
             kv_connector=kv_connector,
             kv_transfer=self.kv_transfer,
             encoder_cache_connector=encoder_cache_connector,

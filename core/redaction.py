@@ -175,6 +175,7 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(
         step=result.step,
         num_sampled=result.num_sampled,
+        num_verified=result.num_verified,
         nan_slots=result.nan_slots,
         failed_slots=[(slot, "") for slot, _ in result.failed_slots],
         kv_connector_output=result.kv_connector_output,

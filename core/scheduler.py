@@ -97,7 +97,6 @@ class Scheduler(SchedulerInterface):
         hash_blocks: HashBlocks | None = None,
         kv_connector: KVConnector | None = None,
         kv_transfer: KVTransferConfig | None = None,
-        speculative: SpeculativeConfig | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
@@ -113,6 +112,7 @@ class Scheduler(SchedulerInterface):
                 "neither those of layers with a window or a state nor those of a host tier: "
                 "remove it, or --kv-host-gib"
             )
+        speculative = config.speculative
         if speculative is not None and any(
             group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups
         ):
@@ -218,8 +218,8 @@ class Scheduler(SchedulerInterface):
         self._writer = StepWriter(self._running, self.kv_cache_manager, self._drafts)
         self._steady: SteadyDecode | None = None
         is_fixed = (
-            speculative is None
-            and kv_transfer is None
+            kv_transfer is None
+            and (speculative is None or speculative.num_lookahead_tokens == 0)
             and config.num_micro_batches == 1
             and not config.inject_preemption
         )
@@ -228,6 +228,7 @@ class Scheduler(SchedulerInterface):
                 self._lifecycle,
                 self._encoders,
                 self._results,
+                self._drafts,
                 may_displace=config.policy == SchedulingPolicy.PRIORITY
                 and config.priority_preemption,
             )

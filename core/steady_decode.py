@@ -7,6 +7,7 @@ import numpy as np
 from ..protocol.arrays import Int64Array
 from ..protocol.messages import SchedulerOutput
 from .batch import Batch, StepInFlight
+from .drafts import Drafts
 from .encoder_inputs import EncoderInputs
 from .kv_cache_manager import KVCacheManager
 from .request_lifecycle import RequestLifecycle
@@ -26,6 +27,7 @@ class SteadyDecode:
         lifecycle: RequestLifecycle,
         encoders: EncoderInputs,
         results: StepResults,
+        drafts: Drafts | None,
         *,
         may_displace: bool,
     ) -> None:
@@ -38,6 +40,7 @@ class SteadyDecode:
         self._block_size = lifecycle.manager.block_size
         self._encoders = encoders
         self._results = results
+        self._drafts = drafts
         self._may_displace = may_displace
         self._batch = Batch(np.zeros(0, np.intp), self._slots)
         self._num_common_blocks = 0
@@ -93,6 +96,7 @@ class SteadyDecode:
             not self._num_left
             or batch.num_vacated != self._slots.num_vacated
             or self._may_admit()
+            or (self._drafts is not None and self._drafts.are_any)
             or self._encoders.are_in_use
             or self._lifecycle.is_deadline_past(now)
         ):

@@ -87,6 +87,8 @@ class StepResults:
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
         """Take in the oldest step's output. Returns that step, and what each client is to be told."""
         step = self._pop(scheduler_output, output)
+        if self._drafts is not None:
+            self._last_batch = step.step, step.batch
         is_reported = step.has_prefill or step.step % STEPS_A_REPORT == 0 or not self._in_flight
         make_stats = self._lifecycle.make_stats if is_reported else None
         if not self._is_plain(step, output) or not self._slots.append_alike(
@@ -107,7 +109,9 @@ class StepResults:
             or output.logprobs
             or output.prompt_logprobs
             or output.nan_slots
-            or self._drafts is not None
+            or output.drafts is not None
+            or step.num_drafts is not None
+            or (self._drafts is not None and self._drafts.are_any)
             or self._lifecycle.transfers is not None
         )
 
@@ -127,24 +131,26 @@ class StepResults:
                 if slot in owners:
                     self._lifecycle.fail(owners[slot], message)
         sampling, num_drafts = step.sampling, step.num_drafts
-        counts = None
+        counts = num_verified = None
         if num_drafts is not None:
             counts = _num_sampled(output, len(num_drafts))
+            num_verified = _num_verified(output, num_drafts)
         if sampling.num_vacated != self._slots.num_vacated:
             alive = sampling.alive(self._slots)
             if not alive.all():
                 sampling = sampling.select(alive)
-                if counts is None or num_drafts is None:
+                if counts is None or num_drafts is None or num_verified is None:
                     token_ids = token_ids[alive]
                 else:
                     token_ids = token_ids[np.repeat(alive, counts)]
                     counts, num_drafts = counts[alive], num_drafts[alive]
+                    num_verified = num_verified[alive]
         cut: dict[int, int] = {}
-        if counts is not None and num_drafts is not None:
+        if counts is not None and num_drafts is not None and num_verified is not None:
             if self._lifecycle.stats.spec_decoding is None:
                 self._lifecycle.stats.spec_decoding = SpecDecodingStats()
             stats = self._lifecycle.stats.spec_decoding
-            subtract_rejections(self._running, sampling, counts, num_drafts, stats)
+            subtract_rejections(self._running, sampling, counts, num_drafts, num_verified, stats)
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = sampled
         if output.logprobs or output.prompt_logprobs or output.nan_slots:
@@ -153,7 +159,6 @@ class StepResults:
             self._take_tokens(step, sampling, token_ids, counts, now)
         if self._drafts is not None:
             self._drafts.forget(sampling.slots)
-            self._last_batch = step.step, step.batch
             if output.drafts is not None:
                 self._drafts.propose(step.batch, output.drafts)
         return self._clients.take(sampling, token_ids.tobytes(), counts, now, make_stats)
@@ -179,7 +184,7 @@ class StepResults:
                 len(counts) != len(step.num_drafts)
                 or counts.sum() != num_tokens
                 or (counts < 1).any()
-                or (counts > step.num_drafts + 1).any()
+                or (counts > _num_verified(output, step.num_drafts) + 1).any()
             ):
                 raise EngineError(
                     f"step {step.step} returned {num_tokens} tokens, {counts.tolist()} for rows "
@@ -285,6 +290,18 @@ def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:
     if not output.num_sampled:
         return np.ones(num_rows, np.int64)
     return int32_view(output.num_sampled).astype(np.int64)
+
+
+def _num_verified(output: ModelRunnerOutput, num_drafts: Int64Array) -> Int64Array:
+    """The drafts of each row that were verified. Raises EngineError if that cannot be, `num_drafts` being scheduled."""
+    if not output.num_verified:
+        return num_drafts
+    num_verified = int32_view(output.num_verified).astype(np.int64)
+    if len(num_verified) != len(num_drafts) or (num_verified > num_drafts).any():
+        raise EngineError(
+            f"step {output.step} verified {num_verified.tolist()} drafts of rows with {num_drafts.tolist()}"
+        )
+    return num_verified
 
 
 def _first_positions(row: RowLogprobs, count: int) -> RowLogprobs:

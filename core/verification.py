@@ -25,19 +25,23 @@ def subtract_rejections(
     sampling: Batch,
     counts: Int64Array,
     num_drafts: Int64Array,
+    num_verified: Int64Array,
     stats: SpecDecodingStats,
 ) -> None:
-    """Correct the counts of requests whose drafts were all expected to be accepted."""
+    """Correct the counts of requests whose drafts were all expected to be accepted.
+
+    Of `num_drafts` that were scheduled there were only `num_verified`.
+    """
     state, slots = running.slots, sampling.slots
     rejected = num_drafts + 1 - counts
     num_computed, num_expected = state.num_computed_tokens, state.num_expected_tokens
     num_computed[slots] -= rejected
     num_expected[slots] -= rejected
-    accepted = counts[num_drafts > 0] - 1
+    accepted = counts[num_verified > 0] - 1
     stats.num_drafts += len(accepted)
-    stats.num_draft_tokens += int(num_drafts.sum())
+    stats.num_draft_tokens += int(num_verified.sum())
     stats.num_accepted_tokens += int(accepted.sum())
-    for position in range(int(num_drafts.max(initial=0))):
+    for position in range(int(num_verified.max(initial=0))):
         if position == len(stats.num_accepted_tokens_per_pos):
             stats.num_accepted_tokens_per_pos.append(0)
         num_accepted = np.count_nonzero(accepted > position)

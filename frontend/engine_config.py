@@ -27,6 +27,7 @@ from ..protocol.config import (
     RecoveryConfig,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
 )
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
@@ -128,6 +129,7 @@ def _make_scheduler_config(
 ) -> SchedulerConfig:
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     given["policy"] = SchedulingPolicy(given.get("policy", SchedulingPolicy.FCFS))
+    given["speculative"] = _speculation(given, device, num_stages)
     chunked = given.get("enable_chunked_prefill", True)
     limits = _limits(has_gpu(device))
     given.setdefault("max_num_seqs", limits.max_num_seqs)
@@ -167,6 +169,22 @@ def _check_host_tier(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         )
     if scheduler.preemption_mode is PreemptionMode.SWAP and not cache.host_gib:
         raise ConfigError("--preemption-mode swap needs the memory of --kv-host-gib, which is 0")
+
+
+def _speculation(
+    given: dict[str, Any], device: Device, num_stages: int
+) -> SpeculativeConfig | None:
+    """What was asked for; otherwise some where it is possible, since it costs nothing where nothing is repeated."""
+    is_possible = num_stages == 1 and not has_gpu(device)
+    if "speculative" not in given:
+        return SpeculativeConfig(num_speculative_tokens=8) if is_possible else None
+    speculative: SpeculativeConfig | None = given["speculative"]
+    if speculative is not None and not is_possible:
+        raise ConfigError(
+            "--speculative-config needs --device cpu and --pipeline-parallel-size 1, which is "
+            f"{num_stages} here; leave it out, or change those"
+        )
+    return speculative
 
 
 def _limits(on_gpu: bool) -> SchedulerConfig:

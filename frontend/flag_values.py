@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.config import KVEventsConfig, PrefixHash
+from ..protocol.config import KVEventsConfig, PrefixHash, ProposerMethod, SpeculativeConfig
 
 _SIZE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -106,6 +106,24 @@ def kv_events(text: str) -> KVEventsConfig | None:
         return msgspec.convert(fields, KVEventsConfig)
     except msgspec.ValidationError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+def speculative(text: str) -> SpeculativeConfig | None:
+    """Our own fields, which are vLLM's. The longest match counts in any case, so `prompt_lookup_max` says nothing."""
+    fields = json_object(text)
+    fields.pop("prompt_lookup_max", None)
+    try:
+        config = msgspec.convert(fields, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if config.method is not ProposerMethod.NGRAM:
+        raise ArgumentTypeError(f"method must be ngram, got {config.method}")
+    for name, low in (("num_speculative_tokens", 0), ("prompt_lookup_min", 1)):
+        try:
+            _in_range(getattr(config, name), low, 64)
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{name} {error}") from None
+    return config if config.num_speculative_tokens else None
 
 
 def text_or_json_list(text: str) -> list[str]:

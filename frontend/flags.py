@@ -23,6 +23,7 @@ from .flag_values import (
     number,
     prefix_hash,
     size,
+    speculative,
     text_or_json_list,
 )
 from .model_options import CHECKPOINT_QUANTIZATIONS
@@ -348,6 +349,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "with --kv-host-gib, what becomes of a preempted request's blocks: recompute drops them, swap copies "
             "them at once, auto as their memory is taken",
             choices=("recompute", "swap", "auto"),
+        ),
+        Flag(
+            "--speculative-config",
+            "scheduler.speculative",
+            "most tokens that are tried at once where a request repeats its prompt or itself, 0 for none, and after how "
+            "many repeated ones; what is generated stays the same",
+            speculative,
+            metavar="JSON",
+            default_text='{"num_speculative_tokens": 8, "prompt_lookup_min": 2} on one CPU worker or several with -tp',
         ),
         Flag(
             "--inject-preemption",

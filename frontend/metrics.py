@@ -51,6 +51,9 @@ COUNTERS: Final = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "num_preemptions": "Preemptions of running sequences.",
     "corrupted_requests": "Requests with NaNs in their logits.",
+    "spec_decode_num_drafts": "How often drafts of a sequence were verified.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were right.",
     "prompt_tokens": "Prompt tokens processed.",
     "generation_tokens": "Tokens generated.",
 }
@@ -211,6 +214,10 @@ class Metrics(Collector):
         counters["conservation_violations"] += stats.num_violations
         counters["kv_blocks_copied_out"] += stats.num_blocks_copied_out
         counters["kv_blocks_copied_in"] += stats.num_blocks_copied_in
+        if (drafts := stats.spec_decoding) is not None:
+            counters["spec_decode_num_drafts"] += drafts.num_drafts
+            counters["spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
+            counters["spec_decode_num_accepted_tokens"] += drafts.num_accepted_tokens
         for name, seconds in (
             ("kv_block_lifetime_seconds", stats.block_lifetimes),
             ("kv_block_idle_before_evict_seconds", stats.block_idle_times),

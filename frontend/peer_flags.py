@@ -43,7 +43,7 @@ UNSUPPORTED = frozenset({
     "--override-pooler-config", "--pooler-config", "--ray-workers-use-nsight",
     "--reasoning-parser-plugin", "--return-tokens-as-token-ids", "--runner", "--scheduler-cls",
     "--skip-mm-profiling", "--skip-tokenizer-init",
-    "--speculative-config", "--speculative-model", "--ssl-ca-certs", "--ssl-cert-reqs",
+    "--speculative-model", "--ssl-ca-certs", "--ssl-cert-reqs",
     "--ssl-ciphers", "--structured-outputs-config", "--task", "--tokenizer-revision",
     "--tool-parser-plugin", "--tool-server", "--use-tqdm-on-load", "--use-v2-block-manager",
     "--video-pruning-rate", "--watermark", "--worker-cls", "--worker-extension-cls", "-O", "-ngl",

@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import ConfigError
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 """Bumped whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
@@ -125,6 +125,28 @@ class CacheConfig(msgspec.Struct, frozen=True):
     prefix_hash: PrefixHash = PrefixHash.SHA256
 
 
+class ProposerMethod(enum.StrEnum):
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who proposes how many tokens a step at most, for the model to verify.
+
+    By `ngram` it is what followed the last tokens where they came before, if `prompt_lookup_min` of them or more did.
+    """
+
+    num_speculative_tokens: int
+    method: ProposerMethod = ProposerMethod.NGRAM
+    prompt_lookup_min: int = 2
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions after the computed ones whose KV entries the proposer writes."""
+        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The limits of one step and of the queue.
 
@@ -158,29 +180,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_queued_reqs_per_tenant: int = 0
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
+    speculative: SpeculativeConfig | None = None
 
     @property
     def max_steps_in_flight(self) -> int:
         """One for each stage, and one more that is there when the first stage is free."""
         return min(self.num_micro_batches + self.async_scheduling, MAX_STEPS_IN_FLIGHT)
-
-
-class ProposerMethod(enum.StrEnum):
-    NGRAM = "ngram"
-    EAGLE = "eagle"
-    DRAFT_MODEL = "draft_model"
-
-
-class SpeculativeConfig(msgspec.Struct, frozen=True):
-    """Who proposes how many tokens a step, for the model to verify."""
-
-    num_speculative_tokens: int
-    method: ProposerMethod = ProposerMethod.NGRAM
-
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """Positions after the computed ones whose KV entries the proposer writes."""
-        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -383,7 +388,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     frontend: FrontendConfig = FrontendConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     kv_transfer: KVTransferConfig | None = None
-    speculative: SpeculativeConfig | None = None
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

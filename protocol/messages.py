@@ -382,7 +382,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers'.
     `drafts` int32[k, 2]: rows (position in the batch, number of drafts), drafts being the last tokens of such a chunk,
     to be verified. `draft_token_ids` int32 are theirs, empty when the worker is to take those that it proposed last,
-    as many as there are.
+    as many as there are: where these are fewer, so are the tokens of the chunk.
     The batch has its first `num_common_blocks` blocks in common, in the full-attention groups.
     Before anything is computed, `host_copies_out` int32[k, 2] copies blocks to host blocks, then `host_copies_in`
     int32[k, 2] host blocks to blocks.
@@ -512,13 +512,15 @@ class ModelRunnerOutput(
     """The result of step `step`.
 
     `sampled_token_ids` int32 has one token for each batch row that sampled, in batch order; `num_sampled` int32
-    gives another count a row when drafts were verified, and is empty otherwise. `nan_slots` int32 had NaNs in their logits.
+    gives another count a row when drafts were verified, and is empty otherwise; `num_verified` int32 is how many drafts of
+    each row were, empty if all that were scheduled. `nan_slots` int32 had NaNs in their logits.
     `failed_slots` are rows whose request failed alone, with the reason.
     """
 
     step: int
     sampled_token_ids: I32 = b""
     num_sampled: I32 = b""
+    num_verified: I32 = b""
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[RowLogprobs] = []
     nan_slots: I32 = b""

@@ -164,6 +164,10 @@ class PersistentBatch:
         if output.chunks:
             chunks = int32_view(output.chunks).reshape(-1, 2)
             num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
+            if output.drafts:
+                # Only steps in which everybody decodes verify them.
+                rows, counts = int32_view(output.drafts).reshape(-1, 2).T
+                num_scheduled_S[rows] -= counts
             np.cumsum(num_scheduled_S, out=query_start_loc[1:])
             slots_T = np.repeat(slots_S, num_scheduled_S)
             positions_T = np.arange(len(slots_T), dtype=np.int32)

@@ -5,14 +5,19 @@ T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocab
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 
+from ..protocol.arrays import Int32Array, Int64Array, int32_view
+from ..protocol.config import SpeculativeConfig
 from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
 from .batch import StepPlan, even_requests
+from .cpu.decoding import NativeDecoding
+from .cpu.drafts import Drafts
 from .kv_cache import KVCache
-from .model_loader import Decoding, Model
+from .model_loader import Model
 from .pipeline import Pipeline
 from .request_states import RequestStates
 from .runner import GrammarSource
@@ -20,12 +25,22 @@ from .sampling import SamplerOutput, SamplingMetadata
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
 
+_LAST_TOKEN: Final = np.array((0, 1), np.int32)
+
 
 class HostExecution:
-    """Decodes by what the model has for that alone, where nobody wants more than the next token."""
+    """Decodes by what the model has for that alone, where nobody wants more than the next token.
+
+    That verifies drafts, too; in other steps those are left out.
+    """
 
     def __init__(
-        self, model: Model, requests: RequestStates, kv_cache: KVCache, pipeline: Pipeline
+        self,
+        model: Model,
+        requests: RequestStates,
+        kv_cache: KVCache,
+        pipeline: Pipeline,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -33,7 +48,9 @@ class HostExecution:
         self._batch = requests.batch
         self._kv_cache = kv_cache
         self._pipeline = pipeline
-        self._decoding: Decoding | None = None
+        self._speculative = speculative
+        self._decoding: NativeDecoding | None = None
+        self._drafts: Drafts | None = None
         # Of the last step, if `_decoding` did it.
         self._decoded_rows: SamplingMetadata | None = None
 
@@ -41,7 +58,8 @@ class HostExecution:
         """There is nothing to find out: the KV cache has a share of the memory that is free."""
 
     def use_kv_cache(self) -> None:
-        self._decoding = self._model.decoding(self._batch, self._kv_cache.layers)
+        self._decoding = self._model.decoding(self._batch, self._kv_cache.layers, self._speculative)
+        self._drafts = None if self._decoding is None else self._decoding.drafts
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -54,13 +72,43 @@ class HostExecution:
                 self._pipeline.send_hidden(hidden_TD)
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        if self._drafts is not None:
+            for new in output.new_requests:
+                self._drafts.add(new.slot, new.sampling_params)
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
-        tokens_S, num_failed = self._decoding.step(rows)
+        result = self._decode(self._decoding, rows, output)
+        if self._drafts is not None:
+            result.drafts = self._drafts.found(output.step)
+        return result
+
+    def _decode(
+        self, decoding: NativeDecoding, rows: SamplingMetadata, output: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        tokens_K, num_failed, num_sampled_S, num_verified_S = decoding.step(
+            rows, self._drafts_to_verify(output, rows.slots_S)
+        )
+        result = ModelRunnerOutput(output.step, tokens_K.tobytes())
         if num_failed:
-            return SamplerOutput(torch.from_numpy(tokens_S).long(), rows).message(output.step)
-        return ModelRunnerOutput(output.step, tokens_S.tobytes())
+            slots_K = np.repeat(rows.slots_S, 1 if num_sampled_S is None else num_sampled_S)
+            sampled = SamplerOutput(torch.from_numpy(tokens_K).long(), rows, slots_S=slots_K)
+            result = sampled.message(output.step)
+        if num_sampled_S is not None and num_verified_S is not None:
+            result.num_sampled = num_sampled_S.tobytes()
+            result.num_verified = num_verified_S.tobytes()
+        return result
+
+    def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
+        """How many drafts each row may have verified; None if nobody has any."""
+        if not output.drafts:
+            return None
+        rows, counts = int32_view(output.drafts).reshape(-1, 2).T
+        if output.draft_token_ids and self._drafts is not None:
+            self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
+        num_drafts_S = np.zeros(len(slots_S), np.int32)
+        num_drafts_S[rows] = counts
+        return num_drafts_S
 
     def close(self) -> None:
         """It keeps nothing that anybody waits for."""
@@ -94,11 +142,17 @@ class HostExecution:
         self._batch.append(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._pipeline.send_tokens(sampled.token_ids)
-        return sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
+        result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
+        if output.drafts:
+            result.num_verified = bytes(len(result.sampled_token_ids))
+        if self._drafts is not None:
+            self._drafts.look_up(slots_R)
+            result.drafts = self._drafts.found(output.step)
+        return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """The rows of a step that is `_decoding`'s: every slot computes its last token, and nobody wants more than the next."""
-        if self._decoding is None or output.chunks or output.grammar_slots:
+        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts, and nobody wants more than tokens."""
+        if self._decoding is None or output.grammar_slots or _has_chunks(output):
             return None
         rows = self._decoded_rows
         if output.slots is None and rows is not None and rows.is_current:
@@ -122,3 +176,11 @@ class HostExecution:
             )
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return inputs, torch.from_numpy(plan.positions_T), self._kv_cache.layers, metadata
+
+
+def _has_chunks(output: SchedulerOutput) -> bool:
+    """Whether a slot computes more than its last token and drafts."""
+    if not output.chunks:
+        return False
+    drafts = int32_view(output.drafts).reshape(-1, 2)
+    return not np.array_equal(int32_view(output.chunks), (drafts + _LAST_TOKEN).ravel())

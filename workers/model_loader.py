@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.arrays import Int32Array
-from ..protocol.config import CPUBackend, EngineConfig
+from ..protocol.config import CPUBackend, EngineConfig, SpeculativeConfig
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .attention import PagedAttention, attention_backend
@@ -18,6 +18,7 @@ from .attention.graph_break import BreakingAttention
 from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
+from .cpu.decoding import NativeDecoding
 from .cpu.library import NotSupportedNatively, instruction_set
 from .device import has_float8, resolve_dtype, usable_cores
 from .kv_cache_groups import group_layers
@@ -31,17 +32,6 @@ from .parallel_state import ParallelState
 from .sampling import SamplingMetadata
 
 logger = logging.getLogger(__name__)
-
-
-class Decoding(Protocol):
-    """Decodes the requests of one persistent batch."""
-
-    def step(self, metadata: SamplingMetadata) -> tuple[Int32Array, int]:
-        """Compute the last token of each row's request, then sample and append the next.
-
-        Returns the tokens int32 [S], with what `sampling.choose_tokens` puts in place of some, and how many those are.
-        Such rows append token 0.
-        """
 
 
 class Model(Protocol):
@@ -91,7 +81,12 @@ class Model(Protocol):
     ) -> Tensor:
         """Return the next token of each row, or what is in its place, int64 [S]; see `sampling.choose_tokens`."""
 
-    def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> Decoding | None:
+    def decoding(
+        self,
+        batch: PersistentBatch,
+        kv_caches: Sequence[Tensor],
+        speculative: SpeculativeConfig | None = None,
+    ) -> NativeDecoding | None:
         """Return what decodes the requests of `batch` faster than `forward_and_sample` does, if there is such a thing."""
 
 

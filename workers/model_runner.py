@@ -63,7 +63,8 @@ class ModelRunner:
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
         self._execution: Execution
         if accelerator is None:
-            self._execution = HostExecution(model, requests, kv_cache, pipeline)
+            speculative = config.scheduler.speculative
+            self._execution = HostExecution(model, requests, kv_cache, pipeline, speculative)
         else:
             assert isinstance(model, Decoder), "a native program runs on the host"
             self._execution = DeviceExecution(

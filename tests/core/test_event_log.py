@@ -554,7 +554,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
     ("struct", "num_fields"),
     [
         (messages.EngineCoreRequest, 18),
-        (messages.ModelRunnerOutput, 9),
+        (messages.ModelRunnerOutput, 10),
         (messages.SchedulerOutput, 14),
         (messages.NewRequestData, 11),
         (messages.EngineCoreOutputs, 12),

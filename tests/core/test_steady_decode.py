@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from engine.core.scheduler import Scheduler
-from engine.protocol.config import SchedulingPolicy
+from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
 from engine.protocol.messages import EventKind, FinishReason, SchedulerOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +26,9 @@ def run_on(harness: RecordedHarness, num_steps: int) -> None:
             harness.update()
 
 
-def test_decoding_is_planned_only_when_something_happens():
-    harness = RecordedHarness(num_blocks=200)
+@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(4)])
+def test_decoding_is_planned_only_when_something_happens(speculative):
+    harness = RecordedHarness(num_blocks=200, speculative=speculative)
     for length in (3, 4, 9, 16):
         harness.add(length, 70)
     run_on(harness, 60)
@@ -34,6 +36,20 @@ def test_decoding_is_planned_only_when_something_happens():
     (num_decisions,) = replay(harness.dump(), CountingScheduler)
     assert num_decisions > 100
     assert CountingScheduler.num_planned < 10
+
+
+def test_whoever_has_drafts_is_planned_until_they_end():
+    harness = RecordedHarness(
+        num_blocks=200,
+        speculative=SpeculativeConfig(4),
+        propose=lambda row: [7, 7] if 20 <= len(row.token_ids) < 25 else [],
+    )
+    harness.add(5, 70)
+    harness.drain()
+    CountingScheduler.num_planned = 0
+    replay(harness.dump(), CountingScheduler)
+    assert sum(len(step.drafts) > 0 for step in harness.steps) >= 3
+    assert 5 <= CountingScheduler.num_planned < 20
 
 
 def test_what_happens_meanwhile_is_seen_in_the_next_step():

@@ -207,7 +207,20 @@ def test_values_and_the_spellings_of_the_peers(
         (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
         (["--enable-auto-tool-choice"], ["needs --tool-call-parser"]),
         (["--enable-lora"], ["--enable-lora is not supported by this version"]),
-        (["--speculative_config={}"], ["--speculative-config is not supported"]),
+        (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 65}'],
+            ["--speculative-config", "num_speculative_tokens", "between 1 and 64", "got 65"],
+        ),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 4, "prompt_lookup_min": 0}'],
+            ["prompt_lookup_min", "between 1 and 64", "got 0"],
+        ),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 4, "method": "eagle"}'],
+            ["method must be ngram, got eagle"],
+        ),
+        (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
         (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
         (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),

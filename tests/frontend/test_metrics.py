@@ -9,7 +9,7 @@ from engine.frontend.histogram import Histogram, decimal_bounds
 from engine.frontend.metrics import Metrics
 from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import EngineConfig, ParallelConfig, SchedulerConfig
-from engine.protocol.messages import SchedulerStats
+from engine.protocol.messages import SchedulerStats, SpecDecodingStats
 from engine.protocol.sampling_params import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +155,7 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
             num_preemptions=1,
             num_steps=2,
             num_scheduled_tokens=20,
+            spec_decoding=SpecDecodingStats(3, 12, 7),
         )
         metrics.record_stats(0, stats)
     samples = scrape(metrics)
@@ -166,6 +167,9 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
         assert value(samples, f"{prefix}:prefix_cache_queries_total") == 200
         assert value(samples, f"{prefix}:prefix_cache_hits_total") == 64
         assert value(samples, f"{prefix}:num_preemptions_total") == 2
+        assert value(samples, f"{prefix}:spec_decode_num_drafts_total") == 6
+        assert value(samples, f"{prefix}:spec_decode_num_draft_tokens_total") == 24
+        assert value(samples, f"{prefix}:spec_decode_num_accepted_tokens_total") == 14
         assert value(samples, f"{prefix}:iteration_tokens_total_bucket", le="8.0") == 0
         assert value(samples, f"{prefix}:iteration_tokens_total_bucket", le="16.0") == 4
     assert value(samples, "engine:scheduler_steps_total") == 4

@@ -190,13 +190,14 @@ class ModelWorker:
         counts.update(chunks)
         self.transfers.begin_step(step.kv_connector_metadata)
         self._fill_encoder_cache(step)
-        drafts = self._find_drafts(step)
-        for position, tokens in drafts.items():
-            counts[position] -= len(tokens)
+        scheduled_drafts = dict(int32_view(step.drafts).reshape(-1, 2).tolist())
+        for position, count in scheduled_drafts.items():
+            counts[position] -= count
+        drafts = self._find_drafts(step, scheduled_drafts)
         self._check_states()
         self._write_kv(counts, drafts)
         self._check_visible(counts)
-        sampled, num_sampled, failed = [], [], []
+        sampled, num_sampled, num_verified, failed = [], [], [], []
         rejected = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
@@ -207,7 +208,8 @@ class ModelWorker:
                 tokens = self._verify(row, drafts.get(position, []), allowed)
                 sampled += tokens
                 num_sampled.append(len(tokens))
-                rejected.append((row, len(drafts.get(position, [])) + 1 - len(tokens)))
+                num_verified.append(len(drafts.get(position, [])))
+                rejected.append((row, scheduled_drafts.get(position, 0) + 1 - len(tokens)))
                 row.drafts = self.propose(row) if self.propose else []
             else:
                 assert position not in drafts
@@ -218,6 +220,7 @@ class ModelWorker:
             step.step,
             int32_bytes(sampled),
             num_sampled=int32_bytes(num_sampled) if drafts else b"",
+            num_verified=int32_bytes(num_verified) if self.remembers_drafts and drafts else b"",
             failed_slots=failed,
             drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
@@ -242,19 +245,20 @@ class ModelWorker:
             if (item.position < end and last > start) or (not item.num_tokens and not start):
                 assert item.content_hash in self.encoder_cache, "an encoder output is missing"
 
-    def _find_drafts(self, step: SchedulerOutput) -> dict[int, list[int | None]]:
-        """The drafts of each position in the batch; None for one that there is not."""
-        counts = int32_view(step.drafts).reshape(-1, 2).tolist()
+    def _find_drafts(self, step: SchedulerOutput, counts: dict[int, int]) -> dict[int, list[int]]:
+        """The drafts of each position in the batch that has any scheduled. There may be fewer."""
         if self.remembers_drafts:
             assert not step.draft_token_ids
-            own = {position: self.rows[self.batch[position]].drafts for position, _ in counts}
             return {
-                position: (own[position] + [None] * count)[:count] for position, count in counts
+                position: self.rows[self.batch[position]].drafts[:count]
+                for position, count in counts.items()
             }
         token_ids = iter(int32_view(step.draft_token_ids).tolist())
-        return {position: [next(token_ids) for _ in range(count)] for position, count in counts}
+        return {
+            position: [next(token_ids) for _ in range(count)] for position, count in counts.items()
+        }
 
-    def _verify(self, row: Row, drafts: list[int | None], allowed: np.ndarray | None) -> list[int]:
+    def _verify(self, row: Row, drafts: list[int], allowed: np.ndarray | None) -> list[int]:
         """What the model says after the row's tokens, for as long as the drafts say the same."""
         tokens: list[int] = []
         for index, draft in enumerate((*drafts, None)):
@@ -319,7 +323,7 @@ class ModelWorker:
                     block, offset = self._place(table, index)
                     assert self.kv_cache[block][offset] == row.fingerprints[index], "wrong KV entry"
 
-    def _write_kv(self, counts: dict[int, int], drafts: dict[int, list[int | None]]) -> None:
+    def _write_kv(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> None:
         written = set()
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
@@ -330,7 +334,7 @@ class ModelWorker:
             self._check_encoder_inputs(row, start + count)
             entries = row.fingerprints[start : start + count]
             for token_id in drafts.get(position, []):
-                entries.append(extend(entries[-1], -1 if token_id is None else token_id))
+                entries.append(extend(entries[-1], token_id))
             is_bad = self._has_bad_kv(row, start)
             end = start + len(entries)
             for group, table in zip(self.groups, row.block_tables, strict=True):

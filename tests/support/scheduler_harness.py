@@ -118,7 +118,9 @@ class Harness:
         num_host_blocks: int = 0,
         **limits: object,
     ) -> None:
-        self.config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
+        self.config = SchedulerConfig(
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}, speculative=speculative
+        )
         self.cache_config = CacheConfig(
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
@@ -144,7 +146,6 @@ class Harness:
             kv_cache_groups=groups,
             num_host_blocks=num_host_blocks,
             kv_transfer=self.kv_transfer,
-            speculative=speculative,
         )
         self._log_kv_events = log_kv_events
         self._encoder_connector = encoder_connector

@@ -12,6 +12,7 @@ from engine.protocol.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.protocol.messages import (
     GrammarOutput,
@@ -44,6 +45,7 @@ class Steps:
         device: DeviceConfig | None = None,
         accelerator: Accelerator | None = None,
         max_model_len: int = 128,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         name = str(path)
         model = ModelConfig(
@@ -54,7 +56,7 @@ class Steps:
             1,
             model,
             CacheConfig(block_size=block_size),
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, speculative=speculative),
             device=device or DeviceConfig(),
         )
         self.runner = ModelRunner(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.shard import ModelShard
@@ -144,12 +145,15 @@ class NativeDecoder:
         return tokens_S.long()
 
     def decoding(
-        self, batch: PersistentBatch, kv_caches: Sequence[Tensor]
+        self,
+        batch: PersistentBatch,
+        kv_caches: Sequence[Tensor],
+        speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
         """Return what decodes the requests of `batch`; None for a stage of a pipeline, which does not sample alone."""
         if not (self.shard.is_first and self.shard.is_last):
             return None
-        return NativeDecoding(self._program, batch, kv_caches)
+        return NativeDecoding(self._program, batch, kv_caches, speculative)
 
     def profile(self) -> list[tuple[str, float]]:
         """The kind of each operation, in order, and the seconds spent in it so far."""

@@ -1,32 +1,55 @@
 """Steps in which every request of a batch decodes, each one call of the native program.
 
-S rows of the batch.
+S rows of the batch, K tokens that they sample: one each, and more where drafts were right.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..sampling import SamplingMetadata
+from .drafts import Drafts
 from .library import DecodeBatch
 from .program import NativeProgram
 from .sampling import sampling_rows
+
+
+class Decoded(NamedTuple):
+    """What was sampled, or what is in its place, and how often that is: int32 [K].
+
+    With drafts also how many tokens each row sampled, and how many drafts of it were verified: int32 [S].
+    """
+
+    tokens_K: Int32Array
+    num_failed: int
+    num_sampled_S: Int32Array | None = None
+    num_verified_S: Int32Array | None = None
 
 
 class NativeDecoding:
     """Reads the persistent batch where it lies, and advances it."""
 
     def __init__(
-        self, program: NativeProgram, batch: PersistentBatch, kv_caches: Sequence[Tensor]
+        self,
+        program: NativeProgram,
+        batch: PersistentBatch,
+        kv_caches: Sequence[Tensor],
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._program = program
-        self._tokens = np.empty(batch.num_slots, np.int32)
+        self.drafts = None if speculative is None else Drafts(speculative, batch)
+        max_drafts = 0 if self.drafts is None else self.drafts.max_drafts
+        self._tokens = np.empty(batch.num_slots + max_drafts, np.int32)
+        self._num_sampled = np.empty(batch.num_slots, np.int32)
+        self._num_verified = np.empty(batch.num_slots, np.int32)
         # The native side has addresses only.
         self._kept = batch, kv_caches
         self._metadata: SamplingMetadata | None = None
@@ -40,11 +63,14 @@ class NativeDecoding:
             block_tables=(ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables)),
             block_table_stride=tables[0].shape[1],
             kv_caches=(ctypes.c_void_p * len(kv_caches))(*(kv.data_ptr() for kv in kv_caches)),
+            lookup=None if self.drafts is None else ctypes.pointer(self.drafts.lookup),
             tokens=self._tokens.ctypes.data,
+            num_sampled=self._num_sampled.ctypes.data,
+            num_verified=self._num_verified.ctypes.data,
         )
 
-    def step(self, metadata: SamplingMetadata) -> tuple[Int32Array, int]:
-        """Return what each row samples, or what is in its place, and in how many rows that is: int32 [S].
+    def step(self, metadata: SamplingMetadata, num_drafts_S: Int32Array | None = None) -> Decoded:
+        """Compute the last token of each row's request and at most `num_drafts_S` drafts, and sample; see `Decoded`.
 
         The next step overwrites it. Raises ValueError if a request has no last token in the vocabulary, or no room
         for the next.
@@ -54,11 +80,20 @@ class NativeDecoding:
             self._batch.num_slots = len(metadata.slots_S)
             self._batch.slots = metadata.slots_S.ctypes.data
             self._batch.sampling = None if metadata.is_greedy else sampling_rows(metadata)
-            self._tokens_S = self._tokens[: len(metadata.slots_S)]
+        self._batch.num_drafts = None if num_drafts_S is None else num_drafts_S.ctypes.data
         num_failed = self._program.decode(self._batch)
         if num_failed < 0:
             raise ValueError(
                 f"slots {metadata.slots_S.tolist()}: the last token of one is not in the vocabulary, "
                 "or it has reached max_model_len"
             )
-        return self._tokens_S, num_failed
+        num_rows = len(metadata.slots_S)
+        if num_drafts_S is None:
+            return Decoded(self._tokens[:num_rows], num_failed)
+        num_sampled_S = self._num_sampled[:num_rows]
+        return Decoded(
+            self._tokens[: num_sampled_S.sum()],
+            num_failed,
+            num_sampled_S,
+            self._num_verified[:num_rows],
+        )

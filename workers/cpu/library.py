@@ -124,6 +124,21 @@ class Step(ctypes.Structure):
     )
 
 
+class DraftLookup(ctypes.Structure):
+    """What may be drafted, and what was; see `draft_lookup.h`."""
+
+    _fields_ = (
+        ("may_draft", c_void_p),
+        ("num_drafts", c_void_p),
+        ("most", c_int32),
+        ("shortest_match", c_int32),
+        ("num_found", c_int32),
+        ("found_slots", c_void_p),
+        ("found_counts", c_void_p),
+        ("found_tokens", c_void_p),
+    )
+
+
 class DecodeBatch(ctypes.Structure):
     """A batch of which every request decodes; see `program.h`."""
 
@@ -139,7 +154,11 @@ class DecodeBatch(ctypes.Structure):
         ("block_table_stride", c_int64),
         ("kv_caches", POINTER(c_void_p)),
         ("sampling", POINTER(SamplingRows)),
+        ("num_drafts", c_void_p),
+        ("lookup", POINTER(DraftLookup)),
         ("tokens", c_void_p),
+        ("num_sampled", c_void_p),
+        ("num_verified", c_void_p),
     )
 
 
@@ -166,6 +185,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
     "engine_program_decode": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
     "engine_program_profile": (None, [c_void_p, c_void_p]),
+    "engine_look_up_drafts": (
+        None,
+        [POINTER(DraftLookup), c_void_p, c_int32, c_int64, c_void_p, c_void_p],
+    ),
 }
 
 

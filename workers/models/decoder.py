@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.config import SpeculativeConfig
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
@@ -153,7 +154,12 @@ class Decoder:
         logits_SV = self.compute_logits(hidden_SD)
         return self.choose_tokens(logits_SV, metadata, positions_S)
 
-    def decoding(self, batch: PersistentBatch, kv_caches: Sequence[Tensor]) -> None:
+    def decoding(
+        self,
+        batch: PersistentBatch,
+        kv_caches: Sequence[Tensor],
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         """There is nothing that decodes faster than `forward_and_sample`."""
 
 

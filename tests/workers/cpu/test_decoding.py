@@ -101,8 +101,8 @@ class Decoding:
     def step(self) -> tuple[list[int], int]:
         assert self._decoding is not None
         slots = np.arange(self.batch.num_slots, dtype=np.int32)
-        tokens, num_failed = self._decoding.step(self.sampler.describe(slots))
-        return tokens.tolist(), num_failed
+        decoded = self._decoding.step(self.sampler.describe(slots))
+        return decoded.tokens_K.tolist(), decoded.num_failed
 
 
 @pytest.fixture(scope="module")

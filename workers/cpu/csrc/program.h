@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draft_lookup.h"
 #include "exchange.h"
 #include "linear.h"
 #include "piece_queue.h"
@@ -98,8 +99,8 @@ struct Step {
   const SamplingRows* sampling;  // null for the most likely tokens
 };
 
-// Requests that each compute their last token and sample the next, with the worker's state of every
-// slot, which the step reads and advances.
+// Requests that each compute their last token and sample the next, and go on as long as that is what they have
+// drafted, with the worker's state of every slot, which the step reads and advances.
 struct DecodeBatch {
   int32_t num_slots, num_groups;
   const int64_t* slots;  // [num_slots]
@@ -111,7 +112,11 @@ struct DecodeBatch {
   int64_t block_table_stride;
   uint8_t* const* kv_caches;     // of each layer
   const SamplingRows* sampling;  // but for its positions; null for the most likely tokens
-  int32_t* tokens;               // [num_slots], as TokenChooser gives them
+  const int32_t* num_drafts;  // [num_slots], at most so many are verified; null for none
+  DraftLookup* lookup;        // has the drafts, and gets those of the next step; null for none
+  int32_t* tokens;            // [num_slots and drafts], as TokenChooser gives them: those that count
+  int32_t* num_sampled;       // [num_slots], of these tokens
+  int32_t* num_verified;      // [num_slots], drafts that there were
 };
 
 class Program final : private Phases {
@@ -128,7 +133,7 @@ class Program final : private Phases {
   // With num_tokens = 0 only the head runs, on the `hidden` given. Returns false, having done nothing,
   // if a token is not in the vocabulary.
   bool run(const Step& step);
-  // Appends the tokens it samples, token 0 for rows that could not be sampled, and returns how many those are;
+  // Appends the tokens it samples, token 0 where that could not be, and returns how often it could not;
   // or -1, having done nothing, if a slot has no room or its last token is not in the vocabulary.
   int decode(const DecodeBatch& batch);
   // Seconds spent in each operation so far, and in the choice of tokens after the last.
@@ -244,6 +249,7 @@ class Program final : private Phases {
   int begin(int phase) override;
   void run_tile(int phase, Tile& tile) override;
 
+  bool lay_out(const DecodeBatch& batch);
   void begin_slice(int slice);
   int begin_op(const Op& op, Shares& shares);
   int begin_head(const Op& op, Shares& shares);
@@ -344,7 +350,8 @@ class Program final : private Phases {
   std::unique_ptr<Exchange> exchange_;  // null where there are no other ranks
   std::vector<Best> winners_;     // of each row that takes its most likely token
   Buffer decode_hidden_;
-  std::vector<int32_t> decode_arrays_;
+  std::vector<int32_t> decode_starts_, decode_arrays_;
+  std::vector<int64_t> decode_slots_;
   std::vector<StepGroup> decode_groups_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::unique_ptr<std::atomic<int>[]> finished_slots_;

@@ -1,0 +1,266 @@
+"""Drafts are what followed where the last tokens came before, and change nothing but the number of steps."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import SpeculativeConfig
+from engine.protocol.messages import ModelRunnerOutput
+from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from engine.workers.batch import PersistentBatch
+from engine.workers.cpu.drafts import Drafts
+from hypothesis import given
+from hypothesis import strategies as st
+from support.native_decoders import BLOCK_SIZE
+from support.tiny_checkpoints import gemma3_gguf
+from support.worker_steps import GREEDY, Steps
+
+torch.set_num_threads(1)
+
+MAX_MODEL_LEN = 40
+
+
+def match_length(tokens: list[int], end: int) -> int:
+    length = 0
+    while length < min(end, 64) and tokens[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def expected(tokens: list[int], most: int, shortest: int) -> list[int]:
+    """By the words of `draft_lookup.h`."""
+    room = MAX_MODEL_LEN - 1 - len(tokens)
+    ends = range(1, len(tokens))
+    length, end = max(((match_length(tokens, end), end) for end in ends), default=(0, 0))
+    if length < shortest:
+        return []
+    whole = list(tokens)
+    for k in range(max(min(most, length, room), 0)):
+        whole.append(whole[end + k])
+    return whole[len(tokens) :]
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN), min_size=1, max_size=20
+    ),
+    st.integers(1, 20),
+    st.integers(1, 4),
+)
+def test_drafts_are_what_followed_the_longest_match(rows, most, shortest):
+    batch = PersistentBatch(len(rows), MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
+    drafts = Drafts(SpeculativeConfig(most, prompt_lookup_min=shortest), batch)
+    for slot, tokens in enumerate(rows):
+        drafts.add(slot, GREEDY)
+        batch.token_ids_NL[slot, : len(tokens)] = torch.tensor(tokens)
+        batch.num_tokens[slot] = len(tokens)
+    drafts.look_up(np.arange(len(rows), dtype=np.int32))
+    # Many share what a step has time for, and must be surer.
+    most, shortest = min(most, 16 // len(rows)), shortest + len(rows) // 2
+    wanted = {slot: expected(tokens, most, shortest) for slot, tokens in enumerate(rows)}
+    wanted = {slot: tokens for slot, tokens in wanted.items() if tokens}
+    found = drafts.found(7)
+    if found is None:
+        assert not wanted
+        return
+    assert found.step == 7
+    assert int32_view(found.slots).tolist() == list(wanted)
+    assert int32_view(found.num_tokens).tolist() == [len(tokens) for tokens in wanted.values()]
+    assert int32_view(found.token_ids).tolist() == [*chain(*wanted.values())]
+    for slot, tokens in wanted.items():
+        start = len(rows[slot])
+        assert batch.token_ids_NL[slot, start : start + len(tokens)].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logprobs=2),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(bad_words_token_ids=((3,),)),
+        SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_OBJECT)),
+    ],
+)
+def test_who_must_be_sampled_one_by_one_has_no_drafts(params):
+    batch = PersistentBatch(1, MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
+    batch.token_ids_NL[0, :8] = torch.tensor([5, 6, 7, 8] * 2)
+    batch.num_tokens[0] = 8
+    drafts = Drafts(SpeculativeConfig(4), batch)
+    slots = np.zeros(1, np.int32)
+    drafts.add(0, params)
+    drafts.look_up(slots)
+    assert drafts.found(1) is None
+    drafts.add(0, GREEDY)
+    drafts.look_up(slots)
+    assert drafts.found(1) is not None
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Of two kinds of layers, one with a window, and so of several KV-cache groups."""
+    return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
+
+
+def make_steps(checkpoint) -> Steps:
+    path, model = checkpoint
+    return Steps(path, model.config.vocab_size, BLOCK_SIZE, speculative=SpeculativeConfig(6))
+
+
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=2),
+    SamplingParams(temperature=0.6, min_p=0.05, seed=3),
+]
+PROMPTS = [list(range(20, 20 + length)) for length in (3, 15, 16, 29)]
+NUM_OUTPUT = 40
+
+
+def prefill(steps: Steps) -> list[list[int]]:
+    """All requests have their first token."""
+    new = [steps.new(slot, PROMPTS[slot], PARAMS[slot]) for slot in range(4)]
+    chunks = [(slot, len(PROMPTS[slot])) for slot in range(4)]
+    return [[token] for token in steps.tokens(slots=list(range(4)), new=new, chunks=chunks)]
+
+
+@pytest.fixture(scope="module")
+def outputs(checkpoint) -> list[list[int]]:
+    """What comes without drafts."""
+    steps = make_steps(checkpoint)
+    outputs = prefill(steps)
+    while len(outputs[0]) < NUM_OUTPUT:
+        for output, token in zip(outputs, steps.tokens(), strict=True):
+            output.append(token)
+    return outputs
+
+
+def verify(steps: Steps, slots: list[int], drafts: list[list[int]], **step) -> ModelRunnerOutput:
+    """A step of the slots with these drafts."""
+    drafted = [(row, len(tokens)) for row, tokens in enumerate(drafts) if tokens]
+    return steps.run(
+        slots=slots,
+        chunks=[(row, count + 1) for row, count in drafted],
+        drafts=int32_bytes(drafted),
+        draft_token_ids=int32_bytes([*chain(*drafts)]),
+        **step,
+    )
+
+
+def rows_of(result: ModelRunnerOutput, num_rows: int) -> list[list[int]]:
+    tokens = iter(int32_view(result.sampled_token_ids).tolist())
+    counts = int32_view(result.num_sampled).tolist() or [1] * num_rows
+    rows = [[next(tokens) for _ in range(count)] for count in counts]
+    assert len(rows) == num_rows and next(tokens, None) is None
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(checkpoint, outputs, seed):
+    rng = random.Random(seed)
+    steps = make_steps(checkpoint)
+    told = prefill(steps)
+    num_steps = 0
+    while min(map(len, told)) < NUM_OUTPUT - 6:
+        num_steps += 1
+        slots = [slot for slot in range(4) if len(told[slot]) < NUM_OUTPUT - 6]
+        rng.shuffle(slots)
+        drafts = []
+        for slot in slots:
+            count = rng.choice((0, 1, 3, 6))
+            tokens = outputs[slot][len(told[slot]) :][:count]
+            if count and rng.random() < 0.5:
+                wrong = rng.randrange(count)
+                tokens[wrong] = (tokens[wrong] + 1) % 90
+            drafts.append(tokens)
+        result = verify(steps, slots, drafts)
+        for slot, tokens, row in zip(slots, drafts, rows_of(result, len(slots)), strict=True):
+            start = len(told[slot])
+            right = outputs[slot][start : start + len(tokens)]
+            num_right = next(
+                (k for k, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]),
+                len(tokens),
+            )
+            assert row == outputs[slot][start : start + num_right + 1]
+            told[slot] += row
+        if any(drafts):
+            assert int32_view(result.num_verified).tolist() == list(map(len, drafts))
+    assert num_steps < 25
+
+
+def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(checkpoint, outputs):
+    """The core asks for more than there is: only it knows that the match has ended."""
+    steps = make_steps(checkpoint)
+    told = prefill(steps)
+    num_verified = num_right = 0
+    while min(map(len, told)) < NUM_OUTPUT:
+        counts = int32_bytes([(row, 6) for row in range(4)])
+        result = steps.run(chunks=[(row, 7) for row in range(4)], drafts=counts)
+        verified = int32_view(result.num_verified)
+        for output, row in zip(told, rows_of(result, 4), strict=True):
+            output += row
+            num_right += len(row) - 1
+        num_verified += int(verified.sum())
+        assert (verified <= 4).all()
+    for output, wanted in zip(told, outputs, strict=True):
+        assert output[:NUM_OUTPUT] == wanted
+    assert 0 < num_right <= num_verified
+
+
+def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, outputs):
+    steps = make_steps(checkpoint)
+    prefill(steps)
+    drafts = [output[1:4] for output in outputs[:3]]
+    # A prompt beside them, and then somebody who wants log-probabilities.
+    prompt = steps.new(3, PROMPTS[0], SamplingParams(temperature=0, logprobs=1))
+    drafted = [(row, 3) for row in range(3)]
+    result = steps.run(
+        slots=[0, 1, 2, 3],
+        removed=[3],
+        new=[prompt],
+        chunks=[*((row, 4) for row in range(3)), (3, len(PROMPTS[0]))],
+        drafts=int32_bytes(drafted),
+        draft_token_ids=int32_bytes([*chain(*drafts)]),
+    )
+    assert rows_of(result, 4) == [[output[1]] for output in [*outputs[:3], [0, outputs[0][0]]]]
+    assert int32_view(result.num_verified).tolist() == [0] * 4
+    result = verify(steps, [0, 1, 2, 3], [*(output[2:5] for output in outputs[:3]), []])
+    assert rows_of(result, 4) == [[output[2]] for output in outputs[:3]] + [[outputs[0][1]]]
+    assert len(result.logprobs) == 1
+    result = verify(steps, [0, 1, 2], [output[3:6] for output in outputs[:3]], removed=[3])
+    assert rows_of(result, 3) == [output[3:7] for output in outputs[:3]]
+
+
+def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, outputs):
+    steps = make_steps(checkpoint)
+    steps.run(slots=[0], chunks=[(0, 12)], new=[steps.new(0, [5, 6, 7, 8] * 3)])
+    first = steps.new(0, PROMPTS[0])
+    steps.run(slots=[0], removed=[0], chunks=[(0, 3)], new=[first])
+    result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
+    assert int32_view(result.num_verified).tolist() == [0]
+    assert rows_of(result, 1) == [[outputs[0][1]]]
+
+
+def test_drafts_end_before_the_context_does(checkpoint):
+    """The last token that fits is sampled after the last draft."""
+    path, model = checkpoint
+    steps = Steps(
+        path,
+        model.config.vocab_size,
+        BLOCK_SIZE,
+        max_model_len=32,
+        speculative=SpeculativeConfig(6),
+    )
+    prompt = ([5, 6, 7, 8, 9] * 7)[:29]
+    result = steps.run(slots=[0], chunks=[(0, 29)], new=[steps.new(0, prompt)])
+    # The first token may or may not go on like the prompt: of 32 there are 30 now.
+    if result.drafts is not None:
+        assert int32_view(result.drafts.num_tokens).tolist() == [1]
+    result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
+    assert len(int32_view(result.sampled_token_ids)) in (1, 2)
+    assert steps.runner._requests.batch.num_tokens[0] <= 32

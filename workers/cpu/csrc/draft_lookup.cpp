@@ -1,0 +1,67 @@
+#include "draft_lookup.h"
+
+#include <algorithm>
+
+#include "api.h"
+
+namespace engine {
+
+namespace {
+
+// How many tokens before `end` are those at the end of all.
+int32_t match_length(const int32_t* tokens, int32_t length, int32_t end) {
+  const int32_t most = std::min(end, kLongestMatch);
+  int32_t matched = 0;
+  while (matched < most && tokens[end - 1 - matched] == tokens[length - 1 - matched]) matched++;
+  return matched;
+}
+
+// Writes drafts behind the tokens, of which there are one or more, and returns how many.
+int32_t draft(int32_t* tokens, int32_t length, int32_t most, int32_t shortest_match) {
+  const int32_t last = tokens[length - 1];
+  int32_t longest = shortest_match - 1, follows = 0;
+  for (int32_t end = length - 1; end > longest && longest < kLongestMatch; end--) {
+    if (tokens[end - 1] != last) continue;
+    const int32_t matched = match_length(tokens, length, end);
+    if (matched <= longest) continue;
+    longest = matched;
+    follows = end;
+  }
+  if (!follows) return 0;
+  const int32_t count = std::min(most, longest);
+  // One by one: what is copied may begin to be what has been.
+  for (int32_t k = 0; k < count; k++) tokens[length + k] = tokens[follows + k];
+  return count;
+}
+
+}  // namespace
+
+void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
+                    int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens) {
+  const int32_t most = std::min(lookup.most, kMaxDraftsOfStep / std::max(num_slots, 1));
+  const int32_t shortest_match = lookup.shortest_match + num_slots / kRequestsOfMatchedToken;
+  int32_t* found_tokens = lookup.found_tokens;
+  lookup.num_found = 0;
+  for (int32_t i = 0; i < num_slots; i++) {
+    const int64_t slot = slots[i];
+    int32_t* tokens = token_ids + slot * max_model_len;
+    const int32_t length = num_tokens[slot];
+    // The token that is sampled after the last draft needs room, too.
+    const int32_t room = int32_t(max_model_len) - 1 - length;
+    const int32_t limit = lookup.may_draft[slot] && length > 0 ? std::min(most, room) : 0;
+    const int32_t count = limit > 0 ? draft(tokens, length, limit, shortest_match) : 0;
+    lookup.num_drafts[slot] = count;
+    if (!count) continue;
+    lookup.found_slots[lookup.num_found] = int32_t(slot);
+    lookup.found_counts[lookup.num_found++] = count;
+    found_tokens = std::copy_n(tokens + length, count, found_tokens);
+  }
+}
+
+}  // namespace engine
+
+ENGINE_API void engine_look_up_drafts(engine::DraftLookup* lookup, const int64_t* slots,
+                                      int32_t num_slots, int64_t max_model_len, int32_t* token_ids,
+                                      const int32_t* num_tokens) {
+  look_up_drafts(*lookup, slots, num_slots, max_model_len, token_ids, num_tokens);
+}

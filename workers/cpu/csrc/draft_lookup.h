@@ -1,0 +1,32 @@
+// Drafts by lookup: what followed where a request's last tokens came before, in its prompt or in what it generated.
+#pragma once
+
+#include <cstdint>
+
+namespace engine {
+
+// The requests of a step share so many drafts equally, so that nobody waits long for what others try.
+constexpr int32_t kMaxDraftsOfStep = 16;
+// For so many requests more one token more has to match. A step of one request waits for weights and has time for
+// drafts; the more requests it has the more of its time a draft takes, so the likelier it must be right.
+constexpr int32_t kRequestsOfMatchedToken = 2;
+// A longer match says nothing more.
+constexpr int32_t kLongestMatch = 64;
+
+// What is known of every slot, and what was found last.
+struct DraftLookup {
+  const bool* may_draft;         // [slots]
+  int32_t* num_drafts;           // [slots], which lie behind each slot's tokens
+  int32_t most, shortest_match;  // of a slot, in a step of a single request
+  int32_t num_found;
+  int32_t* found_slots;   // [num_found], those with drafts
+  int32_t* found_counts;  // [num_found]
+  int32_t* found_tokens;  // of all found slots, one after the other
+};
+
+// Looks for drafts of the slots that have a new token. A slot has as many as tokens matched before them: who copies
+// goes on copying, the surer the longer it has. Of matches that are as long the last one counts.
+void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
+                    int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
+
+}  // namespace engine

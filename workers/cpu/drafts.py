@@ -1,0 +1,90 @@
+"""Drafts of requests that repeat their prompt or themselves (prompt lookup decoding).
+
+A draft counts if it is what the model samples in its place, by the random number of that place. So with drafts every
+request gets the tokens that it gets without them, greedy or not: Leviathan et al., "Fast Inference from Transformers
+via Speculative Decoding" (2023), where target and draft share their draws.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from ...protocol.arrays import BoolArray, Int32Array
+from ...protocol.config import SpeculativeConfig
+from ...protocol.messages import DraftTokenIds
+from ...protocol.sampling_params import SamplingParams
+from ..batch import PersistentBatch
+from .library import DraftLookup, native_library
+
+
+class Drafts:
+    """The drafts of every slot of a batch, which lie behind its tokens there."""
+
+    def __init__(self, config: SpeculativeConfig, batch: PersistentBatch) -> None:
+        """Raises `NotSupportedNatively` if the native library was not built."""
+        self._batch = batch
+        self._look_up = native_library().engine_look_up_drafts
+        self.max_drafts = batch.num_slots * config.num_speculative_tokens
+        self._may_draft: BoolArray = np.zeros(batch.num_slots, np.bool_)
+        self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._counts: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._tokens: Int32Array = np.zeros(self.max_drafts, np.int32)
+        self.lookup = DraftLookup(
+            may_draft=self._may_draft.ctypes.data,
+            num_drafts=self._num_drafts.ctypes.data,
+            most=config.num_speculative_tokens,
+            shortest_match=config.prompt_lookup_min,
+            found_slots=self._slots.ctypes.data,
+            found_counts=self._counts.ctypes.data,
+            found_tokens=self._tokens.ctypes.data,
+        )
+
+    def add(self, slot: int, params: SamplingParams) -> None:
+        """A request takes the slot.
+
+        It has no drafts if what is sampled depends on the tokens before in other ways than by the model, or if more than
+        tokens is wanted.
+        """
+        self._num_drafts[slot] = 0
+        self._may_draft[slot] = (
+            params.structured_output is None
+            and params.logprobs is None
+            and not params.has_penalties
+            and not params.bad_words_token_ids
+        )
+
+    def put(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Take these drafts, `counts` of each slot, in place of those that were found."""
+        starts = self._batch.num_tokens[slots]
+        offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = np.repeat(starts, counts) + offsets
+        self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
+        self._num_drafts[slots] = counts
+
+    def look_up(self, slots: Int32Array) -> None:
+        """Look for drafts of slots that have a new token."""
+        slots_of_64_bits = slots.astype(np.int64)
+        self._look_up(
+            ctypes.byref(self.lookup),
+            slots_of_64_bits.ctypes.data,
+            len(slots),
+            self._batch.max_model_len,
+            self._batch.token_ids_NL.data_ptr(),
+            self._batch.num_tokens.ctypes.data,
+        )
+
+    def found(self, step: int) -> DraftTokenIds | None:
+        """What was found last, after that step."""
+        num_found = self.lookup.num_found
+        if not num_found:
+            return None
+        counts = self._counts[:num_found]
+        return DraftTokenIds(
+            step,
+            self._slots[:num_found].tobytes(),
+            counts.tobytes(),
+            self._tokens[: counts.sum()].tobytes(),
+        )
