@@ -164,7 +164,7 @@ class Scheduler(SchedulerInterface):
                 max_computed_tokens=max_request_tokens(
                     kv_cache_groups,
                     num_blocks - 1,
-                    config.max_num_batched_tokens + _max_uncertain_tokens(speculative),
+                    max(config.max_num_batched_tokens, _max_uncertain_tokens(speculative)),
                     cache_config.block_size,
                     max_model_len,
                 ),
@@ -471,10 +471,11 @@ def _tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
 
 
 def _max_uncertain_tokens(speculative: SpeculativeConfig | None) -> int:
-    """Beyond the tokens that are certain, those that steps in flight may verify of one request."""
+    """Beyond the tokens that are certain, those that steps in flight may verify of one request that decodes."""
     if speculative is None:
         return 0
-    return MAX_STEPS_IN_FLIGHT * (speculative.num_speculative_tokens + 1)
+    verified = MAX_STEPS_IN_FLIGHT * (speculative.num_speculative_tokens + 1)
+    return verified + speculative.num_lookahead_tokens
 
 
 def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:

@@ -357,7 +357,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "many repeated ones; what is generated stays the same",
             speculative,
             metavar="JSON",
-            default_text='{"num_speculative_tokens": 8, "prompt_lookup_min": 2} on one CPU worker or several with -tp',
+            default_text='{"num_speculative_tokens": 8, "prompt_lookup_min": 2}, none on a GPU or with -pp',
         ),
         Flag(
             "--inject-preemption",

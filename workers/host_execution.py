@@ -72,9 +72,8 @@ class HostExecution:
                 self._pipeline.send_hidden(hidden_TD)
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
-        if self._drafts is not None:
-            for new in output.new_requests:
-                self._drafts.add(new.slot, new.sampling_params)
+        if self._drafts is not None and output.new_requests:
+            self._drafts.forget([new.slot for new in output.new_requests])
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
@@ -146,8 +145,13 @@ class HostExecution:
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         if self._drafts is not None:
-            self._drafts.look_up(slots_R)
-            result.drafts = self._drafts.found(output.step)
+            # What keeps this step from verifying drafts is still there in the next: a prompt, or somebody's wish.
+            is_whole = len(slots_R) == len(plan.slots_S)
+            if metadata.needs_logits or output.grammar_slots or not is_whole:
+                self._drafts.forget(slots_R)
+            else:
+                self._drafts.look_up(slots_R)
+                result.drafts = self._drafts.found(output.step)
         return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:

@@ -210,7 +210,7 @@ def test_values_and_the_spellings_of_the_peers(
         (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),
         (
             ["--speculative-config", '{"num_speculative_tokens": 65}'],
-            ["--speculative-config", "num_speculative_tokens", "between 1 and 64", "got 65"],
+            ["--speculative-config", "num_speculative_tokens", "between 0 and 64", "got 65"],
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 4, "prompt_lookup_min": 0}'],

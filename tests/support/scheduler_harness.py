@@ -150,14 +150,17 @@ class Harness:
         self._log_kv_events = log_kv_events
         self._encoder_connector = encoder_connector
         self.scheduler = self._make_scheduler()
-        num_uncertain = 4 * (speculative.num_speculative_tokens + 1) if speculative else 0
+        num_uncertain = 0
+        if speculative is not None:
+            num_uncertain = 4 * (speculative.num_speculative_tokens + 1)
+            num_uncertain += speculative.num_lookahead_tokens
         self.max_total_tokens = min(
             max_model_len,
             1
             + max_request_tokens(
                 groups,
                 num_blocks - 1,
-                self.config.max_num_batched_tokens + num_uncertain,
+                max(self.config.max_num_batched_tokens, num_uncertain),
                 block_size,
                 max_model_len,
             ),

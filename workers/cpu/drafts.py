@@ -11,10 +11,9 @@ import ctypes
 
 import numpy as np
 
-from ...protocol.arrays import BoolArray, Int32Array
+from ...protocol.arrays import Int32Array, Int64Array
 from ...protocol.config import SpeculativeConfig
 from ...protocol.messages import DraftTokenIds
-from ...protocol.sampling_params import SamplingParams
 from ..batch import PersistentBatch
 from .library import DraftLookup, native_library
 
@@ -27,33 +26,17 @@ class Drafts:
         self._batch = batch
         self._look_up = native_library().engine_look_up_drafts
         self.max_drafts = batch.num_slots * config.num_speculative_tokens
-        self._may_draft: BoolArray = np.zeros(batch.num_slots, np.bool_)
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._counts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._tokens: Int32Array = np.zeros(self.max_drafts, np.int32)
         self.lookup = DraftLookup(
-            may_draft=self._may_draft.ctypes.data,
             num_drafts=self._num_drafts.ctypes.data,
             most=config.num_speculative_tokens,
             shortest_match=config.prompt_lookup_min,
             found_slots=self._slots.ctypes.data,
             found_counts=self._counts.ctypes.data,
             found_tokens=self._tokens.ctypes.data,
-        )
-
-    def add(self, slot: int, params: SamplingParams) -> None:
-        """A request takes the slot.
-
-        It has no drafts if what is sampled depends on the tokens before in other ways than by the model, or if more than
-        tokens is wanted.
-        """
-        self._num_drafts[slot] = 0
-        self._may_draft[slot] = (
-            params.structured_output is None
-            and params.logprobs is None
-            and not params.has_penalties
-            and not params.bad_words_token_ids
         )
 
     def put(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
@@ -63,6 +46,10 @@ class Drafts:
         columns = np.repeat(starts, counts) + offsets
         self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
+
+    def forget(self, slots: Int32Array | list[int]) -> None:
+        """The slots have other tokens, and no drafts of what follows those."""
+        self._num_drafts[slots] = 0
 
     def look_up(self, slots: Int32Array) -> None:
         """Look for drafts of slots that have a new token."""

@@ -125,10 +125,9 @@ class Step(ctypes.Structure):
 
 
 class DraftLookup(ctypes.Structure):
-    """What may be drafted, and what was; see `draft_lookup.h`."""
+    """The drafts of every slot, and those found last; see `draft_lookup.h`."""
 
     _fields_ = (
-        ("may_draft", c_void_p),
         ("num_drafts", c_void_p),
         ("most", c_int32),
         ("shortest_match", c_int32),

@@ -11,7 +11,7 @@ import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
 from engine.protocol.messages import ModelRunnerOutput
-from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from engine.protocol.sampling_params import SamplingParams
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
 from hypothesis import given
@@ -56,7 +56,6 @@ def test_drafts_are_what_followed_the_longest_match(rows, most, shortest):
     batch = PersistentBatch(len(rows), MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
     drafts = Drafts(SpeculativeConfig(most, prompt_lookup_min=shortest), batch)
     for slot, tokens in enumerate(rows):
-        drafts.add(slot, GREEDY)
         batch.token_ids_NL[slot, : len(tokens)] = torch.tensor(tokens)
         batch.num_tokens[slot] = len(tokens)
     drafts.look_up(np.arange(len(rows), dtype=np.int32))
@@ -75,30 +74,6 @@ def test_drafts_are_what_followed_the_longest_match(rows, most, shortest):
     for slot, tokens in wanted.items():
         start = len(rows[slot])
         assert batch.token_ids_NL[slot, start : start + len(tokens)].tolist() == tokens
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(logprobs=2),
-        SamplingParams(presence_penalty=0.5),
-        SamplingParams(repetition_penalty=1.1),
-        SamplingParams(bad_words_token_ids=((3,),)),
-        SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_OBJECT)),
-    ],
-)
-def test_who_must_be_sampled_one_by_one_has_no_drafts(params):
-    batch = PersistentBatch(1, MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
-    batch.token_ids_NL[0, :8] = torch.tensor([5, 6, 7, 8] * 2)
-    batch.num_tokens[0] = 8
-    drafts = Drafts(SpeculativeConfig(4), batch)
-    slots = np.zeros(1, np.int32)
-    drafts.add(0, params)
-    drafts.look_up(slots)
-    assert drafts.found(1) is None
-    drafts.add(0, GREEDY)
-    drafts.look_up(slots)
-    assert drafts.found(1) is not None
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +209,34 @@ def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, outputs
     assert len(result.logprobs) == 1
     result = verify(steps, [0, 1, 2], [output[3:6] for output in outputs[:3]], removed=[3])
     assert rows_of(result, 3) == [output[3:7] for output in outputs[:3]]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(temperature=0, presence_penalty=0.5),
+        SamplingParams(temperature=0, bad_words_token_ids=((3,),)),
+        SamplingParams(temperature=0, allowed_token_ids=(5, 6)),
+        SamplingParams(temperature=0, min_tokens=30),
+    ],
+)
+def test_drafts_that_the_next_step_cannot_verify_are_not_proposed(checkpoint, wish):
+    steps = make_steps(checkpoint)
+    prompt = steps.new(0, PROMPTS[0])
+    found = [steps.run(slots=[0], chunks=[(0, len(PROMPTS[0]))], new=[prompt]).drafts]
+    while len(found) < NUM_OUTPUT:
+        found.append(steps.run().drafts)
+    assert found[-1] is not None
+    # Beside a prompt that goes on, and then beside somebody whose tokens are chosen one by one.
+    result = steps.run(slots=[0, 1], chunks=[(1, 8)], new=[steps.new(1, PROMPTS[3], wish)])
+    assert result.drafts is None
+    assert steps.run(chunks=[(1, len(PROMPTS[3]) - 8)]).drafts is None
+    assert steps.run().drafts is None
+    alone = [steps.run(slots=[0], removed=[1]).drafts]
+    while len(alone) < 10:
+        alone.append(steps.run().drafts)
+    assert alone[-1] is not None
 
 
 def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, outputs):

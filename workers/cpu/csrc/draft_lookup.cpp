@@ -48,8 +48,8 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     const int32_t length = num_tokens[slot];
     // The token that is sampled after the last draft needs room, too.
     const int32_t room = int32_t(max_model_len) - 1 - length;
-    const int32_t limit = lookup.may_draft[slot] && length > 0 ? std::min(most, room) : 0;
-    const int32_t count = limit > 0 ? draft(tokens, length, limit, shortest_match) : 0;
+    const int32_t limit = std::min(most, room);
+    const int32_t count = length && limit > 0 ? draft(tokens, length, limit, shortest_match) : 0;
     lookup.num_drafts[slot] = count;
     if (!count) continue;
     lookup.found_slots[lookup.num_found] = int32_t(slot);

@@ -13,9 +13,8 @@ constexpr int32_t kRequestsOfMatchedToken = 2;
 // A longer match says nothing more.
 constexpr int32_t kLongestMatch = 64;
 
-// What is known of every slot, and what was found last.
+// The drafts of every slot, and what was found last.
 struct DraftLookup {
-  const bool* may_draft;         // [slots]
   int32_t* num_drafts;           // [slots], which lie behind each slot's tokens
   int32_t most, shortest_match;  // of a slot, in a step of a single request
   int32_t num_found;
