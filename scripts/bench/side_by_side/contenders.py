@@ -74,6 +74,8 @@ def engine_contender(
     command = [sys.executable, "-P", "-m", "engine.frontend.cli", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    # Nobody else drafts, and what drafts give depends on the text, which here is random.
+    command += ["--speculative-config", '{"num_speculative_tokens": 0}']
     command += ["--kv-cache-memory-bytes", str(ENGINE_KV_CACHE_BYTES), *flags]
     return Contender(
         key, "Engine", model, weights, path, tuple(command), ENGINE_KV_CACHE_BYTES, "/readyz"

@@ -47,7 +47,7 @@ def expected(tokens: list[int], most: int, shortest: int) -> list[int]:
 
 @given(
     st.lists(
-        st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN), min_size=1, max_size=20
+        st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN), min_size=1, max_size=6
     ),
     st.integers(1, 20),
     st.integers(1, 4),
@@ -60,7 +60,8 @@ def test_drafts_are_what_followed_the_longest_match(rows, most, shortest):
         batch.num_tokens[slot] = len(tokens)
     drafts.look_up(np.arange(len(rows), dtype=np.int32))
     # Many share what a step has time for, and must be surer.
-    most, shortest = min(most, 16 // len(rows)), shortest + len(rows) // 2
+    share = 16 // len(rows) if len(rows) <= 4 else 0
+    most, shortest = min(most, share), shortest + len(rows) // 2
     wanted = {slot: expected(tokens, most, shortest) for slot, tokens in enumerate(rows)}
     wanted = {slot: tokens for slot, tokens in wanted.items() if tokens}
     found = drafts.found(7)

@@ -38,7 +38,8 @@ int32_t draft(int32_t* tokens, int32_t length, int32_t most, int32_t shortest_ma
 
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens) {
-  const int32_t most = std::min(lookup.most, kMaxDraftsOfStep / std::max(num_slots, 1));
+  const int32_t share = kMaxDraftsOfStep / std::max(num_slots, 1);
+  const int32_t most = share < kLeastShare ? 0 : std::min(lookup.most, share);
   const int32_t shortest_match = lookup.shortest_match + num_slots / kRequestsOfMatchedToken;
   int32_t* found_tokens = lookup.found_tokens;
   lookup.num_found = 0;

@@ -5,8 +5,10 @@
 
 namespace engine {
 
-// The requests of a step share so many drafts equally, so that nobody waits long for what others try.
-constexpr int32_t kMaxDraftsOfStep = 16;
+// The requests of a step share so many drafts equally, so that nobody waits long for what others try. They have none if
+// it is less than `kLeastShare` each: with so many at once a draft takes about as long as its part of the step that it
+// may spare.
+constexpr int32_t kMaxDraftsOfStep = 16, kLeastShare = 4;
 // For so many requests more one token more has to match. A step of one request waits for weights and has time for
 // drafts; the more requests it has the more of its time a draft takes, so the likelier it must be right.
 constexpr int32_t kRequestsOfMatchedToken = 2;

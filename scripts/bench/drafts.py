@@ -1,0 +1,170 @@
+"""What drafts give, by what is asked for: two servers, one with and one without, and the same requests to each in turn.
+
+    scripts/bench/run drafts [--model PATH] [-c 1 4 16] [--rounds 3] [--tokens 128] [-- serve arguments]
+
+`prose` continues passages of Python's language manual, `questions` are a chat's, and `edits` ask for such a passage once
+more with a change. Half of the answers are greedy, half are drawn at temperature 0.7 with a seed of their own; `ignore_eos`.
+Every answer of the one server must be that of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pydoc_data import topics
+from typing import Any, Final
+
+import aiohttp
+import uvloop
+from local_server import local_server
+
+MODEL: Final = "drafts"
+NO_DRAFTS: Final = ["--speculative-config", '{"num_speculative_tokens": 0}']
+MANUAL: Final = re.sub(
+    r"\s+", " ", "\n".join(topics.topics[name] for name in sorted(topics.topics))
+)
+SUBJECTS: Final = (
+    *("the tides", "bread", "glaciers", "violins", "vaccines", "bridges", "honey bees", "paper"),
+    *("comets", "chess", "the compass", "silk", "volcanoes", "maps", "coffee", "lighthouses"),
+)
+
+Body = dict[str, Any]
+
+
+def passage(rng: random.Random, num_characters: int) -> str:
+    start = MANUAL.find(". ", rng.randrange(len(MANUAL) - 2 * num_characters)) + 2
+    return MANUAL[start : start + num_characters]
+
+
+def prose(rng: random.Random) -> Body:
+    return {"prompt": passage(rng, 540)}
+
+
+def question(rng: random.Random) -> Body:
+    return _chat(
+        f"What should everybody know about {rng.choice(SUBJECTS)}, and why? Give examples."
+    )
+
+
+def edit(rng: random.Random) -> Body:
+    return _chat(
+        f"Write this text once more, but in capitals where a verb is:\n\n{passage(rng, 400)}"
+    )
+
+
+def _chat(text: str) -> Body:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+KINDS: Final[dict[str, Callable[[random.Random], Body]]] = {
+    "prose": prose,
+    "questions": question,
+    "edits": edit,
+}
+
+
+def make_requests(kind: str, count: int, num_tokens: int, seed: int) -> list[Body]:
+    rng = random.Random(f"{kind} {seed}")
+    common = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True}
+    return [
+        {**common, **KINDS[kind](rng), "temperature": 0.7 * (index % 2), "seed": index}
+        for index in range(count)
+    ]
+
+
+async def answer_all(
+    url: str, requests: list[Body], concurrency: int
+) -> tuple[float, dict[int, str]]:
+    """Tokens a second, and the answers."""
+    answers: dict[int, str] = {}
+    num_tokens = 0
+    todo = iter(enumerate(requests))
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        nonlocal num_tokens
+        for index, body in todo:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            async with session.post(url + path, json=body) as response:
+                answer = await response.json()
+            if response.status != 200:
+                raise SystemExit(f"HTTP {response.status}: {answer}")
+            choice = answer["choices"][0]
+            answers[index] = choice["text"] if "text" in choice else choice["message"]["content"]
+            num_tokens += answer["usage"]["completion_tokens"]
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800)) as session:
+        begin = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(concurrency)))
+        return num_tokens / (time.perf_counter() - begin), answers
+
+
+async def count_drafts(url: str) -> tuple[int, int]:
+    """The drafted tokens that a server has verified so far, and those of them that were right."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
+        text = await response.text()
+
+    def value(name: str) -> int:
+        found = re.search(rf"^engine:spec_decode_num_{name}_tokens_total{{.*}} (\S+)$", text, re.M)
+        return int(float(found[1])) if found else 0
+
+    return value("draft"), value("accepted")
+
+
+def measure(
+    drafting: str, plain: str, kind: str, concurrency: int, num_tokens: int, rounds: int
+) -> Body:
+    with_drafts, without, num_different = [], [], 0
+    drafted_before, right_before = uvloop.run(count_drafts(drafting))
+    for number in range(rounds):
+        requests = make_requests(kind, max(4, 2 * concurrency), num_tokens, number)
+        rate, answers = uvloop.run(answer_all(drafting, requests, concurrency))
+        with_drafts.append(rate)
+        rate, expected = uvloop.run(answer_all(plain, requests, concurrency))
+        without.append(rate)
+        num_different += sum(answers[index] != text for index, text in expected.items())
+    drafted, right = uvloop.run(count_drafts(drafting))
+    ratios = [a / b for a, b in zip(with_drafts, without, strict=True)]
+    return {
+        "kind": kind,
+        "concurrency": concurrency,
+        "output_tok_s": round(statistics.median(with_drafts), 1),
+        "without": round(statistics.median(without), 1),
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "drafted": drafted - drafted_before,
+        "right": round((right - right_before) / max(drafted - drafted_before, 1), 3),
+        "different_answers": num_different,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    given = parser.parse_args()
+    model = [given.model] if given.model else []
+    # Without a prefix cache, so that neither server profits from what it was asked before.
+    named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *given.serve]
+    results = []
+    with local_server(named) as drafting, local_server([*named, *NO_DRAFTS]) as plain:
+        for kind in KINDS:
+            for concurrency in given.concurrency:
+                result = measure(
+                    drafting.url, plain.url, kind, concurrency, given.tokens, given.rounds
+                )
+                print(json.dumps(result), flush=True)
+                results.append(result)
+    return int(any(result["different_answers"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
