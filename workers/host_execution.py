@@ -100,10 +100,10 @@ class HostExecution:
 
     def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
         """How many drafts each row may have verified; None if nobody has any."""
-        if not output.drafts:
+        if not output.drafts or self._drafts is None:
             return None
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
-        if output.draft_token_ids and self._drafts is not None:
+        if output.draft_token_ids:
             self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
         num_drafts_S = np.zeros(len(slots_S), np.int32)
         num_drafts_S[rows] = counts

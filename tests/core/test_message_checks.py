@@ -43,6 +43,7 @@ def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
         {"nan_slots": int32_bytes([8])},
         {"nan_slots": int32_bytes([-1])},
         {"num_sampled": b"12345"},
+        {"num_verified": b"12345"},
         {"logprobs": [row(num_positions=0)]},
         {"logprobs": [row(num_positions=2**40)]},
         {"logprobs": [row(ranks=b"")]},

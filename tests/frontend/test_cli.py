@@ -13,7 +13,7 @@ from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS
 from engine.frontend.model_options import ResolvedModel
 from engine.frontend.peer_flags import HARMLESS, ONLY_VALUE, UNSUPPORTED
-from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
+from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
 from engine.protocol.errors import ConfigError
 from engine.protocol.model_dimensions import ModelDimensions
 
@@ -380,6 +380,23 @@ def test_each_worker_needs_a_gpu(
     with pytest.raises(ConfigError, match=rf"size 3 x .* needs 3 GPUs.* there are {count}; "):
         configure("-tp", "3")
     assert configure("-tp", "3", "--device", "cpu").parallel.num_workers == 3
+
+
+def test_drafts_are_made_where_they_can_be() -> None:
+    def drafts(*argv: str) -> SpeculativeConfig | None:
+        return configure(*argv).scheduler.speculative
+
+    on, off = (
+        '{"num_speculative_tokens": 5, "prompt_lookup_max": 4}',
+        '{"num_speculative_tokens": 0}',
+    )
+    assert drafts("--device=cpu") == SpeculativeConfig(8)
+    assert drafts("--device=cpu", "-tp=2", "--speculative-config", on) == SpeculativeConfig(5)
+    assert drafts("--device=cpu", "--speculative-config", off) is None
+    for argv in (["--device=cuda"], ["--device=cpu", "-pp=2"]):
+        assert drafts(*argv) is drafts(*argv, "--speculative-config", off) is None
+        with pytest.raises(ConfigError, match="--speculative-config needs --device cpu and --pip"):
+            configure(*argv, "--speculative-config", on)
 
 
 def test_the_configuration_survives_its_file(tmp_path: Path) -> None:
