@@ -76,15 +76,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     detokenize: bool = True
     skip_special_tokens: bool = True
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a token's chance depends on those before it beside the model's opinion."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
-
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of its range."""
         _integer("n", self.n, 1, MAX_N)

@@ -90,9 +90,9 @@ class HostExecution:
         )
         result = ModelRunnerOutput(output.step, tokens_K.tobytes())
         if num_failed:
-            slots_K = np.repeat(rows.slots_S, 1 if num_sampled_S is None else num_sampled_S)
-            sampled = SamplerOutput(torch.from_numpy(tokens_K).long(), rows, slots_S=slots_K)
-            result = sampled.message(output.step)
+            if num_sampled_S is not None:
+                rows = SamplingMetadata.of(rows.state, np.repeat(rows.slots_S, num_sampled_S))
+            result = SamplerOutput(torch.from_numpy(tokens_K).long(), rows).message(output.step)
         if num_sampled_S is not None and num_verified_S is not None:
             result.num_sampled = num_sampled_S.tobytes()
             result.num_verified = num_verified_S.tobytes()

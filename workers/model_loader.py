@@ -87,7 +87,10 @@ class Model(Protocol):
         kv_caches: Sequence[Tensor],
         speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
-        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, if there is such a thing."""
+        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, if there is such a thing.
+
+        With `speculative` it finds drafts, and verifies them.
+        """
 
 
 def load_model(

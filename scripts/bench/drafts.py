@@ -119,7 +119,7 @@ async def count_drafts(url: str) -> tuple[int, int]:
 
 def measure(
     drafting: str, plain: str, kind: str, concurrency: int, num_tokens: int, rounds: int
-) -> Body:
+) -> dict[str, Any]:
     with_drafts, without, num_different = [], [], 0
     drafted_before, right_before = uvloop.run(count_drafts(drafting))
     for number in range(rounds):

@@ -45,13 +45,10 @@ class SamplerOutput:
         chosen_S: torch.Tensor,
         metadata: SamplingMetadata,
         logprobs: Logprobs | None = None,
-        slots_S: Int64Array | None = None,
     ) -> None:
-        """`slots_S` are those of the batch, one row each, if it is not told."""
         self._chosen_S = chosen_S
         self._metadata = metadata
         self._logprobs = logprobs
-        self._slots_S = metadata.slots_S if slots_S is None else slots_S
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
@@ -83,12 +80,12 @@ class SamplerOutput:
     @property
     def nan_slots(self) -> I32:
         """Slots with NaN or infinite logits, int32."""
-        return int32_bytes(self._slots_S[self._on_host == NOT_A_NUMBER])
+        return int32_bytes(self._metadata.slots_S[self._on_host == NOT_A_NUMBER])
 
     @property
     def failed_slots(self) -> list[tuple[int, str]]:
         """Slots whose constraints left no token, with the reason."""
-        slots = self._slots_S[self._on_host == NOTHING_ALLOWED]
+        slots = self._metadata.slots_S[self._on_host == NOTHING_ALLOWED]
         return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots.tolist()]
 
     @cached_property

@@ -72,7 +72,11 @@ class SamplingState:
         self.repetition_penalty[slot] = params.repetition_penalty
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
-        if params.has_penalties:
+        if (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        ):
             self.has_penalties[slot] = True
             self.seen_tokens.add(slot, prompt_token_ids, output_token_ids)
         if params.logprobs is not None:

@@ -240,6 +240,19 @@ def test_drafts_that_the_next_step_cannot_verify_are_not_proposed(checkpoint, wi
     assert alone[-1] is not None
 
 
+def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, outputs):
+    steps = make_steps(checkpoint)
+    prefill(steps)
+    blocks_per_slot = steps.blocks_per_row * steps.num_groups
+    for layer in steps.runner._kv_cache.layers:
+        layer[1 + blocks_per_slot : 1 + 2 * blocks_per_slot] = torch.nan
+    # Token 0 stands for what could not be sampled, so that is what right drafts are.
+    drafts = [outputs[0][1:3], [0, 0], outputs[2][1:2], []]
+    result = verify(steps, [0, 1, 2, 3], drafts)
+    assert rows_of(result, 4) == [outputs[0][1:4], [0, 0, 0], outputs[2][1:3], outputs[3][1:2]]
+    assert set(int32_view(result.nan_slots).tolist()) == {1}
+
+
 def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, outputs):
     steps = make_steps(checkpoint)
     steps.run(slots=[0], chunks=[(0, 12)], new=[steps.new(0, [5, 6, 7, 8] * 3)])

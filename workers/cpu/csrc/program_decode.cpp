@@ -82,7 +82,8 @@ int Program::decode(const DecodeBatch& batch) {
     const int64_t slot = batch.slots[i];
     int32_t* token_ids = batch.token_ids + slot * batch.max_model_len;
     const int32_t end = decode_starts_[i + 1];
-    int32_t r = decode_starts_[i], is_right = true;
+    int32_t r = decode_starts_[i];
+    bool is_right = true;
     for (; r < end && is_right; r++) {
       const int32_t token = std::max(batch.tokens[r], 0);
       is_right = r + 1 < end && token == input_ids[r + 1];
