@@ -145,7 +145,7 @@ class DeviceExecution:
         sampled = None
         if len(slots_R):
             metadata = self._requests.sampler.describe(slots_R)
-            is_greedy = metadata.is_greedy and not metadata.needs_logits
+            is_greedy = metadata.is_greedy and metadata.wants_tokens_only
             if forwarded.greedy_R is not None and is_greedy and not output.grammar_slots:
                 sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
             else:

@@ -29,7 +29,7 @@ _LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
 
 class HostExecution:
-    """Decodes by what the model has for that alone, where nobody wants more than the next token.
+    """Decodes by what the model has for that alone.
 
     That verifies drafts, too; in other steps those are left out.
     """
@@ -85,14 +85,15 @@ class HostExecution:
     def _decode(
         self, decoding: NativeDecoding, rows: SamplingMetadata, output: SchedulerOutput
     ) -> ModelRunnerOutput:
-        tokens_K, num_failed, num_sampled_S, num_verified_S = decoding.step(
+        tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, self._drafts_to_verify(output, rows.slots_S)
         )
         result = ModelRunnerOutput(output.step, tokens_K.tobytes())
-        if num_failed:
-            if num_sampled_S is not None:
-                rows = SamplingMetadata.of(rows.state, np.repeat(rows.slots_S, num_sampled_S))
-            result = SamplerOutput(torch.from_numpy(tokens_K).long(), rows).message(output.step)
+        if num_failed or logprobs is not None:
+            sampled = SamplerOutput(
+                torch.from_numpy(tokens_K).long(), rows, logprobs, num_sampled_S
+            )
+            result = sampled.message(output.step)
         if num_sampled_S is not None and num_verified_S is not None:
             result.num_sampled = num_sampled_S.tobytes()
             result.num_verified = num_verified_S.tobytes()
@@ -123,19 +124,15 @@ class HostExecution:
             self._pipeline.send_hidden(self._model.forward(*inputs))
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
-        metadata = self._requests.sampler.describe(slots_R)
         prompt_logprobs = self._requests.prompt_logprobs
-        if output.grammar_slots or metadata.needs_logits or prompt_logprobs.is_pending:
+        if output.grammar_slots or prompt_logprobs.is_pending:
             hidden_TD = self._model.forward(*inputs)
             prompt_logprobs.collect(plan, hidden_TD, self._batch)
             if len(slots_R):
                 logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         else:
-            chosen_R = self._model.forward_and_sample(
-                *inputs, plan.logit_rows, metadata, self._batch.num_tokens[slots_R]
-            )
-            sampled = SamplerOutput(chosen_R, metadata)
+            sampled = self._model.forward_and_sample(*inputs, plan.logit_rows, slots_R)
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
         self._batch.append(slots_R, sampled.token_ids)
@@ -145,9 +142,8 @@ class HostExecution:
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         if self._drafts is not None:
-            # What keeps this step from verifying drafts is still there in the next: a prompt, or somebody's wish.
-            is_whole = len(slots_R) == len(plan.slots_S)
-            if metadata.needs_logits or output.grammar_slots or not is_whole:
+            # What keeps this step from verifying drafts is still there in the next: a prompt, or somebody's grammar.
+            if output.grammar_slots or len(slots_R) < len(plan.slots_S):
                 self._drafts.forget(slots_R)
             else:
                 self._drafts.look_up(slots_R)
@@ -155,7 +151,7 @@ class HostExecution:
         return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts, and nobody wants more than tokens."""
+        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts, and none has a grammar."""
         if self._decoding is None or output.grammar_slots or _has_chunks(output):
             return None
         rows = self._decoded_rows
@@ -164,8 +160,7 @@ class HostExecution:
         slots_S = self._batch.decoding_slots(output)
         if slots_S is None or self._requests.prompt_logprobs.is_pending:
             return None
-        rows = self._requests.sampler.describe(slots_S)
-        return None if rows.needs_logits else rows
+        return self._requests.sampler.describe(slots_S)
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
         """What the model's `forward` takes."""

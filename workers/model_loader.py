@@ -29,7 +29,7 @@ from .models.layers import LayerKernels
 from .models.shard import ModelShard
 from .models.spec import ModelSpec
 from .parallel_state import ParallelState
-from .sampling import SamplingMetadata
+from .sampling import Sampler, SamplerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ class Model(Protocol):
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""
 
+    def make_sampler(self, batch: PersistentBatch) -> Sampler:
+        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+
     def forward_and_sample(
         self,
         inputs: Tensor,
@@ -71,15 +74,9 @@ class Model(Protocol):
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
         rows_S: Int32Array,
-        metadata: SamplingMetadata,
-        positions_S: Int32Array,
-    ) -> Tensor:
-        """Fill the KV caches and return `choose_tokens` of the logits of `forward`'s rows `rows_S`."""
-
-    def choose_tokens(
-        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """Return the next token of each row, or what is in its place, int64 [S]; see `sampling.choose_tokens`."""
+        slots_S: Int32Array,
+    ) -> SamplerOutput:
+        """Fill the KV caches, and sample from the logits of `forward`'s rows `rows_S` for these slots."""
 
     def decoding(
         self,

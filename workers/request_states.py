@@ -19,7 +19,7 @@ from .model_loader import Model
 from .pipeline import Pipeline, TokenFeed
 from .prompt_logprobs import PromptLogprobs
 from .runner import GrammarSource
-from .sampling import Sampler, SamplerOutput
+from .sampling import Grammar, SamplerOutput
 
 
 class RequestStates:
@@ -41,7 +41,7 @@ class RequestStates:
         self.batch = PersistentBatch(
             num_slots, config.model.max_model_len, config.cache.block_size, num_groups, device
         )
-        self.sampler = Sampler(num_slots, model.spec.vocab_size, device, model.choose_tokens)
+        self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)
         self._token_feed: TokenFeed | None = None
         if self._shard.is_first and not self._shard.is_last:
@@ -109,10 +109,8 @@ class RequestStates:
             self._token_feed.close()
 
 
-def _grammar(
-    output: SchedulerOutput, await_grammar: GrammarSource
-) -> tuple[Int32Array, Int32Array] | None:
-    """The constrained slots and their bitmasks int32[len, ceil(V / 32)]."""
+def _grammar(output: SchedulerOutput, await_grammar: GrammarSource) -> Grammar | None:
+    """The constrained slots and their bitmasks."""
     if not output.grammar_slots:
         return None
     slots = int32_view(output.grammar_slots)

@@ -33,7 +33,7 @@ from engine.workers.cuda.norm import rms_norm  # noqa: E402
 from engine.workers.cuda.quantized_linear import QuantizedLinear  # noqa: E402
 from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
 from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
-from engine.workers.sampling import Sampler  # noqa: E402
+from engine.workers.sampling import TorchSampler  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter multiplies no bfloat16 matrices.
@@ -179,7 +179,7 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
         logits = torch.randn(num_rows, vocab_size, device=DEVICE) * 3
         positions = np.zeros(num_rows, np.int32)
         for name, wishes in kinds.items():
-            sampler = Sampler(num_rows, vocab_size, DEVICE)
+            sampler = TorchSampler(num_rows, vocab_size, DEVICE)
             for slot in range(num_rows):
                 params = SamplingParams(seed=slot, **wishes)
                 sampler.add(slot, params, np.zeros(1, np.int32), ())

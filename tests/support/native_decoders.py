@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention import attention_backend
+from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.rope import RopeSpec
 from engine.workers.models.spec import LayerSpec, ModelSpec
-from engine.workers.sampling import Sampler
+from engine.workers.sampling import SamplerOutput
 from support.batches import Scheduled, attention_batch, positions
 from support.random_checkpoints import random_checkpoint
 
@@ -99,23 +100,27 @@ def forward_and_sample(
     tokens: list[int],
     rows: Sequence[int],
     params: Sequence[SamplingParams],
-) -> tuple[torch.Tensor, list[int]]:
+) -> tuple[torch.Tensor, SamplerOutput]:
     """The logits of those rows of a prompt, and what a request with these parameters takes after each.
 
     The keys and values that both calls store must be the same.
     """
-    sampler = Sampler(len(rows), decoder.spec.vocab_size, torch.device("cpu"))
-    for slot, each in enumerate(params):
-        sampler.add(slot, each, np.zeros(1, np.int32), ())
+    batch = PersistentBatch(len(rows), MAX_MODEL_LEN, BLOCK_SIZE, 1, torch.device("cpu"))
+    sampler = decoder.make_sampler(batch)
+    for slot, (row, each) in enumerate(zip(rows, params, strict=True)):
+        prompt = np.array(tokens[:row], np.int32)
+        sampler.add(slot, each, prompt, ())
+        batch.token_ids_NL[slot, :row] = torch.from_numpy(prompt)
+        batch.num_tokens[slot] = batch.num_prompt_tokens[slot] = row
     rows_S = np.array(rows, np.int32)
     slots_S = np.arange(len(rows), dtype=np.int32)
     inputs, others = _prompt_inputs(decoder, tokens), _prompt_inputs(decoder, tokens)
-    chosen = decoder.forward_and_sample(*inputs, rows_S, sampler.describe(slots_S), rows_S)
+    sampled = decoder.forward_and_sample(*inputs, rows_S, slots_S)
     hidden = decoder.forward(*others)
     for stored, expected in zip(inputs[2], others[2], strict=True):
         # Bits, for NaNs differ from themselves.
         assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
-    return decoder.compute_logits(hidden[rows_S]), chosen.tolist()
+    return decoder.compute_logits(hidden[rows_S]), sampled
 
 
 def _prompt_inputs(decoder: NativeDecoder | Decoder, tokens: list[int]) -> tuple[Any, ...]:

@@ -1,18 +1,35 @@
 """A sampler driven as the model runner drives it."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.sampling import Sampler, SamplerOutput, choose_tokens
-from engine.workers.sampling.sampler import ChooseTokens
+from engine.workers.batch import PersistentBatch
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.sampling import (
+    ChooseTokens,
+    Grammar,
+    Sampler,
+    SamplerOutput,
+    TorchSampler,
+    choose_tokens,
+)
 
 EOS = 2
 CPU = torch.device("cpu")
 
 
+def tokens_of(output: SamplerOutput) -> list[int]:
+    return int32_view(output.sampled_token_ids).tolist()
+
+
 class Rows:
-    """Requests in a sampler, by slot. Slot s has `prompt` tokens 3, 4, 5 unless told otherwise."""
+    """Requests in a sampler, by slot: torch's with `choose`, or `decoder`'s.
+
+    Slot s has `prompt` tokens 3, 4, 5 unless told otherwise.
+    """
 
     def __init__(
         self,
@@ -20,10 +37,17 @@ class Rows:
         num_slots: int = 80,
         choose: ChooseTokens = choose_tokens,
         device: torch.device = CPU,
+        decoder: NativeDecoder | None = None,
     ) -> None:
-        self.sampler = Sampler(num_slots, vocab_size, device, choose)
         self.device = device
-        self.lengths = np.zeros(num_slots, np.int32)
+        self.batch = PersistentBatch(num_slots, 4096, 16, 1, CPU)
+        self.lengths = self.batch.num_tokens
+        self.sampler: Sampler
+        if decoder is None:
+            self.sampler = TorchSampler(num_slots, vocab_size, device, choose)
+        else:
+            assert decoder.spec.vocab_size == vocab_size
+            self.sampler = decoder.make_sampler(self.batch)
 
     def add(
         self,
@@ -35,20 +59,24 @@ class Rows:
         self.sampler.add(
             slot, params, np.array(prompt, np.int32), (EOS,), np.array(output, np.int32)
         )
-        self.lengths[slot] = len(prompt) + len(output)
+        tokens = torch.tensor([*prompt, *output], dtype=torch.int32)
+        self.batch.token_ids_NL[slot, : len(tokens)] = tokens
+        self.batch.num_prompt_tokens[slot] = len(prompt)
+        self.lengths[slot] = len(tokens)
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        slots: list[int],
-        grammar: tuple[np.ndarray, np.ndarray] | None = None,
+        self, logits: torch.Tensor, slots: list[int], grammar: Grammar | None = None
     ) -> SamplerOutput:
         slots_S = np.array(slots, np.int32)
         output = self.sampler.sample(
             logits.to(self.device, copy=True), slots_S, self.lengths[slots_S], grammar
         )
-        self.lengths[slots_S] += 1
+        self.batch.append(slots_S, output.token_ids.cpu())
         return output
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
-        return int32_view(self.sample(logits, slots).sampled_token_ids).tolist()
+        return tokens_of(self.sample(logits, slots))
+
+
+class NewRows(Protocol):
+    def __call__(self, vocab_size: int) -> Rows: ...

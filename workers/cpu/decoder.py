@@ -21,13 +21,13 @@ from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
-from ..sampling import SamplingMetadata
+from ..sampling import SamplerOutput
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
 from .recorder import Recorder, intermediate_shares
-from .sampling import sampling_rows
+from .sampling import NativeSampler
 from .weights import NativeWeightReader
 
 
@@ -95,6 +95,12 @@ class NativeDecoder:
         """
         return self._run(inputs, positions_T, kv_caches, attn_metadata)
 
+    def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
+        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+        self._sampler = NativeSampler(batch, self.spec.vocab_size, self._program)
+        self._batch = batch
+        return self._sampler
+
     def forward_and_sample(
         self,
         inputs: Tensor,
@@ -102,14 +108,15 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
         rows_S: Int32Array,
-        metadata: SamplingMetadata,
-        positions_S: Int32Array,
-    ) -> Tensor:
-        """Return `choose_tokens` of the logits of `forward`'s rows `rows_S`, by one native call.
+        slots_S: Int32Array,
+    ) -> SamplerOutput:
+        """Return what the sampler makes of the logits of `forward`'s rows `rows_S`, by one native call.
 
         Spares the logits' way through memory where every row takes its most likely token, and for other rows most of the
         last layer.
         """
+        metadata = self._sampler.describe(slots_S)
+        rows = self._sampler.rows(metadata, len(rows_S), self._batch.num_tokens[slots_S])
         tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
         self._run(
             inputs,
@@ -120,29 +127,16 @@ class NativeDecoder:
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
             tokens=tokens_S.data_ptr(),
-            sampling=None if metadata.is_greedy else sampling_rows(metadata, positions_S),
+            sampling=None if rows is None else rows.pointer,
         )
-        return tokens_S.long()
+        logprobs = None if rows is None else rows.logprobs()
+        return SamplerOutput(tokens_S.long(), metadata, logprobs)
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
         logits_SV = torch.empty((len(hidden_SD), self.spec.vocab_size), dtype=torch.float32)
         self._run_head(hidden_SD, logits=logits_SV.data_ptr())
         return logits_SV
-
-    def choose_tokens(
-        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """Return the next token of each row, or what is in its place, int64 [S], as `sampling.choose_tokens` does."""
-        tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
-        step = Step(
-            num_logit_rows=len(logits_SV),
-            logits=logits_SV.data_ptr(),
-            tokens=tokens_S.data_ptr(),
-            sampling=sampling_rows(metadata, positions_S),
-        )
-        self._program.run(step)
-        return tokens_S.long()
 
     def decoding(
         self,
@@ -153,7 +147,7 @@ class NativeDecoder:
         """Return what decodes the requests of `batch`; None for a stage of a pipeline, which does not sample alone."""
         if not (self.shard.is_first and self.shard.is_last):
             return None
-        return NativeDecoding(self._program, batch, kv_caches, speculative)
+        return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative)
 
     def profile(self) -> list[tuple[str, float]]:
         """The kind of each operation, in order, and the seconds spent in it so far."""

@@ -15,21 +15,22 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
-from ..sampling import SamplingMetadata
+from ..sampling import Logprobs, SamplingMetadata
 from .drafts import Drafts
 from .library import DecodeBatch
 from .program import NativeProgram
-from .sampling import sampling_rows
+from .sampling import NativeSampler, RowsToSample
 
 
 class Decoded(NamedTuple):
-    """What was sampled, or what is in its place, and how often that is: int32 [K].
+    """What was sampled, or what is in its place, and how often that is: int32 [K]. And log-probabilities.
 
     With drafts also how many tokens each row sampled, and how many drafts of it were verified: int32 [S].
     """
 
     tokens_K: Int32Array
     num_failed: int
+    logprobs: Logprobs | None
     num_sampled_S: Int32Array | None = None
     num_verified_S: Int32Array | None = None
 
@@ -42,17 +43,20 @@ class NativeDecoding:
         program: NativeProgram,
         batch: PersistentBatch,
         kv_caches: Sequence[Tensor],
+        sampler: NativeSampler,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._program = program
+        self._sampler = sampler
         self.drafts = None if speculative is None else Drafts(speculative, batch)
-        max_drafts = 0 if self.drafts is None else self.drafts.max_drafts
-        self._tokens = np.empty(batch.num_slots + max_drafts, np.int32)
+        self._most_rows = batch.num_slots + (0 if self.drafts is None else self.drafts.max_drafts)
+        self._tokens = np.empty(self._most_rows, np.int32)
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
         # The native side has addresses only.
         self._kept = batch, kv_caches
         self._metadata: SamplingMetadata | None = None
+        self._rows: RowsToSample | None = None
         tables = batch.block_tables
         self._batch = DecodeBatch(
             num_groups=len(tables),
@@ -79,7 +83,8 @@ class NativeDecoding:
             self._metadata = metadata
             self._batch.num_slots = len(metadata.slots_S)
             self._batch.slots = metadata.slots_S.ctypes.data
-            self._batch.sampling = None if metadata.is_greedy else sampling_rows(metadata)
+            self._rows = self._sampler.rows(metadata, self._most_rows)
+            self._batch.sampling = None if self._rows is None else self._rows.pointer
         self._batch.num_drafts = None if num_drafts_S is None else num_drafts_S.ctypes.data
         num_failed = self._program.decode(self._batch)
         if num_failed < 0:
@@ -88,12 +93,15 @@ class NativeDecoding:
                 "or it has reached max_model_len"
             )
         num_rows = len(metadata.slots_S)
+        rows = self._rows
         if num_drafts_S is None:
-            return Decoded(self._tokens[:num_rows], num_failed)
+            logprobs = None if rows is None else rows.logprobs()
+            return Decoded(self._tokens[:num_rows], num_failed, logprobs)
         num_sampled_S = self._num_sampled[:num_rows]
         return Decoded(
             self._tokens[: num_sampled_S.sum()],
             num_failed,
+            None if rows is None else rows.logprobs(num_sampled_S),
             num_sampled_S,
             self._num_verified[:num_rows],
         )

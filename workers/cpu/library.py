@@ -87,6 +87,39 @@ class StepGroup(ctypes.Structure):
     )
 
 
+class LogitRules(ctypes.Structure):
+    """What the request of a slot wants changed in its logits; see `logit_rules.h`."""
+
+    _fields_ = (
+        ("allowed", c_void_p),
+        ("bad_words", c_void_p),
+        ("end_tokens", c_void_p),
+        ("bias_tokens", c_void_p),
+        ("biases", c_void_p),
+        ("bad_words_size", c_int32),
+        ("num_end_tokens", c_int32),
+        ("min_length", c_int32),
+        ("num_biases", c_int32),
+        ("has_penalties", c_int32),
+        ("repetition_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+    )
+
+
+class LogprobRows(ctypes.Structure):
+    """Where log-probabilities are written; see `sampling.h`."""
+
+    _fields_ = (
+        ("is_wanted", c_void_p),
+        ("num_top", c_void_p),
+        ("width", c_int64),
+        ("token_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+    )
+
+
 class SamplingRows(ctypes.Structure):
     """Sampling parameters by slot, and the rows to sample; see `sampling.h`."""
 
@@ -97,6 +130,13 @@ class SamplingRows(ctypes.Structure):
         ("top_p", c_void_p),
         ("min_p_margin", c_void_p),
         ("seed", c_void_p),
+        ("changes_logits", c_void_p),
+        ("rules", POINTER(LogitRules)),
+        ("token_ids", c_void_p),
+        ("max_model_len", c_int64),
+        ("num_prompt_tokens", c_void_p),
+        ("logprobs", POINTER(LogprobRows)),
+        ("grammar", c_void_p),
         ("slots", c_void_p),
         ("positions", c_void_p),
     )

@@ -1,31 +1,182 @@
-"""What the native program is told of the rows it samples."""
+"""The native program's choice of tokens.
+
+Shapes: S rows of the batch, K of them that sampled (more with drafts that were right), V vocabulary, W log-probabilities.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
-from ...protocol.arrays import Int32Array
-from ..sampling import SamplingMetadata
-from .library import SamplingRows
+import numpy as np
+import torch
+
+from ...protocol.arrays import Int32Array, Int64Array
+from ...protocol.sampling_params import SamplingParams
+from ..batch import PersistentBatch
+from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
+from ..sampling.sampler import NO_TOKENS
+from ..sampling.state import SamplingState
+from .library import LogitRules, LogprobRows, SamplingRows, Step
+from .program import NativeProgram
 
 
-def sampling_rows(
-    metadata: SamplingMetadata, positions_S: Int32Array | None = None
-) -> ctypes._Pointer[SamplingRows]:
-    """The parameters are read where the sampler keeps them; `metadata` and `positions_S` must outlive the call.
+class NativeSampler(Sampler):
+    """Remembers nothing of what it sampled: the tokens before the next are those that `batch` has."""
 
-    A program that decodes knows the positions.
-    """
-    state = metadata.state
-    return ctypes.pointer(
-        SamplingRows(
-            state.is_greedy.ctypes.data,
-            state.inverse_temperature.ctypes.data,
-            state.top_k.ctypes.data,
-            state.top_p.ctypes.data,
-            state.min_p_margin.ctypes.data,
-            state.seed.ctypes.data,
-            metadata.slots_S.ctypes.data,
-            None if positions_S is None else positions_S.ctypes.data,
+    def __init__(self, batch: PersistentBatch, vocab_size: int, program: NativeProgram) -> None:
+        super().__init__(batch.num_slots, vocab_size, torch.device("cpu"))
+        self._batch = batch
+        self._program = program
+        self._rules = (LogitRules * batch.num_slots)()
+        self._bad_words: dict[int, Int32Array] = {}
+        state = self._state
+        self.by_slot: dict[str, Any] = {
+            "is_greedy": state.is_greedy.ctypes.data,
+            "inverse_temperature": state.inverse_temperature.ctypes.data,
+            "top_k": state.top_k.ctypes.data,
+            "top_p": state.top_p.ctypes.data,
+            "min_p_margin": state.min_p_margin.ctypes.data,
+            "seed": state.seed.ctypes.data,
+            "changes_logits": state.changes_logits.ctypes.data,
+            "rules": self._rules,
+            "token_ids": batch.token_ids_NL.data_ptr(),
+            "max_model_len": batch.max_model_len,
+            "num_prompt_tokens": batch.num_prompt_tokens.ctypes.data,
+        }
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Int32Array,
+        eos_token_ids: tuple[int, ...],
+        output_token_ids: Int32Array = NO_TOKENS,
+    ) -> None:
+        super().add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
+        if self._state.changes_logits[slot]:
+            self._rules[slot] = self._rules_of(slot)
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        slots_S: Int32Array,
+        positions_S: Int32Array,
+        grammar: Grammar | None = None,
+    ) -> SamplerOutput:
+        metadata = self.describe(slots_S)
+        logits_SV = logits_SV.contiguous()
+        tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
+        rows = RowsToSample(self, metadata, len(slots_S), positions_S, grammar)
+        step = Step(
+            num_logit_rows=len(logits_SV),
+            logits=logits_SV.data_ptr(),
+            tokens=tokens_S.data_ptr(),
+            sampling=rows.pointer,
         )
-    )
+        self._program.run(step)
+        return SamplerOutput(tokens_S.long(), metadata, rows.logprobs())
+
+    def rows(
+        self,
+        metadata: SamplingMetadata,
+        num_rows: int,
+        positions_S: Int32Array | None = None,
+    ) -> RowsToSample | None:
+        """None where every row takes its most likely token, and nobody wants more."""
+        if metadata.is_greedy and metadata.wants_tokens_only:
+            return None
+        return RowsToSample(self, metadata, num_rows, positions_S)
+
+    def _rules_of(self, slot: int) -> LogitRules:
+        """Whose arrays the sampler's state keeps."""
+        state = self._state
+        rules = LogitRules(
+            has_penalties=bool(state.has_penalties[slot]),
+            repetition_penalty=float(state.repetition_penalty[slot]),
+            presence_penalty=float(state.presence_penalty[slot]),
+            frequency_penalty=float(state.frequency_penalty[slot]),
+        )
+        if (allowed := state.allowed_tokens.get(slot)) is not None:
+            rules.allowed = allowed.ctypes.data
+        if (words := state.bad_words.get(slot)) is not None:
+            flat = np.array([x for word in words for x in (len(word), *word)], np.int32)
+            self._bad_words[slot] = flat
+            rules.bad_words, rules.bad_words_size = flat.ctypes.data, len(flat)
+        if (ends := state.end_token_ids.get(slot)) is not None:
+            rules.end_tokens, rules.num_end_tokens = ends.ctypes.data, len(ends)
+            rules.min_length = int(state.min_length[slot])
+        if (bias := state.logit_bias.get(slot)) is not None:
+            tokens, values = bias
+            rules.bias_tokens, rules.biases = tokens.ctypes.data, values.ctypes.data
+            rules.num_biases = len(tokens)
+        return rules
+
+
+class RowsToSample:
+    """What the program is told of the rows of a batch, and what it tells of them.
+
+    There are at most `num_rows` with their drafts. A program that decodes knows the `positions_S`. What is given here
+    must outlive the call.
+    """
+
+    def __init__(
+        self,
+        sampler: NativeSampler,
+        metadata: SamplingMetadata,
+        num_rows: int,
+        positions_S: Int32Array | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        state = metadata.state
+        self._metadata = metadata
+        self._wants_S = state.wants_logprobs[metadata.slots_S]
+        self._pointed_to: list[Any] = [positions_S]
+        rows = SamplingRows(**sampler.by_slot, slots=metadata.slots_S.ctypes.data)
+        if positions_S is not None:
+            rows.positions = positions_S.ctypes.data
+        if grammar is not None:
+            rows.grammar = self._masks(
+                *sampler.rows_of(metadata.slots_S, grammar), state.vocab_size
+            )
+        if metadata.logprobs is not None:
+            rows.logprobs = self._logprob_rows(state, num_rows, 1 + max(metadata.logprobs.counts))
+        self.pointer = ctypes.pointer(rows)
+
+    def logprobs(self, num_sampled_S: Int32Array | None = None) -> Logprobs | None:
+        """What was written, for a token of each row or for so many, of the rows that want it."""
+        if self._metadata.logprobs is None:
+            return None
+        wants_K = (
+            self._wants_S if num_sampled_S is None else np.repeat(self._wants_S, num_sampled_S)
+        )
+        rows = np.flatnonzero(wants_K)
+        token_ids, logprobs, ranks = self._written
+        return Logprobs(
+            torch.from_numpy(token_ids[rows]),
+            torch.from_numpy(logprobs[rows]),
+            torch.from_numpy(ranks[rows]),
+        )
+
+    def _logprob_rows(self, state: SamplingState, num_rows: int, width: int) -> Any:
+        token_ids = np.empty((num_rows, width), np.int32)
+        logprobs = np.empty((num_rows, width), np.float32)
+        ranks = np.empty(num_rows, np.int32)
+        self._written = token_ids, logprobs, ranks
+        return ctypes.pointer(
+            LogprobRows(
+                state.wants_logprobs.ctypes.data,
+                state.num_logprobs.ctypes.data,
+                width,
+                *(array.ctypes.data for array in self._written),
+            )
+        )
+
+    def _masks(self, rows_G: Int64Array, bitmask_GK: Int32Array, vocab_size: int) -> Any:
+        """The address of each row's bitmask."""
+        missing = -(-vocab_size // 32) - bitmask_GK.shape[1]
+        bitmask_GK = np.ascontiguousarray(np.pad(bitmask_GK, ((0, 0), (0, max(missing, 0)))))
+        masks_S = np.zeros(len(self._wants_S), np.uintp)
+        masks_S[rows_G] = bitmask_GK.ctypes.data + bitmask_GK.strides[0] * np.arange(len(rows_G))
+        self._pointed_to += bitmask_GK, masks_S
+        return masks_S.ctypes.data

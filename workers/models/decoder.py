@@ -15,7 +15,7 @@ from ...protocol.config import SpeculativeConfig
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
-from ..sampling import SamplingMetadata
+from ..sampling import SamplerOutput, TorchSampler
 from .layers import HeadNorm, LayerKernels, Linear, RMSNorm
 from .parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from .rope import RotaryEmbedding, RotaryTables
@@ -130,11 +130,13 @@ class Decoder:
         """Return the logits [S, V] in float32."""
         return self._head.logits(hidden_SD)
 
-    def choose_tokens(
-        self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
-    ) -> Tensor:
-        """See `sampling.choose_tokens`."""
-        return self.kernels.choose_tokens(logits_SV, metadata, positions_S)
+    def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
+        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+        self._sampler = TorchSampler(
+            batch.num_slots, self.spec.vocab_size, batch.device, self.kernels.choose_tokens
+        )
+        self._batch = batch
+        return self._sampler
 
     def forward_and_sample(
         self,
@@ -143,16 +145,13 @@ class Decoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
         rows_S: Int32Array,
-        metadata: SamplingMetadata,
-        positions_S: Int32Array,
-    ) -> Tensor:
-        """Return `choose_tokens` of the logits of `forward`'s rows `rows_S`."""
+        slots_S: Int32Array,
+    ) -> SamplerOutput:
+        """Return what the sampler makes of the logits of `forward`'s rows `rows_S`."""
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
-        if not len(rows_S):
-            return torch.empty(0, dtype=torch.long)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
-        return self.choose_tokens(logits_SV, metadata, positions_S)
+        return self._sampler.sample(logits_SV, slots_S, self._batch.num_tokens[slots_S])
 
     def decoding(
         self,

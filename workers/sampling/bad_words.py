@@ -5,6 +5,7 @@ Shapes: N slots, T tail length, W words.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,18 +33,17 @@ class BadWordRows:
     tail_slots_B: torch.Tensor
 
 
+Words = tuple[tuple[int, ...], ...]
+
+
 class BadWords:
-    """The words of each slot, and the end of its output that a word's prefix is compared with."""
+    """The end of each slot's output that the prefixes of its words are compared with."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._tails_NT = torch.full((num_slots, 0), _ANY, dtype=torch.int64, device=device)
 
-    def add(
-        self, slot: int, words: tuple[tuple[int, ...], ...], output_token_ids: Int32Array
-    ) -> None:
-        self._words[slot] = words
+    def add(self, slot: int, words: Words, output_token_ids: Int32Array) -> None:
         length = self._tails_NT.shape[1]
         missing = max(len(word) for word in words) - 1 - length
         if missing > 0:
@@ -55,15 +55,12 @@ class BadWords:
         if len(tail):
             self._tails_NT[slot, -len(tail) :] = to_device(tail, self._device)
 
-    def remove(self, slot: int) -> None:
-        self._words.pop(slot, None)
-
-    def rows(self, slots_S: Int64Array) -> BadWordRows | None:
+    def rows(self, words_of: Mapping[int, Words], slots_S: Int64Array) -> BadWordRows | None:
         """The words that apply to a batch of slots; None when there are none."""
-        tail_rows = [row for row, slot in enumerate(slots_S.tolist()) if slot in self._words]
+        tail_rows = [row for row, slot in enumerate(slots_S.tolist()) if slot in words_of]
         if not tail_rows:
             return None
-        words = [(row, word) for row in tail_rows for word in self._words[int(slots_S[row])]]
+        words = [(row, word) for row in tail_rows for word in words_of[int(slots_S[row])]]
         prefixes_WT = np.full((len(words), self._tails_NT.shape[1]), _ANY, np.int64)
         for w, (_, word) in enumerate(words):
             if len(word) > 1:

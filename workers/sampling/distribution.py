@@ -40,7 +40,8 @@ class BlockedLogits:
         padding = -logits_RV.shape[1] % BLOCK_WIDTH
         if padding:
             logits_RV = F.pad(logits_RV, (0, padding), value=float("-inf"))
-        logits_RNW = logits_RV.view(len(logits_RV), -1, BLOCK_WIDTH)
+        num_rows, num_logits = logits_RV.shape
+        logits_RNW = logits_RV.view(num_rows, num_logits // BLOCK_WIDTH, BLOCK_WIDTH)
         block_max_RN = logits_RNW.amax(2)
         return cls(logits_RNW, block_max_RN, block_max_RN.amax(1))
 

@@ -6,6 +6,7 @@ Shapes: R rows, V vocabulary, K alternatives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -38,20 +39,25 @@ class Logprobs:
         tensors = (self.token_ids, self.logprobs, self.ranks)
         return Logprobs(*(download.copy(tensor) for tensor in tensors))
 
-    def rows(self, slots: list[int], counts: list[int]) -> list[RowLogprobs]:
-        """One message a row, row i with `counts[i]` alternatives."""
+    def rows(
+        self, slots: list[int], counts: list[int], lengths: list[int] | None = None
+    ) -> list[RowLogprobs]:
+        """One message a slot, of its row or of the next `lengths[i]`, with `counts[i]` alternatives."""
         token_ids, logprobs, ranks = (
             tensor.cpu().numpy() for tensor in (self.token_ids, self.logprobs, self.ranks)
         )
+        lengths = lengths or [1] * len(slots)
         return [
             RowLogprobs(
                 slot,
-                1,
-                int32_bytes(token_ids[row, : count + 1]),
-                float32_bytes(logprobs[row, : count + 1]),
-                int32_bytes(ranks[row]),
+                length,
+                int32_bytes(token_ids[end - length : end, : count + 1]),
+                float32_bytes(logprobs[end - length : end, : count + 1]),
+                int32_bytes(ranks[end - length : end]),
             )
-            for row, (slot, count) in enumerate(zip(slots, counts, strict=True))
+            for slot, count, length, end in zip(
+                slots, counts, lengths, accumulate(lengths), strict=True
+            )
         ]
 
 

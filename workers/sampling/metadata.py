@@ -2,12 +2,11 @@
 
 Built when the batch or one of its slots changes, and used as it is in every other step.
 
-Shapes: S rows of the batch; R, P, B, E: those that have a certain wish (E: one entry a row and token).
+Shapes: S rows of the batch, R rows of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -18,11 +17,8 @@ import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
 from ..transfers import to_device
-from .bad_words import BadWordRows
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
-from .masks import token_limits
-from .penalties import PenaltyRows
 from .state import SamplingState
 
 _NUCLEUS_DEPTH = 64
@@ -78,31 +74,6 @@ class LogprobRows:
         return logits_SV.clone() if will_change else logits_SV
 
 
-@dataclass(slots=True)
-class LimitedRows:
-    """Rows restricted to certain tokens: `limits` float32[R, V] is -inf for all others."""
-
-    rows: torch.Tensor
-    limits: torch.Tensor
-
-
-@dataclass(slots=True)
-class EndTokens:
-    """Tokens that must not end a row before its length reaches `min_lengths`. Index arrays are flat [S, V]."""
-
-    rows_E: Int64Array
-    min_lengths_E: Int64Array
-    index_E: Int64Array
-
-
-@dataclass(slots=True)
-class LogitBias:
-    """`values_E` is added at the flat [S, V] positions `index_E`."""
-
-    index_E: torch.Tensor
-    values_E: torch.Tensor
-
-
 @dataclass
 class SamplingMetadata:
     """The wishes of a batch; None stands for a wish that no row has."""
@@ -111,11 +82,7 @@ class SamplingMetadata:
     version: int
     slots_S: Int64Array
     is_greedy: bool
-    allowed: LimitedRows | None
-    bad_words: BadWordRows | None
-    end_tokens: EndTokens | None
-    logit_bias: LogitBias | None
-    penalties: PenaltyRows | None
+    changes_logits: bool
     logprobs: LogprobRows | None
 
     @classmethod
@@ -125,11 +92,7 @@ class SamplingMetadata:
             version=state.version,
             slots_S=slots_S,
             is_greedy=bool(state.is_greedy[slots_S].all()),
-            allowed=_allowed(state, slots_S),
-            bad_words=state.bad_words.rows(slots_S),
-            end_tokens=_end_tokens(state, slots_S),
-            logit_bias=_logit_bias(state, slots_S),
-            penalties=_penalties(state, slots_S),
+            changes_logits=bool(state.changes_logits[slots_S].any()),
             logprobs=_logprobs(state, slots_S),
         )
 
@@ -153,19 +116,9 @@ class SamplingMetadata:
         return RowParameters(*(_to_device(column[slots_S], state) for column in columns))
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether tokens cannot be chosen from what the model gives, or more than tokens is wanted."""
-        return self.changes_logits or self.logprobs is not None
-
-    @property
-    def changes_logits(self) -> bool:
-        return not (
-            self.allowed is None
-            and self.bad_words is None
-            and self.end_tokens is None
-            and self.logit_bias is None
-            and self.penalties is None
-        )
+    def wants_tokens_only(self) -> bool:
+        """Of the logits as they are."""
+        return not self.changes_logits and self.logprobs is None
 
     @property
     def is_current(self) -> bool:
@@ -207,52 +160,6 @@ def _row_groups(state: SamplingState, slots_S: Int64Array) -> list[RowGroup]:
     return groups
 
 
-def _allowed(state: SamplingState, slots_S: Int64Array) -> LimitedRows | None:
-    rows = _rows_in(state.allowed_tokens, slots_S)
-    if not rows:
-        return None
-    bitmask = np.stack([state.allowed_tokens[int(slots_S[row])] for row in rows])
-    limits = token_limits(bitmask, state.vocab_size, state.device)
-    return LimitedRows(_to_device(np.array(rows, np.int64), state), limits)
-
-
-def _end_tokens(state: SamplingState, slots_S: Int64Array) -> EndTokens | None:
-    rows = _rows_in(state.end_token_ids, slots_S)
-    if not rows:
-        return None
-    tokens = [state.end_token_ids[int(slots_S[row])] for row in rows]
-    rows_E = np.repeat(rows, [len(ids) for ids in tokens])
-    index_E = rows_E * state.vocab_size + np.concatenate(tokens)
-    return EndTokens(rows_E, state.min_length[slots_S[rows_E]], index_E)
-
-
-def _logit_bias(state: SamplingState, slots_S: Int64Array) -> LogitBias | None:
-    rows = _rows_in(state.logit_bias, slots_S)
-    if not rows:
-        return None
-    biases = [state.logit_bias[int(slots_S[row])] for row in rows]
-    index = [row * state.vocab_size + ids for row, (ids, _) in zip(rows, biases, strict=True)]
-    return LogitBias(
-        _to_device(np.concatenate(index), state),
-        _to_device(np.concatenate([values for _, values in biases]), state),
-    )
-
-
-def _penalties(state: SamplingState, slots_S: Int64Array) -> PenaltyRows | None:
-    rows = np.flatnonzero(state.has_penalties[slots_S])
-    if not len(rows):
-        return None
-    slots = slots_S[rows]
-    return PenaltyRows(
-        slots,
-        _to_device(rows, state),
-        _to_device(slots, state),
-        _to_device(state.repetition_penalty[slots, None], state),
-        _to_device(state.presence_penalty[slots, None], state),
-        _to_device(state.frequency_penalty[slots, None], state),
-    )
-
-
 def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
     rows = np.flatnonzero(state.wants_logprobs[slots_S])
     if not len(rows):
@@ -264,12 +171,6 @@ def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
         slots.tolist(),
         state.num_logprobs[slots].tolist(),
     )
-
-
-def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:
-    if not table:
-        return []
-    return [row for row, slot in enumerate(slots_S.tolist()) if slot in table]
 
 
 def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:

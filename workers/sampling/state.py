@@ -1,7 +1,7 @@
-"""Sampling parameters of every slot: what each request asked for, as a struct of arrays.
+"""Sampling parameters of every slot: what each request asked for, as a struct of arrays on the host.
 
 The arrays are indexed by slot and change only when a request takes or leaves one. What a slot's request does
-not use costs nothing: penalties, bad words, biases and masks are kept for the slots that have them.
+not use costs nothing: bad words, biases and masks are kept for the slots that have them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 
 from ...protocol.arrays import Float32Array, Int32Array, Int64Array
 from ...protocol.sampling_params import SamplingParams
-from .bad_words import BadWords
 from .masks import pack_bitmask
-from .penalties import SeenTokens
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below it a temperature divides by so little that only the most likely token is left."""
 
 
 class SamplingState:
-    """One row a slot. `version` changes whenever a slot does."""
+    """One row a slot. `version` changes whenever a slot does; `device` is where logits are."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -35,6 +33,7 @@ class SamplingState:
         self.top_p = np.ones(num_slots, np.float64)
         self.min_p_margin = np.full(num_slots, -np.inf, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
+        self.changes_logits = np.zeros(num_slots, np.bool_)
         self.has_penalties = np.zeros(num_slots, np.bool_)
         self.repetition_penalty = np.ones(num_slots, np.float32)
         self.presence_penalty = np.zeros(num_slots, np.float32)
@@ -45,8 +44,7 @@ class SamplingState:
         self.end_token_ids: dict[int, Int64Array] = {}
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         self.allowed_tokens: dict[int, Int32Array] = {}
-        self.seen_tokens = SeenTokens(num_slots, device)
-        self.bad_words = BadWords(num_slots, device)
+        self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def add(
         self,
@@ -72,13 +70,11 @@ class SamplingState:
         self.repetition_penalty[slot] = params.repetition_penalty
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
-        if (
+        self.has_penalties[slot] = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
-        ):
-            self.has_penalties[slot] = True
-            self.seen_tokens.add(slot, prompt_token_ids, output_token_ids)
+        )
         if params.logprobs is not None:
             self.wants_logprobs[slot] = True
             self.num_logprobs[slot] = params.logprobs if params.logprobs >= 0 else self.vocab_size
@@ -95,14 +91,19 @@ class SamplingState:
             self.allowed_tokens[slot] = pack_bitmask(params.allowed_token_ids, self.vocab_size)
         words = tuple(word for word in params.bad_words_token_ids if word)
         if words:
-            self.bad_words.add(slot, words, output_token_ids)
+            self.bad_words[slot] = words
+        self.changes_logits[slot] = self.has_penalties[slot] or any(
+            slot in wishes
+            for wishes in (self.end_token_ids, self.logit_bias, self.allowed_tokens, self.bad_words)
+        )
 
     def remove(self, slot: int) -> None:
         """The slot is free. Harmless when it already was."""
         self.version += 1
+        self.changes_logits[slot] = False
         self.has_penalties[slot] = False
         self.wants_logprobs[slot] = False
         self.end_token_ids.pop(slot, None)
         self.logit_bias.pop(slot, None)
         self.allowed_tokens.pop(slot, None)
-        self.bad_words.remove(slot)
+        self.bad_words.pop(slot, None)

@@ -10,7 +10,6 @@ from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.decoder import NativeDecoder
-from engine.workers.sampling import Sampler
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec
 from support.tiny_checkpoints import gemma3_gguf
 from support.worker_steps import GREEDY, Steps
@@ -82,7 +81,7 @@ class Decoding:
     def __init__(self, decoder: NativeDecoder, requests: list[list[int]], max_model_len: int = 64):
         num_slots = len(requests)
         self.batch = PersistentBatch(num_slots, max_model_len, BLOCK_SIZE, 1, torch.device("cpu"))
-        self.sampler = Sampler(num_slots, decoder.spec.vocab_size, torch.device("cpu"))
+        self.sampler = decoder.make_sampler(self.batch)
         for slot, tokens in enumerate(requests):
             request = NewRequestData(
                 slot=slot,

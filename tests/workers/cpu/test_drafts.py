@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine.protocol.messages import ModelRunnerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
+from engine.workers.sampling.masks import pack_bitmask
 from hypothesis import given
 from hypothesis import strategies as st
 from support.native_decoders import BLOCK_SIZE
@@ -88,32 +90,75 @@ def make_steps(checkpoint) -> Steps:
     return Steps(path, model.config.vocab_size, BLOCK_SIZE, speculative=SpeculativeConfig(6))
 
 
-PARAMS = [
-    GREEDY,
-    SamplingParams(temperature=0.7, seed=1),
-    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=2),
-    SamplingParams(temperature=0.6, min_p=0.05, seed=3),
-]
+PARAMS = {
+    "plain": [
+        GREEDY,
+        SamplingParams(temperature=0.7, seed=1),
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=2),
+        SamplingParams(temperature=0.6, min_p=0.05, seed=3),
+    ],
+    "with wishes": [
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
+        SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=1),
+        SamplingParams(
+            temperature=0.9, seed=2, bad_words_token_ids=((5, 6), (7,)), logit_bias={9: 4.0}
+        ),
+        SamplingParams(
+            temperature=0.6,
+            seed=3,
+            logprobs=0,
+            min_tokens=20,
+            stop_token_ids=tuple(range(60)),
+            allowed_token_ids=tuple(range(80)),
+        ),
+    ],
+}
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 15, 16, 29)]
 NUM_OUTPUT = 40
 
 
-def prefill(steps: Steps) -> list[list[int]]:
+class Told(NamedTuple):
+    """A token, and its log-probabilities if they are wanted."""
+
+    token: int
+    logprobs: tuple[bytes, bytes, bytes] | None = None
+
+
+def prefill(steps: Steps, params: list[SamplingParams]) -> list[list[Told]]:
     """All requests have their first token."""
-    new = [steps.new(slot, PROMPTS[slot], PARAMS[slot]) for slot in range(4)]
+    new = [steps.new(slot, PROMPTS[slot], params[slot]) for slot in range(4)]
     chunks = [(slot, len(PROMPTS[slot])) for slot in range(4)]
-    return [[token] for token in steps.tokens(slots=list(range(4)), new=new, chunks=chunks)]
+    return rows_of(steps.run(slots=list(range(4)), new=new, chunks=chunks), list(range(4)))
+
+
+def tokens_of(row: list[Told]) -> list[int]:
+    return [told.token for told in row]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def params(request) -> list[SamplingParams]:
+    return PARAMS[request.param]
+
+
+def generate(checkpoint, params: list[SamplingParams]) -> list[list[Told]]:
+    """What comes without drafts."""
+    steps = make_steps(checkpoint)
+    outputs = prefill(steps, params)
+    while len(outputs[0]) < NUM_OUTPUT:
+        for output, row in zip(outputs, rows_of(steps.run(), list(range(4))), strict=True):
+            output += row
+    return outputs
 
 
 @pytest.fixture(scope="module")
-def outputs(checkpoint) -> list[list[int]]:
-    """What comes without drafts."""
-    steps = make_steps(checkpoint)
-    outputs = prefill(steps)
-    while len(outputs[0]) < NUM_OUTPUT:
-        for output, token in zip(outputs, steps.tokens(), strict=True):
-            output.append(token)
-    return outputs
+def outputs(checkpoint, params) -> list[list[Told]]:
+    return generate(checkpoint, params)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> list[list[int]]:
+    """Tokens alone."""
+    return [tokens_of(output) for output in generate(checkpoint, PARAMS["plain"])]
 
 
 def verify(steps: Steps, slots: list[int], drafts: list[list[int]], **step) -> ModelRunnerOutput:
@@ -128,19 +173,36 @@ def verify(steps: Steps, slots: list[int], drafts: list[list[int]], **step) -> M
     )
 
 
-def rows_of(result: ModelRunnerOutput, num_rows: int) -> list[list[int]]:
+def rows_of(result: ModelRunnerOutput, slots: list[int]) -> list[list[Told]]:
     tokens = iter(int32_view(result.sampled_token_ids).tolist())
-    counts = int32_view(result.num_sampled).tolist() or [1] * num_rows
-    rows = [[next(tokens) for _ in range(count)] for count in counts]
-    assert len(rows) == num_rows and next(tokens, None) is None
+    counts = int32_view(result.num_sampled).tolist() or [1] * len(slots)
+    logprobs = {row.slot: row for row in result.logprobs}
+    rows = []
+    for slot, count in zip(slots, counts, strict=True):
+        each: list[Any] = [None] * count
+        if (row := logprobs.get(slot)) is not None:
+            assert row.num_positions == count
+            each = [
+                tuple(cut(part, count, k) for part in (row.token_ids, row.logprobs, row.ranks))
+                for k in range(count)
+            ]
+        rows.append([Told(next(tokens), each[k]) for k in range(count)])
+    assert next(tokens, None) is None
     return rows
 
 
+def cut(part: bytes, count: int, k: int) -> bytes:
+    size = len(part) // count
+    return part[k * size : (k + 1) * size]
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(checkpoint, outputs, seed):
+def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(
+    checkpoint, params, outputs, seed
+):
     rng = random.Random(seed)
     steps = make_steps(checkpoint)
-    told = prefill(steps)
+    told = prefill(steps, params)
     num_steps = 0
     while min(map(len, told)) < NUM_OUTPUT - 6:
         num_steps += 1
@@ -149,15 +211,15 @@ def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(checkpo
         drafts = []
         for slot in slots:
             count = rng.choice((0, 1, 3, 6))
-            tokens = outputs[slot][len(told[slot]) :][:count]
+            tokens = tokens_of(outputs[slot][len(told[slot]) :][:count])
             if count and rng.random() < 0.5:
                 wrong = rng.randrange(count)
                 tokens[wrong] = (tokens[wrong] + 1) % 90
             drafts.append(tokens)
         result = verify(steps, slots, drafts)
-        for slot, tokens, row in zip(slots, drafts, rows_of(result, len(slots)), strict=True):
+        for slot, tokens, row in zip(slots, drafts, rows_of(result, slots), strict=True):
             start = len(told[slot])
-            right = outputs[slot][start : start + len(tokens)]
+            right = tokens_of(outputs[slot][start : start + len(tokens)])
             num_right = next(
                 (k for k, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]),
                 len(tokens),
@@ -169,16 +231,18 @@ def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(checkpo
     assert num_steps < 25
 
 
-def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(checkpoint, outputs):
+def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(
+    checkpoint, params, outputs
+):
     """The core asks for more than there is: only it knows that the match has ended."""
     steps = make_steps(checkpoint)
-    told = prefill(steps)
+    told = prefill(steps, params)
     num_verified = num_right = 0
     while min(map(len, told)) < NUM_OUTPUT:
         counts = int32_bytes([(row, 6) for row in range(4)])
         result = steps.run(chunks=[(row, 7) for row in range(4)], drafts=counts)
         verified = int32_view(result.num_verified)
-        for output, row in zip(told, rows_of(result, 4), strict=True):
+        for output, row in zip(told, rows_of(result, list(range(4))), strict=True):
             output += row
             num_right += len(row) - 1
         num_verified += int(verified.sum())
@@ -188,12 +252,12 @@ def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(checkpoi
     assert 0 < num_right <= num_verified
 
 
-def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, outputs):
+def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, plain):
     steps = make_steps(checkpoint)
-    prefill(steps)
-    drafts = [output[1:4] for output in outputs[:3]]
-    # A prompt beside them, and then somebody who wants log-probabilities.
-    prompt = steps.new(3, PROMPTS[0], SamplingParams(temperature=0, logprobs=1))
+    prefill(steps, PARAMS["plain"])
+    drafts = [output[1:4] for output in plain[:3]]
+    # A prompt beside them, and then somebody's grammar.
+    prompt = steps.new(3, PROMPTS[0])
     drafted = [(row, 3) for row in range(3)]
     result = steps.run(
         slots=[0, 1, 2, 3],
@@ -203,64 +267,63 @@ def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, outputs
         drafts=int32_bytes(drafted),
         draft_token_ids=int32_bytes([*chain(*drafts)]),
     )
-    assert rows_of(result, 4) == [[output[1]] for output in [*outputs[:3], [0, outputs[0][0]]]]
+    rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2, 3])]
+    assert rows == [[output[1]] for output in plain[:3]] + [[plain[0][0]]]
     assert int32_view(result.num_verified).tolist() == [0] * 4
-    result = verify(steps, [0, 1, 2, 3], [*(output[2:5] for output in outputs[:3]), []])
-    assert rows_of(result, 4) == [[output[2]] for output in outputs[:3]] + [[outputs[0][1]]]
-    assert len(result.logprobs) == 1
-    result = verify(steps, [0, 1, 2], [output[3:6] for output in outputs[:3]], removed=[3])
-    assert rows_of(result, 3) == [output[3:7] for output in outputs[:3]]
+    drafts = [output[2:5] for output in plain[:3]]
+    vocab_size = checkpoint[1].config.vocab_size
+    only_7 = pack_bitmask([7], vocab_size)[None]
+    result = verify(steps, [0, 1, 2, 3], [*drafts, []], grammar=([3], only_7))
+    rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2, 3])]
+    assert rows == [[output[2]] for output in plain[:3]] + [[7]]
+    assert result.drafts is None
+    result = verify(steps, [0, 1, 2], [output[3:6] for output in plain[:3]], removed=[3])
+    rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2])]
+    assert rows == [output[3:7] for output in plain[:3]]
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        SamplingParams(temperature=0, logprobs=1),
-        SamplingParams(temperature=0, presence_penalty=0.5),
-        SamplingParams(temperature=0, bad_words_token_ids=((3,),)),
-        SamplingParams(temperature=0, allowed_token_ids=(5, 6)),
-        SamplingParams(temperature=0, min_tokens=30),
-    ],
-)
-def test_drafts_that_the_next_step_cannot_verify_are_not_proposed(checkpoint, wish):
+def test_drafts_that_the_next_step_cannot_verify_are_not_proposed(checkpoint):
     steps = make_steps(checkpoint)
     prompt = steps.new(0, PROMPTS[0])
     found = [steps.run(slots=[0], chunks=[(0, len(PROMPTS[0]))], new=[prompt]).drafts]
     while len(found) < NUM_OUTPUT:
         found.append(steps.run().drafts)
     assert found[-1] is not None
-    # Beside a prompt that goes on, and then beside somebody whose tokens are chosen one by one.
-    result = steps.run(slots=[0, 1], chunks=[(1, 8)], new=[steps.new(1, PROMPTS[3], wish)])
+    # Beside a prompt that goes on, and then beside somebody who has a grammar.
+    result = steps.run(slots=[0, 1], chunks=[(1, 8)], new=[steps.new(1, PROMPTS[3])])
     assert result.drafts is None
-    assert steps.run(chunks=[(1, len(PROMPTS[3]) - 8)]).drafts is None
-    assert steps.run().drafts is None
+    allowed = pack_bitmask(range(50), checkpoint[1].config.vocab_size)[None]
+    rest = len(PROMPTS[3]) - 8
+    assert steps.run(chunks=[(1, rest)], grammar=([1], allowed)).drafts is None
+    assert steps.run(grammar=([1], allowed)).drafts is None
     alone = [steps.run(slots=[0], removed=[1]).drafts]
     while len(alone) < 10:
         alone.append(steps.run().drafts)
     assert alone[-1] is not None
 
 
-def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, outputs):
+def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):
     steps = make_steps(checkpoint)
-    prefill(steps)
+    prefill(steps, PARAMS["plain"])
     blocks_per_slot = steps.blocks_per_row * steps.num_groups
     for layer in steps.runner._kv_cache.layers:
         layer[1 + blocks_per_slot : 1 + 2 * blocks_per_slot] = torch.nan
     # Token 0 stands for what could not be sampled, so that is what right drafts are.
-    drafts = [outputs[0][1:3], [0, 0], outputs[2][1:2], []]
+    drafts = [plain[0][1:3], [0, 0], plain[2][1:2], []]
     result = verify(steps, [0, 1, 2, 3], drafts)
-    assert rows_of(result, 4) == [outputs[0][1:4], [0, 0, 0], outputs[2][1:3], outputs[3][1:2]]
+    rows = [tokens_of(row) for row in rows_of(result, list(range(4)))]
+    assert rows == [plain[0][1:4], [0, 0, 0], plain[2][1:3], plain[3][1:2]]
     assert set(int32_view(result.nan_slots).tolist()) == {1}
 
 
-def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, outputs):
+def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, plain):
     steps = make_steps(checkpoint)
     steps.run(slots=[0], chunks=[(0, 12)], new=[steps.new(0, [5, 6, 7, 8] * 3)])
     first = steps.new(0, PROMPTS[0])
     steps.run(slots=[0], removed=[0], chunks=[(0, 3)], new=[first])
     result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
     assert int32_view(result.num_verified).tolist() == [0]
-    assert rows_of(result, 1) == [[outputs[0][1]]]
+    assert [tokens_of(row) for row in rows_of(result, [0])] == [[plain[0][1]]]
 
 
 def test_drafts_end_before_the_context_does(checkpoint):

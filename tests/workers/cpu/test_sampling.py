@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.isas import ISAS, select_isa
 from support.native_decoders import forward_and_sample, native_decoder, small_spec
-from support.sampler_rows import Rows
+from support.sampler_rows import Rows, tokens_of
 
 VOCAB_SIZES = (97, 4096, 5003)
 NUM_ROWS = 40
@@ -54,7 +54,7 @@ def both_choose(
     decoder: NativeDecoder, logits: torch.Tensor, params: list[SamplingParams]
 ) -> tuple[list[int], list[int]]:
     vocab_size = logits.shape[1]
-    samplers = Rows(vocab_size), Rows(vocab_size, choose=decoder.choose_tokens)
+    samplers = Rows(vocab_size), Rows(vocab_size, decoder=decoder)
     slots = list(range(len(params)))
     for rows in samplers:
         for slot, each in enumerate(params):
@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_sampled_are_told_apart(decoders: dict[int, NativeDe
     logits[1, 96] = torch.inf
     logits[2] = -torch.inf
     for kwargs in PARAMS:
-        rows = Rows(97, choose=decoders[97].choose_tokens)
+        rows = Rows(97, decoder=decoders[97])
         for slot in range(5):
             rows.add(slot, SamplingParams(seed=slot, **kwargs))
         output = rows.sample(logits, [0, 1, 2, 3, 4])
@@ -129,15 +129,17 @@ def test_one_call_from_tokens_to_tokens(
     decoder = decoders[5003]
     prompt = torch.randint(5003, (70,), generator=torch.Generator().manual_seed(3)).tolist()
     params = [SamplingParams(seed=seed, **kwargs) for seed in range(70)]
-    logits, chosen = forward_and_sample(decoder, prompt, range(70), params)
-    samplers = Rows(5003), Rows(5003, choose=decoder.choose_tokens)
+    logits, output = forward_and_sample(decoder, prompt, range(70), params)
+    chosen = tokens_of(output)
+    samplers = Rows(5003), Rows(5003, decoder=decoder)
     for sampler in samplers:
         for row in range(70):
             sampler.add(row, params[row], prompt=tuple(prompt[:row]))
         assert sampler.tokens(logits, list(range(70))) == chosen
     # A batch with a row that is not greedy takes another way than one of greedy rows.
     others = [*params[5:8], SamplingParams(seed=8)]
-    assert forward_and_sample(decoder, prompt, range(5, 9), others)[1][:3] == chosen[5:8]
+    _, output = forward_and_sample(decoder, prompt, range(5, 9), others)
+    assert tokens_of(output)[:3] == chosen[5:8]
 
 
 @pytest.mark.parametrize("isa", ISAS)

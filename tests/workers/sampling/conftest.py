@@ -1,7 +1,11 @@
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
+from engine.workers.cpu.decoder import NativeDecoder
+from support.native_decoders import native_decoder, small_spec
+from support.sampler_rows import NewRows, Rows
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def new_rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewRows:
+    """Of either sampler."""
+    if request.param == "torch":
+        return Rows
+
+    @cache
+    def decoder(vocab_size: int) -> NativeDecoder:
+        spec = small_spec(vocab_size=vocab_size)
+        return native_decoder(spec, tmp_path_factory.mktemp("model"), num_threads=1)
+
+    return lambda vocab_size: Rows(vocab_size, decoder=decoder(vocab_size))

@@ -6,7 +6,7 @@ import torch
 from engine.protocol.arrays import float32_view, int32_view
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.sampling import prompt_logprobs
-from support.sampler_rows import Rows
+from support.sampler_rows import NewRows
 
 V = 301
 
@@ -16,9 +16,9 @@ def random_logits(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 200, -1])
-def test_they_are_of_the_raw_logits(count: int) -> None:
+def test_they_are_of_the_raw_logits(new_rows: NewRows, count: int) -> None:
     logits = random_logits(3)
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, SamplingParams(logprobs=count, seed=1, temperature=4.0, top_k=40))
     batch.add(1, SamplingParams(seed=1))
     batch.add(2, SamplingParams(logprobs=2, temperature=0, logit_bias={77: 100.0}))
@@ -38,10 +38,10 @@ def test_they_are_of_the_raw_logits(count: int) -> None:
     np.testing.assert_allclose(float32_view(last.logprobs)[0], expected[2, 77], atol=2e-6)
 
 
-def test_equal_alternatives_come_by_token_id() -> None:
+def test_equal_alternatives_come_by_token_id(new_rows: NewRows) -> None:
     logits = torch.zeros(1, V)
     logits[0, 250] = 1
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, SamplingParams(temperature=0, logprobs=4))
     [row] = batch.sample(logits, [0]).logprobs
     assert int32_view(row.token_ids).tolist() == [250, 250, 0, 1, 2]

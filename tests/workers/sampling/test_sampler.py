@@ -12,7 +12,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.workers.sampling.masks import pack_bitmask
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampler_rows import Rows
+from support.sampler_rows import NewRows
 
 V = 97
 INF = float("inf")
@@ -61,10 +61,12 @@ RANDOM_PARAMS = [
 
 @pytest.mark.parametrize("kwargs", RANDOM_PARAMS, ids=str)
 @pytest.mark.parametrize("vocab_size", [7, V])
-def test_tokens_follow_the_filtered_distribution(kwargs: dict[str, Any], vocab_size: int) -> None:
+def test_tokens_follow_the_filtered_distribution(
+    new_rows: NewRows, kwargs: dict[str, Any], vocab_size: int
+) -> None:
     logits = logits_of(1, vocab_size=vocab_size)
     expected = reference(logits[0], SamplingParams(**kwargs)).numpy()
-    batch = Rows(vocab_size)
+    batch = new_rows(vocab_size)
     slots = list(range(80))
     for slot in slots:
         batch.add(slot, SamplingParams(seed=slot, **kwargs))
@@ -82,11 +84,11 @@ def test_tokens_follow_the_filtered_distribution(kwargs: dict[str, Any], vocab_s
     assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom) + 8
 
 
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_the_lowest_id_among_equals(new_rows: NewRows) -> None:
     logits = torch.zeros(3, 200)
     logits[0, [70, 180]] = 5
     logits[1, [33, 32]] = 5
-    batch = Rows(200)
+    batch = new_rows(200)
     batch.add(0, greedy())
     batch.add(1, SamplingParams(top_k=1, seed=9))
     batch.add(2, SamplingParams(temperature=1e-6))
@@ -105,6 +107,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 )
 @settings(max_examples=60)
 def test_a_row_alone_equals_the_row_in_any_batch(
+    new_rows: NewRows,
     top_k: int,
     top_p: float,
     min_p: float,
@@ -136,7 +139,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
         logits = logits.round()
     mine = int(rng.integers(len(logits)))
     slots = rng.permutation(64)[: len(logits)].tolist()
-    alone, batch = Rows(vocab_size), Rows(vocab_size)
+    alone, batch = new_rows(vocab_size), new_rows(vocab_size)
     alone.add(11, params)
     for slot in slots:
         batch.add(slot, params if slot == slots[mine] else others.pop())
@@ -150,7 +153,9 @@ def test_a_row_alone_equals_the_row_in_any_batch(
         assert one.logprobs[0].ranks == of_many.ranks
 
 
-def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads() -> None:
+def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads(
+    new_rows: NewRows,
+) -> None:
     vocab_size = 49155
     logits = logits_of(*range(9), vocab_size=vocab_size, scale=3.0)
     kinds = [{}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.01}, {"min_p": 0.01}, {"top_k": 30}]
@@ -158,13 +163,13 @@ def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads() 
         SamplingParams(temperature=0.5 + 0.1 * slot, seed=slot, logprobs=2, **kinds[slot % 5])
         for slot in range(9)
     ]
-    batch = Rows(vocab_size)
+    batch = new_rows(vocab_size)
     for slot in range(9):
         batch.add(slot, params[slot])
     together = [batch.sample(logits, list(range(9))) for _ in range(3)]
     torch.set_num_threads(2)
     for slot in range(9):
-        alone = Rows(vocab_size)
+        alone = new_rows(vocab_size)
         alone.add(0, params[slot])
         for step in range(3):
             output = alone.sample(logits[slot : slot + 1], [0])
@@ -172,18 +177,18 @@ def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads() 
             assert output.logprobs[0].logprobs == together[step].logprobs[slot].logprobs
 
 
-def test_a_seeded_request_continues_after_preemption_in_another_slot() -> None:
+def test_a_seeded_request_continues_after_preemption_in_another_slot(new_rows: NewRows) -> None:
     params = SamplingParams(
         seed=5, temperature=1.3, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=0.7, min_tokens=6, bad_words_token_ids=((1, 2, 3), (7,), (9, 9)),
     )  # fmt: skip
     logits = logits_of(4, scale=1.0)
-    undisturbed = Rows(V)
+    undisturbed = new_rows(V)
     undisturbed.add(0, params)
     expected = [undisturbed.tokens(logits, [0])[0] for _ in range(40)]
     tokens: list[int] = []
     for slot in (3, 60, 3):
-        batch = Rows(V)
+        batch = new_rows(V)
         batch.add(slot, SamplingParams(frequency_penalty=2.0), prompt=(8, 8))
         batch.tokens(logits, [slot])
         batch.sampler.remove(slot)
@@ -192,11 +197,11 @@ def test_a_seeded_request_continues_after_preemption_in_another_slot() -> None:
     assert tokens == expected[:39]
 
 
-def test_penalties_match_their_definition() -> None:
+def test_penalties_match_their_definition(new_rows: NewRows) -> None:
     prompt, output = (5, 6, 6, 7), [9, 9, 6]
     logits = logits_of(3, 4)
     params = greedy(repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.9)
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, params, prompt)
     batch.add(1, greedy())
     history = Counter[int]()
@@ -224,8 +229,8 @@ def _penalties(params: SamplingParams) -> dict[str, float]:
     return {name: getattr(params, name) for name in names}
 
 
-def test_penalties_of_long_rows() -> None:
-    batch = Rows(2000)
+def test_penalties_of_long_rows(new_rows: NewRows) -> None:
+    batch = new_rows(2000)
     batch.add(0, greedy(presence_penalty=2.0), prompt=(1,))
     batch.add(1, greedy(presence_penalty=2.0), prompt=tuple(range(1500)))
     flat = torch.zeros(2, 2000)
@@ -235,20 +240,20 @@ def test_penalties_of_long_rows() -> None:
     assert [tokens[1] for tokens in chosen] == list(range(700))
 
 
-def test_min_tokens_delays_eos_and_stop_tokens() -> None:
+def test_min_tokens_delays_eos_and_stop_tokens(new_rows: NewRows) -> None:
     logits = torch.zeros(1, V)
     logits[0, 2], logits[0, 8], logits[0, 4] = 9, 8, 7
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, greedy(min_tokens=3, stop_token_ids=(8,)))
     assert [batch.tokens(logits, [0])[0] for _ in range(5)] == [4, 4, 4, 2, 2]
     batch.add(0, greedy(min_tokens=3, stop_token_ids=(8,)), output=(1, 1))
     assert [batch.tokens(logits, [0])[0] for _ in range(2)] == [4, 2]
 
 
-def test_bias_allowed_tokens_and_bad_words() -> None:
+def test_bias_allowed_tokens_and_bad_words(new_rows: NewRows) -> None:
     logits = torch.zeros(4, V)
     logits[:, 10], logits[:, 20] = 5, 4
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, greedy(logit_bias={10: -3.0, 30: 4.5}))
     batch.add(1, greedy(allowed_token_ids=(40, 20)))
     batch.add(2, greedy(bad_words_token_ids=((10,),)))
@@ -262,9 +267,9 @@ def test_bias_allowed_tokens_and_bad_words() -> None:
     ]
 
 
-def test_a_grammar_restricts_its_slots_only() -> None:
+def test_a_grammar_restricts_its_slots_only(new_rows: NewRows) -> None:
     logits = logits_of(0, 0, 0)
-    batch = Rows(V)
+    batch = new_rows(V)
     for slot in (5, 1, 9):
         batch.add(slot, greedy())
     free = int(logits[0].argmax())
@@ -278,19 +283,21 @@ def test_a_grammar_restricts_its_slots_only() -> None:
 
 
 @pytest.mark.parametrize("num_words", [3, 4, 5])
-def test_a_bitmask_of_another_width_allows_nothing_beyond_it(num_words: int) -> None:
+def test_a_bitmask_of_another_width_allows_nothing_beyond_it(
+    new_rows: NewRows, num_words: int
+) -> None:
     logits = torch.zeros(1, V)
     logits[0, V - 1] = 1
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, greedy())
     bitmask = np.full((1, num_words), -1, np.int32)
     output = batch.sample(logits, [0], (np.array([0], np.int32), bitmask))
     assert output.token_ids.tolist() == [0 if num_words == 3 else V - 1]
 
 
-def test_one_impossible_row_fails_alone() -> None:
+def test_one_impossible_row_fails_alone(new_rows: NewRows) -> None:
     logits = logits_of(0, 1, 2)
-    batch = Rows(V)
+    batch = new_rows(V)
     batch.add(0, SamplingParams(seed=1))
     batch.add(1, SamplingParams(seed=2, allowed_token_ids=(3,), bad_words_token_ids=((3,),)))
     batch.add(2, SamplingParams(seed=3, top_p=0.9))
@@ -299,7 +306,7 @@ def test_one_impossible_row_fails_alone() -> None:
     assert slot == 1
     assert "allowed_token_ids" in reason
     assert int32_view(output.nan_slots).tolist() == []
-    others = Rows(V)
+    others = new_rows(V)
     others.add(0, SamplingParams(seed=1))
     others.add(2, SamplingParams(seed=3, top_p=0.9))
     assert output.token_ids[[0, 2]].tolist() == others.tokens(logits[[0, 2]], [0, 2])
@@ -308,9 +315,11 @@ def test_one_impossible_row_fails_alone() -> None:
 @pytest.mark.parametrize(
     "kwargs", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str
 )
-def test_rows_of_nans_are_reported_and_leave_the_others_alone(kwargs: dict[str, Any]) -> None:
+def test_rows_of_nans_are_reported_and_leave_the_others_alone(
+    new_rows: NewRows, kwargs: dict[str, Any]
+) -> None:
     logits = logits_of(0, 1, 2, 3)
-    batch, clean = Rows(V), Rows(V)
+    batch, clean = new_rows(V), new_rows(V)
     for slot in range(4):
         batch.add(slot, SamplingParams(seed=slot, logprobs=2, **kwargs))
         clean.add(slot, SamplingParams(seed=slot, **kwargs))
@@ -326,8 +335,8 @@ def test_rows_of_nans_are_reported_and_leave_the_others_alone(kwargs: dict[str, 
         assert not np.isnan(np.frombuffer(row.logprobs, np.float32)).any()
 
 
-def test_top_k_of_ties_keeps_exactly_k() -> None:
-    batch = Rows(5000)
+def test_top_k_of_ties_keeps_exactly_k(new_rows: NewRows) -> None:
+    batch = new_rows(5000)
     batch.add(0, SamplingParams(top_k=3, seed=1))
     batch.add(1, SamplingParams(top_p=0.001, seed=1))
     chosen = [batch.tokens(torch.zeros(2, 5000), [0, 1]) for _ in range(200)]

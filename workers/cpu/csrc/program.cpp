@@ -463,7 +463,7 @@ void Program::take_most_likely() {
 void Program::choose_token(Tile& tile) {
   if (!tile.commit()) return;
   const int row = tile.index;
-  const float* logits = step_.logits + size_t(row) * shape_.vocab_size;
+  float* logits = step_.logits + size_t(row) * shape_.vocab_size;
   float* maxima = logit_maxima(row);
   if (!step_.logit_rows || exchange_) sampling_kernels().block_maxima(logits, shape_.vocab_size, maxima);
   step_.tokens[row] =

@@ -89,6 +89,7 @@ int Program::decode(const DecodeBatch& batch) {
       is_right = r + 1 < end && token == input_ids[r + 1];
       num_failed += batch.tokens[r] < 0;
       token_ids[next_positions[r]] = token;
+      if (batch.sampling && batch.sampling->logprobs) batch.sampling->logprobs->move(r, num_kept);
       batch.tokens[num_kept++] = batch.tokens[r];
     }
     batch.num_sampled[i] = r - decode_starts_[i];

@@ -57,14 +57,49 @@ float from_ordered(uint32_t bits) {
 }  // namespace
 
 TokenChooser::TokenChooser(int vocab_size)
-    : vocab_size_(vocab_size), num_blocks_(logit_blocks(vocab_size)), block_weights_(num_blocks_) {}
+    : vocab_size_(vocab_size),
+      num_blocks_(logit_blocks(vocab_size)),
+      block_weights_(num_blocks_),
+      changer_(vocab_size) {}
 
-int32_t TokenChooser::choose(const SamplingRows& rows, int row, const float* logits,
-                             const float* maxima) {
+int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, float* maxima) {
   const int64_t slot = rows.slots[row];
+  const LogprobRows* logprobs = rows.logprobs && rows.logprobs->is_wanted[slot] ? rows.logprobs : nullptr;
+  const float* raw_logits = logits;
+  look_at(logits, maxima);
+  if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
+  // Changes must not hide that something is not a number.
+  if (peak_ < INFINITY && (rows.changes_logits[slot] || (rows.grammar && rows.grammar[row]))) {
+    if (logprobs) {
+      raw_logits_.assign(logits, logits + vocab_size_);
+      raw_logits = raw_logits_.data();
+    }
+    change(rows, row, logits);
+    sampling_kernels().block_maxima(logits, vocab_size_, maxima);
+    look_at(logits, maxima);
+  }
+  const int32_t token = pick(rows, row);
+  if (logprobs) write_chosen(*logprobs, row, raw_logits, std::max(token, 0));
+  return token;
+}
+
+void TokenChooser::look_at(const float* logits, const float* maxima) {
   logits_ = logits;
   maxima_ = maxima;
   peak_ = largest(maxima, num_blocks_);
+}
+
+void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
+  const int64_t slot = rows.slots[row];
+  if (rows.changes_logits[slot])
+    changer_.change(rows.rules[slot],
+                    {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
+                    logits);
+  if (rows.grammar && rows.grammar[row]) changer_.limit(rows.grammar[row], logits);
+}
+
+int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
+  const int64_t slot = rows.slots[row];
   if (std::isnan(peak_) || peak_ == INFINITY) return kNotANumber;
   if (peak_ == -INFINITY) return kNothingAllowed;
   if (rows.is_greedy[slot]) return first_of(peak_);

@@ -1,14 +1,15 @@
 // The next token of each row of logits: the most likely one, or one drawn at random under temperature,
-// top-k, top-p and min-p.
+// top-k, top-p and min-p, after what its request wants changed; and log-probabilities.
 //
 // The rules, the integer weights and the random numbers are those of workers/sampling: a row's token is
-// a function of its logits, its parameters, its seed and its position alone. The vocabulary is never
+// a function of its logits, its parameters, its seed and the tokens before it alone. The vocabulary is never
 // sorted: the largest logits are found by a threshold, and a share of them by selection.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "logit_rules.h"
 #include "sampling_kernels.h"
 
 namespace engine {
@@ -19,6 +20,19 @@ inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) 
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
 constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
+// Of the logits that the model gave: of the chosen token first, and then of the most likely ones.
+struct LogprobRows {
+  const bool* is_wanted;   // by slot
+  const int64_t* num_top;  // by slot
+  int64_t width;           // of a row: as many as any slot wants
+  int32_t* token_ids;      // [rows, width]
+  float* logprobs;         // [rows, width]
+  int32_t* ranks;          // [rows], 1 + how many are more likely than the chosen one
+
+  // What was written of one row takes the place of an earlier one's.
+  void move(int from, int to) const;
+};
+
 // Sampling parameters by slot, and the slots of the rows at hand.
 struct SamplingRows {
   const bool* is_greedy;
@@ -27,6 +41,13 @@ struct SamplingRows {
   const double* top_p;        // 1 where there is none
   const float* min_p_margin;  // how far below the largest a logit may be; -infinity where there is no min-p
   const int64_t* seed;
+  const bool* changes_logits;
+  const LogitRules* rules;   // of slots that change logits
+  const int32_t* token_ids;  // [slots, max_model_len]
+  int64_t max_model_len;
+  const int32_t* num_prompt_tokens;
+  const LogprobRows* logprobs;  // null where nobody wants any
+  const uint32_t* const* grammar;  // [rows] of what it allows, as in `LogitRules`, or null; null for none
   const int64_t* slots;      // [rows]
   const int32_t* positions;  // [rows], of the token to be chosen
 };
@@ -35,8 +56,8 @@ struct SamplingRows {
 class TokenChooser {
  public:
   explicit TokenChooser(int vocab_size);
-  // `maxima` holds the largest logit of each block, NaN if one is NaN.
-  int32_t choose(const SamplingRows& rows, int row, const float* logits, const float* maxima);
+  // `maxima` holds the largest logit of each block, NaN if one is NaN. Both are changed if the row's logits are.
+  int32_t choose(const SamplingRows& rows, int row, float* logits, float* maxima);
 
  private:
   struct Candidate {
@@ -50,6 +71,12 @@ class TokenChooser {
   };
   static bool larger(const Candidate& a, const Candidate& b) { return a.key > b.key; }
 
+  void look_at(const float* logits, const float* maxima);
+  void change(const SamplingRows& rows, int row, float* logits);
+  int32_t pick(const SamplingRows& rows, int row);
+  void write_most_likely(const LogprobRows& logprobs, int row, int64_t count);
+  void write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const;
+  float logprob(float logit) const;
   Candidate candidate(int32_t token, int64_t weight) const;
   int32_t first_of(float logit) const;
   int32_t draw_in_order(float floor, double uniform);
@@ -69,11 +96,15 @@ class TokenChooser {
   std::vector<uint16_t> levels_;
   std::vector<int64_t> level_weights_;
   std::vector<Candidate> candidates_;
+  std::vector<float> raw_logits_;
+  LogitChanger changer_;
 
   // Of the row at hand.
   const float* logits_ = nullptr;
   const float* maxima_ = nullptr;
   float peak_ = 0, inverse_temperature_ = 1;
+  float raw_peak_ = 0;
+  double log_total_ = 0;  // of the weights of all tokens
   int num_candidates_ = 0;
   bool is_wide_ = false;  // candidates are gathered from one level at a time
 };

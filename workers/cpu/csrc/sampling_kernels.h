@@ -13,7 +13,9 @@ constexpr int kNumLevels = 1024;
 // A logit so far below the peak, divided by the temperature, has no weight: exp(-30) < 2^-42.
 constexpr float kDeepest = 30.0f;
 
-// A token's weight is exp((logit - peak) * inverse_temperature) in units of 2^-42, an integer, and zero
+constexpr float kWeightScale = 4398046511104.0f;  // 2^42
+
+// A token's weight is exp((logit - peak) * inverse_temperature) * kWeightScale, an integer, and zero
 // below the floor. Sums of up to 2^20 fit.
 struct SamplingKernels {
   // The largest of each block, NaN if one is NaN.

@@ -1,0 +1,47 @@
+// What requests want changed in their logits before a token is chosen, by the rules of workers/sampling.
+//
+// Everything is found in the tokens so far: nothing is remembered from token to token, so a draft is verified with
+// those before it, and left again, at no cost.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace engine {
+
+// The tokens of a request before the one to be chosen.
+struct History {
+  const int32_t* token_ids;
+  int32_t num_prompt_tokens, num_tokens;
+};
+
+// Of a slot. A null pointer stands for what its request does not want.
+struct LogitRules {
+  const uint32_t* allowed;      // bit t % 32 of word t / 32 for each token t
+  const int32_t* bad_words;     // the length of each, and its tokens
+  const int64_t* end_tokens;    // not before the request has so many tokens:
+  const int64_t* bias_tokens;
+  const float* biases;
+  int32_t bad_words_size, num_end_tokens, min_length, num_biases;
+  int32_t has_penalties;
+  float repetition_penalty, presence_penalty, frequency_penalty;
+};
+
+// Its buffer is reused; one for each thread.
+class LogitChanger {
+ public:
+  explicit LogitChanger(int vocab_size) : vocab_size_(vocab_size) {}
+  void change(const LogitRules& rules, const History& history, float* logits);
+  // Forbids the tokens whose bit is clear.
+  void limit(const uint32_t* allowed, float* logits) const;
+
+ private:
+  void forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const;
+  void penalize(const LogitRules& rules, const History& history, float* logits);
+  bool is_token(int64_t token) const { return token >= 0 && token < vocab_size_; }
+
+  const int vocab_size_;
+  std::vector<int32_t> counts_;  // of each token in the output, zeros between calls
+};
+
+}  // namespace engine

@@ -1,0 +1,124 @@
+"""How the rows of one batch want their logits changed, as tensors.
+
+Built with the batch's `SamplingMetadata`, and used as long as that is.
+
+Shapes: S rows of the batch, V vocabulary; R, P, B, E: those that have a certain wish (E: one entry a row and token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...protocol.arrays import Int64Array
+from ..transfers import to_device
+from .bad_words import BadWordRows, BadWords
+from .masks import token_limits
+from .penalties import PenaltyRows
+from .state import SamplingState
+
+
+@dataclass(slots=True)
+class LimitedRows:
+    """Rows restricted to certain tokens: `limits` float32[R, V] is -inf for all others."""
+
+    rows: torch.Tensor
+    limits: torch.Tensor
+
+
+@dataclass(slots=True)
+class EndTokens:
+    """Tokens that must not end a row before its length reaches `min_lengths`. Index arrays are flat [S, V]."""
+
+    rows_E: Int64Array
+    min_lengths_E: Int64Array
+    index_E: Int64Array
+
+
+@dataclass(slots=True)
+class LogitBias:
+    """`values_E` is added at the flat [S, V] positions `index_E`."""
+
+    index_E: torch.Tensor
+    values_E: torch.Tensor
+
+
+@dataclass(slots=True)
+class LogitChanges:
+    """None stands for a change that no row wants."""
+
+    allowed: LimitedRows | None
+    bad_words: BadWordRows | None
+    end_tokens: EndTokens | None
+    logit_bias: LogitBias | None
+    penalties: PenaltyRows | None
+
+    @classmethod
+    def of(cls, state: SamplingState, bad_words: BadWords, slots_S: Int64Array) -> LogitChanges:
+        return cls(
+            allowed=_allowed(state, slots_S),
+            bad_words=bad_words.rows(state.bad_words, slots_S),
+            end_tokens=_end_tokens(state, slots_S),
+            logit_bias=_logit_bias(state, slots_S),
+            penalties=_penalties(state, slots_S),
+        )
+
+
+def _allowed(state: SamplingState, slots_S: Int64Array) -> LimitedRows | None:
+    rows = _rows_in(state.allowed_tokens, slots_S)
+    if not rows:
+        return None
+    bitmask = np.stack([state.allowed_tokens[int(slots_S[row])] for row in rows])
+    limits = token_limits(bitmask, state.vocab_size, state.device)
+    return LimitedRows(_to_device(np.array(rows, np.int64), state), limits)
+
+
+def _end_tokens(state: SamplingState, slots_S: Int64Array) -> EndTokens | None:
+    rows = _rows_in(state.end_token_ids, slots_S)
+    if not rows:
+        return None
+    tokens = [state.end_token_ids[int(slots_S[row])] for row in rows]
+    rows_E = np.repeat(rows, [len(ids) for ids in tokens])
+    index_E = rows_E * state.vocab_size + np.concatenate(tokens)
+    return EndTokens(rows_E, state.min_length[slots_S[rows_E]], index_E)
+
+
+def _logit_bias(state: SamplingState, slots_S: Int64Array) -> LogitBias | None:
+    rows = _rows_in(state.logit_bias, slots_S)
+    if not rows:
+        return None
+    biases = [state.logit_bias[int(slots_S[row])] for row in rows]
+    index = [row * state.vocab_size + ids for row, (ids, _) in zip(rows, biases, strict=True)]
+    return LogitBias(
+        _to_device(np.concatenate(index), state),
+        _to_device(np.concatenate([values for _, values in biases]), state),
+    )
+
+
+def _penalties(state: SamplingState, slots_S: Int64Array) -> PenaltyRows | None:
+    rows = np.flatnonzero(state.has_penalties[slots_S])
+    if not len(rows):
+        return None
+    slots = slots_S[rows]
+    return PenaltyRows(
+        slots,
+        _to_device(rows, state),
+        _to_device(slots, state),
+        _to_device(state.repetition_penalty[slots, None], state),
+        _to_device(state.presence_penalty[slots, None], state),
+        _to_device(state.frequency_penalty[slots, None], state),
+    )
+
+
+def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:
+    if not table:
+        return []
+    return [row for row, slot in enumerate(slots_S.tolist()) if slot in table]
+
+
+def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:
+    return to_device(array, state.device)

@@ -1,0 +1,117 @@
+"""The sampler that torch has.
+
+Shapes: S rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...protocol.arrays import Int32Array
+from ...protocol.sampling_params import SamplingParams
+from ..transfers import to_device
+from .bad_words import BadWords
+from .choice import choose_tokens
+from .logit_changes import LogitChanges
+from .logprobs import compute_logprobs
+from .masks import limit, token_limits
+from .metadata import SamplingMetadata
+from .penalties import SeenTokens
+from .sampler import NO_TOKENS, Grammar, Sampler, SamplerOutput
+
+ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
+
+
+class TorchSampler(Sampler):
+    """Remembers what it sampled, on the device. `choose` is `choose_tokens`, or does the same faster."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        choose: ChooseTokens = choose_tokens,
+    ) -> None:
+        super().__init__(num_slots, vocab_size, device)
+        self._choose = choose
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seen_tokens = SeenTokens(num_slots, device)
+        self._bad_words = BadWords(num_slots, device)
+        self._changes: tuple[SamplingMetadata, LogitChanges] | None = None
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Int32Array,
+        eos_token_ids: tuple[int, ...],
+        output_token_ids: Int32Array = NO_TOKENS,
+    ) -> None:
+        super().add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
+        if self._state.has_penalties[slot]:
+            self._seen_tokens.add(slot, prompt_token_ids, output_token_ids)
+        if slot in self._state.bad_words:
+            self._bad_words.add(slot, self._state.bad_words[slot], output_token_ids)
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        slots_S: Int32Array,
+        positions_S: Int32Array,
+        grammar: Grammar | None = None,
+    ) -> SamplerOutput:
+        metadata = self.describe(slots_S)
+        logits_SV = logits_SV.contiguous()
+        will_change = metadata.changes_logits or grammar is not None
+        wanted = metadata.logprobs
+        raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
+        changes = self._changes_for(metadata) if metadata.changes_logits else None
+        if changes is not None:
+            self._change_logits(logits_SV, changes, positions_S)
+        if grammar is not None:
+            rows_G, bitmask_GK = self.rows_of(metadata.slots_S, grammar)
+            limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
+            limit(logits_SV, self._to_device(rows_G), limits_GV)
+        chosen_S = self._choose(logits_SV, metadata, positions_S)
+        sampled = SamplerOutput(chosen_S, metadata)
+        if changes is not None and changes.penalties is not None:
+            self._seen_tokens.learn(changes.penalties, sampled.token_ids)
+        if changes is not None and changes.bad_words is not None:
+            self._bad_words.learn(changes.bad_words, sampled.token_ids)
+        if wanted is None or raw_logits_RV is None:
+            return sampled
+        token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
+        logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
+        return SamplerOutput(chosen_S, metadata, logprobs)
+
+    def _changes_for(self, metadata: SamplingMetadata) -> LogitChanges:
+        if self._changes is None or self._changes[0] is not metadata:
+            changes = LogitChanges.of(self._state, self._bad_words, metadata.slots_S)
+            self._changes = metadata, changes
+        return self._changes[1]
+
+    def _change_logits(
+        self, logits_SV: torch.Tensor, changes: LogitChanges, positions_S: Int32Array
+    ) -> None:
+        """Apply what requests ask for in place."""
+        logits = logits_SV.view(-1)
+        if changes.allowed is not None:
+            limit(logits_SV, changes.allowed.rows, changes.allowed.limits)
+        if changes.bad_words is not None:
+            self._bad_words.mask(logits_SV, changes.bad_words)
+        ends = changes.end_tokens
+        if ends is not None:
+            index = ends.index_E[positions_S[ends.rows_E] < ends.min_lengths_E]
+            logits.index_fill_(0, self._to_device(index), float("-inf"))
+        if changes.logit_bias is not None:
+            logits.index_add_(0, changes.logit_bias.index_E, changes.logit_bias.values_E)
+        if changes.penalties is not None:
+            self._seen_tokens.penalize(logits_SV, changes.penalties)
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return to_device(array, self._device)
