@@ -145,8 +145,8 @@ class DeviceExecution:
         sampled = None
         if len(slots_R):
             metadata = self._requests.sampler.describe(slots_R)
-            is_greedy = metadata.is_greedy and metadata.wants_tokens_only
-            if forwarded.greedy_R is not None and is_greedy and not output.grammar_slots:
+            is_greedy = metadata.takes_most_likely and not output.grammar_slots
+            if forwarded.greedy_R is not None and is_greedy:
                 sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
             else:
                 logits_RV = forwarded.logits_RV

@@ -5,6 +5,7 @@ T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocab
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from .cpu.drafts import Drafts
 from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
-from .request_states import RequestStates
+from .request_states import RequestStates, await_bitmasks
 from .runner import GrammarSource
 from .sampling import SamplerOutput, SamplingMetadata
 
@@ -77,16 +78,23 @@ class HostExecution:
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
-        result = self._decode(self._decoding, rows, output)
+        result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
-            result.drafts = self._drafts.found(output.step)
+            # The core does not know which tokens a worker verifies, and so not what a grammar allows after them.
+            constrained = int32_view(output.grammar_slots)
+            result.drafts = self._drafts.found(output.step, not_for=constrained)
         return result
 
     def _decode(
-        self, decoding: NativeDecoding, rows: SamplingMetadata, output: SchedulerOutput
+        self,
+        decoding: NativeDecoding,
+        rows: SamplingMetadata,
+        output: SchedulerOutput,
+        await_grammar: GrammarSource,
     ) -> ModelRunnerOutput:
+        bitmasks = partial(await_bitmasks, output, await_grammar) if output.grammar_slots else None
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
-            rows, self._drafts_to_verify(output, rows.slots_S)
+            rows, self._drafts_to_verify(output, rows.slots_S), bitmasks
         )
         result = ModelRunnerOutput(output.step, tokens_K.tobytes())
         if num_failed or logprobs is not None:
@@ -142,17 +150,18 @@ class HostExecution:
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         if self._drafts is not None:
-            # What keeps this step from verifying drafts is still there in the next: a prompt, or somebody's grammar.
-            if output.grammar_slots or len(slots_R) < len(plan.slots_S):
+            # A prompt that keeps this step from verifying drafts goes on in the next.
+            if len(slots_R) < len(plan.slots_S):
                 self._drafts.forget(slots_R)
             else:
                 self._drafts.look_up(slots_R)
-                result.drafts = self._drafts.found(output.step)
+                constrained = int32_view(output.grammar_slots)
+                result.drafts = self._drafts.found(output.step, not_for=constrained)
         return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts, and none has a grammar."""
-        if self._decoding is None or output.grammar_slots or _has_chunks(output):
+        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts."""
+        if self._decoding is None or _has_chunks(output):
             return None
         rows = self._decoded_rows
         if output.slots is None and rows is not None and rows.is_current:

@@ -100,7 +100,7 @@ class RequestStates:
         await_grammar: GrammarSource,
     ) -> SamplerOutput:
         """Sample from logits, which are overwritten."""
-        grammar = _grammar(output, await_grammar)
+        grammar = await_bitmasks(output, await_grammar)
         return self.sampler.sample(logits_RV, slots_R, self.batch.num_tokens[slots_R], grammar)
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ class RequestStates:
             self._token_feed.close()
 
 
-def _grammar(output: SchedulerOutput, await_grammar: GrammarSource) -> Grammar | None:
-    """The constrained slots and their bitmasks."""
+def await_bitmasks(output: SchedulerOutput, await_grammar: GrammarSource) -> Grammar | None:
+    """The constrained slots of a step and their bitmasks, if there are any. Raises EngineError if these do not fit."""
     if not output.grammar_slots:
         return None
     slots = int32_view(output.grammar_slots)

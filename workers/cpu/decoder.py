@@ -27,7 +27,7 @@ from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
 from .recorder import Recorder, intermediate_shares
-from .sampling import NativeSampler
+from .sampling import NativeSampler, RowsToSample
 from .weights import NativeWeightReader
 
 
@@ -116,7 +116,10 @@ class NativeDecoder:
         last layer.
         """
         metadata = self._sampler.describe(slots_S)
-        rows = self._sampler.rows(metadata, len(rows_S), self._batch.num_tokens[slots_S])
+        rows = None
+        if not metadata.takes_most_likely:
+            positions_S = self._batch.num_tokens[slots_S]
+            rows = RowsToSample(self._sampler, metadata, len(rows_S), positions_S)
         tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
         self._run(
             inputs,

@@ -1,4 +1,4 @@
-"""Steps in which every request of a batch decodes, each one call of the native program.
+"""Steps in which every request of a batch decodes, each one call of the native program, or two around a grammar.
 
 S rows of the batch, K tokens that they sample: one each, and more where drafts were right.
 """
@@ -6,7 +6,7 @@ S rows of the batch, K tokens that they sample: one each, and more where drafts 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
-from ..sampling import Logprobs, SamplingMetadata
+from ..sampling import Grammar, Logprobs, SamplingMetadata
 from .drafts import Drafts
 from .library import DecodeBatch
 from .program import NativeProgram
@@ -73,27 +73,38 @@ class NativeDecoding:
             num_verified=self._num_verified.ctypes.data,
         )
 
-    def step(self, metadata: SamplingMetadata, num_drafts_S: Int32Array | None = None) -> Decoded:
+    def step(
+        self,
+        metadata: SamplingMetadata,
+        num_drafts_S: Int32Array | None = None,
+        await_grammar: Callable[[], Grammar | None] | None = None,
+    ) -> Decoded:
         """Compute the last token of each row's request and at most `num_drafts_S` drafts, and sample; see `Decoded`.
 
-        The next step overwrites it. Raises ValueError if a request has no last token in the vocabulary, or no room
-        for the next.
+        A grammar is waited for when the logits are there. The next step overwrites the result. Raises ValueError if a
+        request has no last token in the vocabulary, or no room for the next.
         """
         if metadata is not self._metadata:
             self._metadata = metadata
             self._batch.num_slots = len(metadata.slots_S)
             self._batch.slots = metadata.slots_S.ctypes.data
-            self._rows = self._sampler.rows(metadata, self._most_rows)
-            self._batch.sampling = None if self._rows is None else self._rows.pointer
+            self._rows = None
+        if self._rows is None and not (metadata.takes_most_likely and await_grammar is None):
+            self._rows = RowsToSample(self._sampler, metadata, self._most_rows)
+        rows = self._rows
+        self._batch.sampling = None if rows is None else rows.pointer
         self._batch.num_drafts = None if num_drafts_S is None else num_drafts_S.ctypes.data
+        self._batch.chooses_later = await_grammar is not None
         num_failed = self._program.decode(self._batch)
         if num_failed < 0:
             raise ValueError(
                 f"slots {metadata.slots_S.tolist()}: the last token of one is not in the vocabulary, "
                 "or it has reached max_model_len"
             )
+        if await_grammar is not None:
+            with self._sampler.limited_to(await_grammar()):
+                num_failed = self._program.choose(self._batch)
         num_rows = len(metadata.slots_S)
-        rows = self._rows
         if num_drafts_S is None:
             logprobs = None if rows is None else rows.logprobs()
             return Decoded(self._tokens[:num_rows], num_failed, logprobs)

@@ -184,6 +184,7 @@ class DecodeBatch(ctypes.Structure):
     _fields_ = (
         ("num_slots", c_int32),
         ("num_groups", c_int32),
+        ("chooses_later", c_int32),
         ("slots", c_void_p),
         ("max_model_len", c_int64),
         ("token_ids", c_void_p),
@@ -223,6 +224,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_program_join": (None, [c_void_p, c_void_p, c_int32, c_int32]),
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
     "engine_program_decode": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
+    "engine_program_choose": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
     "engine_program_profile": (None, [c_void_p, c_void_p]),
     "engine_look_up_drafts": (
         None,

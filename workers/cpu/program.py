@@ -108,6 +108,10 @@ class NativeProgram:
         """Return how many rows could not be sampled; -1, having done nothing, if the batch cannot go on."""
         return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
 
+    def choose(self, batch: DecodeBatch) -> int:
+        """Choose the tokens of a batch that `chooses_later`, after `decode`. Returns what that does else."""
+        return int(self._library.engine_program_choose(self._handle, ctypes.byref(batch)))
+
     def profile(self) -> list[tuple[str, float]]:
         """The kind of each operation, in order, and the seconds spent in it so far; at last "sample"."""
         kinds = [*self._kinds, "sample"]

@@ -6,12 +6,14 @@ Shapes: S rows of the batch, K of them that sampled (more with drafts that were 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...protocol.arrays import Int32Array, Int64Array
+from ...protocol.arrays import Int32Array
 from ...protocol.sampling_params import SamplingParams
 from ..batch import PersistentBatch
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
@@ -30,6 +32,7 @@ class NativeSampler(Sampler):
         self._program = program
         self._rules = (LogitRules * batch.num_slots)()
         self._bad_words: dict[int, Int32Array] = {}
+        self._grammar = np.zeros(batch.num_slots, np.uintp)
         state = self._state
         self.by_slot: dict[str, Any] = {
             "is_greedy": state.is_greedy.ctypes.data,
@@ -43,6 +46,7 @@ class NativeSampler(Sampler):
             "token_ids": batch.token_ids_NL.data_ptr(),
             "max_model_len": batch.max_model_len,
             "num_prompt_tokens": batch.num_prompt_tokens.ctypes.data,
+            "grammar": self._grammar.ctypes.data,
         }
 
     def add(
@@ -67,26 +71,32 @@ class NativeSampler(Sampler):
         metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
         tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
-        rows = RowsToSample(self, metadata, len(slots_S), positions_S, grammar)
+        rows = RowsToSample(self, metadata, len(slots_S), positions_S)
         step = Step(
             num_logit_rows=len(logits_SV),
             logits=logits_SV.data_ptr(),
             tokens=tokens_S.data_ptr(),
             sampling=rows.pointer,
         )
-        self._program.run(step)
+        with self.limited_to(grammar):
+            self._program.run(step)
         return SamplerOutput(tokens_S.long(), metadata, rows.logprobs())
 
-    def rows(
-        self,
-        metadata: SamplingMetadata,
-        num_rows: int,
-        positions_S: Int32Array | None = None,
-    ) -> RowsToSample | None:
-        """None where every row takes its most likely token, and nobody wants more."""
-        if metadata.is_greedy and metadata.wants_tokens_only:
-            return None
-        return RowsToSample(self, metadata, num_rows, positions_S)
+    @contextmanager
+    def limited_to(self, grammar: Grammar | None) -> Iterator[None]:
+        """What is sampled meanwhile is what a grammar allows."""
+        if grammar is None:
+            yield
+            return
+        slots_G, bitmask_GK = grammar
+        missing = -(-self._state.vocab_size // 32) - bitmask_GK.shape[1]
+        bitmask_GK = np.ascontiguousarray(np.pad(bitmask_GK, ((0, 0), (0, max(missing, 0)))))
+        addresses_G = bitmask_GK.ctypes.data + bitmask_GK.strides[0] * np.arange(len(slots_G))
+        self._grammar[slots_G] = addresses_G
+        try:
+            yield
+        finally:
+            self._grammar[slots_G] = 0
 
     def _rules_of(self, slot: int) -> LogitRules:
         """Whose arrays the sampler's state keeps."""
@@ -126,19 +136,13 @@ class RowsToSample:
         metadata: SamplingMetadata,
         num_rows: int,
         positions_S: Int32Array | None = None,
-        grammar: Grammar | None = None,
     ) -> None:
         state = metadata.state
         self._metadata = metadata
         self._wants_S = state.wants_logprobs[metadata.slots_S]
-        self._pointed_to: list[Any] = [positions_S]
         rows = SamplingRows(**sampler.by_slot, slots=metadata.slots_S.ctypes.data)
         if positions_S is not None:
             rows.positions = positions_S.ctypes.data
-        if grammar is not None:
-            rows.grammar = self._masks(
-                *sampler.rows_of(metadata.slots_S, grammar), state.vocab_size
-            )
         if metadata.logprobs is not None:
             rows.logprobs = self._logprob_rows(state, num_rows, 1 + max(metadata.logprobs.counts))
         self.pointer = ctypes.pointer(rows)
@@ -171,12 +175,3 @@ class RowsToSample:
                 *(array.ctypes.data for array in self._written),
             )
         )
-
-    def _masks(self, rows_G: Int64Array, bitmask_GK: Int32Array, vocab_size: int) -> Any:
-        """The address of each row's bitmask."""
-        missing = -(-vocab_size // 32) - bitmask_GK.shape[1]
-        bitmask_GK = np.ascontiguousarray(np.pad(bitmask_GK, ((0, 0), (0, max(missing, 0)))))
-        masks_S = np.zeros(len(self._wants_S), np.uintp)
-        masks_S[rows_G] = bitmask_GK.ctypes.data + bitmask_GK.strides[0] * np.arange(len(rows_G))
-        self._pointed_to += bitmask_GK, masks_S
-        return masks_S.ctypes.data

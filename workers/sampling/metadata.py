@@ -116,9 +116,9 @@ class SamplingMetadata:
         return RowParameters(*(_to_device(column[slots_S], state) for column in columns))
 
     @property
-    def wants_tokens_only(self) -> bool:
-        """Of the logits as they are."""
-        return not self.changes_logits and self.logprobs is None
+    def takes_most_likely(self) -> bool:
+        """Whether all that anybody wants is the most likely token."""
+        return self.is_greedy and not self.changes_logits and self.logprobs is None
 
     @property
     def is_current(self) -> bool:

@@ -126,7 +126,6 @@ class Sampler(ABC):
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._state = SamplingState(num_slots, vocab_size, device)
         self._metadata = SamplingMetadata.of(self._state, np.zeros(0, np.int64))
-        self._row_of_slot = np.full(num_slots, -1, np.int64)
 
     def add(
         self,
@@ -162,13 +161,3 @@ class Sampler(ABC):
         `logits_SV` float32 on the device is overwritten. `slots_S` are distinct. `positions_S` is how many tokens
         each row has so far, which is the index of the one to be sampled.
         """
-
-    def rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
-        """The batch rows of the slots that are in the batch, in its order, and their bitmasks."""
-        slots_G, bitmask_GK = grammar
-        self._row_of_slot[slots_S] = np.arange(len(slots_S))
-        rows_G = self._row_of_slot[slots_G]
-        self._row_of_slot[slots_S] = -1
-        order = np.argsort(rows_G)
-        order = order[rows_G[order] >= 0]
-        return rows_G[order], bitmask_GK[order]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...protocol.arrays import Int32Array
+from ...protocol.arrays import Int32Array, Int64Array
 from ...protocol.sampling_params import SamplingParams
 from ..transfers import to_device
 from .bad_words import BadWords
@@ -40,6 +40,7 @@ class TorchSampler(Sampler):
         self._choose = choose
         self._vocab_size = vocab_size
         self._device = device
+        self._row_of_slot = np.full(num_slots, -1, np.int64)
         self._seen_tokens = SeenTokens(num_slots, device)
         self._bad_words = BadWords(num_slots, device)
         self._changes: tuple[SamplingMetadata, LogitChanges] | None = None
@@ -74,7 +75,7 @@ class TorchSampler(Sampler):
         if changes is not None:
             self._change_logits(logits_SV, changes, positions_S)
         if grammar is not None:
-            rows_G, bitmask_GK = self.rows_of(metadata.slots_S, grammar)
+            rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
@@ -88,6 +89,16 @@ class TorchSampler(Sampler):
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
         logprobs = compute_logprobs(raw_logits_RV, token_ids_R, max(wanted.counts))
         return SamplerOutput(chosen_S, metadata, logprobs)
+
+    def _rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
+        """The batch rows of the slots that are in the batch, in its order, and their bitmasks."""
+        slots_G, bitmask_GK = grammar
+        self._row_of_slot[slots_S] = np.arange(len(slots_S))
+        rows_G = self._row_of_slot[slots_G]
+        self._row_of_slot[slots_S] = -1
+        order = np.argsort(rows_G)
+        order = order[rows_G[order] >= 0]
+        return rows_G[order], bitmask_GK[order]
 
     def _changes_for(self, metadata: SamplingMetadata) -> LogitChanges:
         if self._changes is None or self._changes[0] is not metadata:

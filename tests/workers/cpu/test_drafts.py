@@ -252,54 +252,58 @@ def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(
     assert 0 < num_right <= num_verified
 
 
-def test_a_step_that_does_more_than_decode_leaves_drafts_out(checkpoint, plain):
+def test_beside_a_prompt_drafts_are_left_out_and_not_proposed(checkpoint, plain):
     steps = make_steps(checkpoint)
     prefill(steps, PARAMS["plain"])
-    drafts = [output[1:4] for output in plain[:3]]
-    # A prompt beside them, and then somebody's grammar.
-    prompt = steps.new(3, PROMPTS[0])
+    slots = [0, 1, 2, 3]
     drafted = [(row, 3) for row in range(3)]
     result = steps.run(
-        slots=[0, 1, 2, 3],
+        slots=slots,
         removed=[3],
-        new=[prompt],
-        chunks=[*((row, 4) for row in range(3)), (3, len(PROMPTS[0]))],
+        new=[steps.new(3, PROMPTS[3])],
+        chunks=[*((row, 4) for row in range(3)), (3, 8)],
         drafts=int32_bytes(drafted),
-        draft_token_ids=int32_bytes([*chain(*drafts)]),
+        draft_token_ids=int32_bytes([*chain(*(output[1:4] for output in plain[:3]))]),
     )
-    rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2, 3])]
-    assert rows == [[output[1]] for output in plain[:3]] + [[plain[0][0]]]
-    assert int32_view(result.num_verified).tolist() == [0] * 4
-    drafts = [output[2:5] for output in plain[:3]]
-    vocab_size = checkpoint[1].config.vocab_size
-    only_7 = pack_bitmask([7], vocab_size)[None]
-    result = verify(steps, [0, 1, 2, 3], [*drafts, []], grammar=([3], only_7))
-    rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2, 3])]
-    assert rows == [[output[2]] for output in plain[:3]] + [[7]]
-    assert result.drafts is None
-    result = verify(steps, [0, 1, 2], [output[3:6] for output in plain[:3]], removed=[3])
     rows = [tokens_of(row) for row in rows_of(result, [0, 1, 2])]
+    assert rows == [[output[1]] for output in plain[:3]]
+    assert int32_view(result.num_verified).tolist() == [0] * 3
+    assert result.drafts is None
+    # What was left out is gone: the worker has none of its own to verify.
+    rest = [(3, len(PROMPTS[3]) - 8)]
+    rows = [tokens_of(row) for row in rows_of(steps.run(chunks=rest), slots)]
+    assert rows[:3] == [[output[2]] for output in plain[:3]]
+    result = verify(steps, slots[:3], [output[3:6] for output in plain[:3]], removed=[3])
+    rows = [tokens_of(row) for row in rows_of(result, slots[:3])]
     assert rows == [output[3:7] for output in plain[:3]]
 
 
-def test_drafts_that_the_next_step_cannot_verify_are_not_proposed(checkpoint):
+def test_a_grammar_limits_its_slot_alone_and_has_no_drafts(checkpoint, params, outputs):
+    """Only who knows the drafts could tell what it allows after each."""
     steps = make_steps(checkpoint)
-    prompt = steps.new(0, PROMPTS[0])
-    found = [steps.run(slots=[0], chunks=[(0, len(PROMPTS[0]))], new=[prompt]).drafts]
-    while len(found) < NUM_OUTPUT:
-        found.append(steps.run().drafts)
-    assert found[-1] is not None
-    # Beside a prompt that goes on, and then beside somebody who has a grammar.
-    result = steps.run(slots=[0, 1], chunks=[(1, 8)], new=[steps.new(1, PROMPTS[3])])
-    assert result.drafts is None
-    allowed = pack_bitmask(range(50), checkpoint[1].config.vocab_size)[None]
-    rest = len(PROMPTS[3]) - 8
-    assert steps.run(chunks=[(1, rest)], grammar=([1], allowed)).drafts is None
-    assert steps.run(grammar=([1], allowed)).drafts is None
-    alone = [steps.run(slots=[0], removed=[1]).drafts]
-    while len(alone) < 10:
-        alone.append(steps.run().drafts)
-    assert alone[-1] is not None
+    prefill(steps, params)
+    slots = [0, 1, 2, 3]
+    vocab_size = checkpoint[1].config.vocab_size
+    steps.run(slots=slots, removed=[3], new=[steps.new(3, [7, 9] * 9)], chunks=[(3, 18)])
+    only_7 = [3], pack_bitmask([7], vocab_size)[None]
+    others = dict.fromkeys(slots[:3], 2)
+    num_proposed = 0
+    while min(others.values()) < NUM_OUTPUT - 6:
+        drafts = [tokens_of(outputs[slot][num : num + 3]) for slot, num in others.items()]
+        result = verify(steps, slots, [*drafts, []], grammar=only_7)
+        rows = rows_of(result, slots)
+        assert tokens_of(rows.pop()) == [7]
+        for slot, row in enumerate(rows):
+            start = others[slot]
+            others[slot] += len(row)
+            assert row == outputs[slot][start : start + 4]
+        if result.drafts is not None:
+            assert 3 not in int32_view(result.drafts.slots)
+            num_proposed += 1
+    assert num_proposed
+    # Alone it would have been proposed that it goes on like this.
+    steps.run(slots=[3], removed=[0, 1, 2])
+    assert steps.run(grammar=only_7).drafts is None
 
 
 def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):

@@ -103,6 +103,7 @@ struct Step {
 // drafted, with the worker's state of every slot, which the step reads and advances.
 struct DecodeBatch {
   int32_t num_slots, num_groups;
+  int32_t chooses_later;  // when it is known what `sampling` allows
   const int64_t* slots;  // [num_slots]
   int64_t max_model_len;
   int32_t* token_ids;            // [slots, max_model_len]
@@ -136,6 +137,8 @@ class Program final : private Phases {
   // Appends the tokens it samples, token 0 where that could not be, and returns how often it could not;
   // or -1, having done nothing, if a slot has no room or its last token is not in the vocabulary.
   int decode(const DecodeBatch& batch);
+  // Goes on with a batch that `chooses_later`.
+  int choose(const DecodeBatch& batch);
   // Seconds spent in each operation so far, and in the choice of tokens after the last.
   std::vector<double> profile() const;
 
@@ -250,6 +253,8 @@ class Program final : private Phases {
   void run_tile(int phase, Tile& tile) override;
 
   bool lay_out(const DecodeBatch& batch);
+  const SamplingRows* rows_to_sample(const DecodeBatch& batch);
+  int advance(const DecodeBatch& batch);
   void begin_slice(int slice);
   int begin_op(const Op& op, Shares& shares);
   int begin_head(const Op& op, Shares& shares);
@@ -353,6 +358,7 @@ class Program final : private Phases {
   std::vector<int32_t> decode_starts_, decode_arrays_;
   std::vector<int64_t> decode_slots_;
   std::vector<StepGroup> decode_groups_;
+  SamplingRows decode_sampling_{};
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
   size_t num_finished_slots_ = 0;

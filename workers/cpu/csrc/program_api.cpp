@@ -30,6 +30,10 @@ ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch)
   return program->decode(*batch);
 }
 
+ENGINE_API int engine_program_choose(Program* program, const DecodeBatch* batch) {
+  return program->choose(*batch);
+}
+
 ENGINE_API void engine_program_profile(const Program* program, double* seconds) {
   const std::vector<double> profile = program->profile();
   std::copy(profile.begin(), profile.end(), seconds);

@@ -48,15 +48,21 @@ bool Program::lay_out(const DecodeBatch& batch) {
   return true;
 }
 
+const SamplingRows* Program::rows_to_sample(const DecodeBatch& batch) {
+  if (!batch.sampling) return nullptr;
+  decode_sampling_ = *batch.sampling;
+  decode_sampling_.slots = decode_slots_.data();
+  decode_sampling_.positions = decode_arrays_.data() + 2 * decode_slots_.size();
+  return &decode_sampling_;
+}
+
 int Program::decode(const DecodeBatch& batch) {
   if (!lay_out(batch)) return -1;
   const int rows = decode_starts_.back();
   const int32_t* input_ids = decode_arrays_.data();
-  const int32_t* next_positions = input_ids + 2 * rows;
   int32_t* logit_rows = decode_arrays_.data() + 3 * rows;
   std::iota(logit_rows, logit_rows + rows, 0);
   decode_hidden_.reserve(sizeof(float) * rows * shape_.hidden_size);
-  SamplingRows sampling{};
   Step step{};
   step.num_tokens = step.num_logit_rows = rows;
   step.num_sequences = batch.num_slots;
@@ -68,14 +74,26 @@ int Program::decode(const DecodeBatch& batch) {
   step.kv_caches = batch.kv_caches;
   step.hidden = decode_hidden_.floats();
   step.logit_rows = logit_rows;
-  step.tokens = batch.tokens;
-  if (batch.sampling) {
-    sampling = *batch.sampling;
-    sampling.slots = decode_slots_.data();
-    sampling.positions = next_positions;
-    step.sampling = &sampling;
-  }
+  step.sampling = rows_to_sample(batch);
+  step.tokens = batch.chooses_later ? nullptr : batch.tokens;
   run(step);
+  return batch.chooses_later ? 0 : advance(batch);
+}
+
+int Program::choose(const DecodeBatch& batch) {
+  Step step{};
+  step.num_logit_rows = decode_starts_.back();
+  step.logits = logits_.floats();
+  step.sampling = rows_to_sample(batch);
+  step.tokens = batch.tokens;
+  run(step);
+  return advance(batch);
+}
+
+// Appends what was sampled, and looks up drafts of what follows.
+int Program::advance(const DecodeBatch& batch) {
+  const int32_t* input_ids = decode_arrays_.data();
+  const int32_t* next_positions = input_ids + 2 * decode_slots_.size();
   // A token counts if it follows what was sampled, not only what was drafted.
   int num_failed = 0, num_kept = 0;
   for (int i = 0; i < batch.num_slots; i++) {

@@ -69,7 +69,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   look_at(logits, maxima);
   if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
   // Changes must not hide that something is not a number.
-  if (peak_ < INFINITY && (rows.changes_logits[slot] || (rows.grammar && rows.grammar[row]))) {
+  if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
     if (logprobs) {
       raw_logits_.assign(logits, logits + vocab_size_);
       raw_logits = raw_logits_.data();
@@ -95,7 +95,7 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
     changer_.change(rows.rules[slot],
                     {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
                     logits);
-  if (rows.grammar && rows.grammar[row]) changer_.limit(rows.grammar[row], logits);
+  if (rows.grammar[slot]) changer_.limit(rows.grammar[slot], logits);
 }
 
 int32_t TokenChooser::pick(const SamplingRows& rows, int row) {

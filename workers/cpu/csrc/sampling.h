@@ -47,7 +47,7 @@ struct SamplingRows {
   int64_t max_model_len;
   const int32_t* num_prompt_tokens;
   const LogprobRows* logprobs;  // null where nobody wants any
-  const uint32_t* const* grammar;  // [rows] of what it allows, as in `LogitRules`, or null; null for none
+  const uint32_t* const* grammar;  // what it allows, as in `LogitRules`, or null
   const int64_t* slots;      // [rows]
   const int32_t* positions;  // [rows], of the token to be chosen
 };
