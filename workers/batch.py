@@ -186,6 +186,13 @@ class PersistentBatch:
             sampling_rows,
         )
 
+    def num_drafts(self, output: SchedulerOutput) -> Int32Array:
+        """How many drafts of each slot the step may verify: int32[N]. Its slots are those of the last plan."""
+        num_drafts_N = np.zeros(self.num_slots, np.int32)
+        rows, counts = int32_view(output.drafts).reshape(-1, 2).T
+        num_drafts_N[self._slots_S[rows]] = counts
+        return num_drafts_N
+
     def _slots_of(self, output: SchedulerOutput) -> Int32Array:
         if output.slots is not None:
             self._slots_S = int32_view(output.slots)

@@ -20,7 +20,7 @@ from .cpu.drafts import Drafts
 from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
-from .request_states import RequestStates, await_bitmasks
+from .request_states import RequestStates
 from .runner import GrammarSource
 from .sampling import SamplerOutput, SamplingMetadata
 
@@ -80,9 +80,7 @@ class HostExecution:
             return self._execute(output, await_grammar)
         result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
-            # The core does not know which tokens a worker verifies, and so not what a grammar allows after them.
-            constrained = int32_view(output.grammar_slots)
-            result.drafts = self._drafts.found(output.step, not_for=constrained)
+            result.drafts = self._drafts.found(output.step)
         return result
 
     def _decode(
@@ -92,7 +90,9 @@ class HostExecution:
         output: SchedulerOutput,
         await_grammar: GrammarSource,
     ) -> ModelRunnerOutput:
-        bitmasks = partial(await_bitmasks, output, await_grammar) if output.grammar_slots else None
+        bitmasks = None
+        if output.grammar_slots:
+            bitmasks = partial(self._requests.await_bitmasks, output, await_grammar)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, self._drafts_to_verify(output, rows.slots_S), bitmasks
         )
@@ -114,9 +114,7 @@ class HostExecution:
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         if output.draft_token_ids:
             self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        num_drafts_S = np.zeros(len(slots_S), np.int32)
-        num_drafts_S[rows] = counts
-        return num_drafts_S
+        return self._batch.num_drafts(output)[slots_S]
 
     def close(self) -> None:
         """It keeps nothing that anybody waits for."""
@@ -155,8 +153,7 @@ class HostExecution:
                 self._drafts.forget(slots_R)
             else:
                 self._drafts.look_up(slots_R)
-                constrained = int32_view(output.grammar_slots)
-                result.drafts = self._drafts.found(output.step, not_for=constrained)
+                result.drafts = self._drafts.found(output.step)
         return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:

@@ -100,26 +100,29 @@ class RequestStates:
         await_grammar: GrammarSource,
     ) -> SamplerOutput:
         """Sample from logits, which are overwritten."""
-        grammar = await_bitmasks(output, await_grammar)
+        grammar = self.await_bitmasks(output, await_grammar)
         return self.sampler.sample(logits_RV, slots_R, self.batch.num_tokens[slots_R], grammar)
+
+    def await_bitmasks(
+        self, output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> Grammar | None:
+        """What the step's constrained slots may sample, if there are any. Raises EngineError if the bitmasks do not fit."""
+        if not output.grammar_slots:
+            return None
+        slots = int32_view(output.grammar_slots)
+        message = await_grammar(output.step)
+        if message is None:
+            return None
+        num_rows = 1 + self.batch.num_drafts(output)[slots]
+        bitmask = int32_view(message.bitmask)
+        if len(bitmask) % num_rows.sum():
+            raise EngineError(
+                f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots "
+                f"in {num_rows.sum()} places"
+            )
+        return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))
 
     def close(self) -> None:
         """Receive what the last stage still sends."""
         if self._token_feed is not None:
             self._token_feed.close()
-
-
-def await_bitmasks(output: SchedulerOutput, await_grammar: GrammarSource) -> Grammar | None:
-    """The constrained slots of a step and their bitmasks, if there are any. Raises EngineError if these do not fit."""
-    if not output.grammar_slots:
-        return None
-    slots = int32_view(output.grammar_slots)
-    message = await_grammar(output.step)
-    if message is None:
-        return None
-    bitmask = int32_view(message.bitmask)
-    if len(slots) == 0 or len(bitmask) % len(slots):
-        raise EngineError(
-            f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots"
-        )
-    return slots, bitmask.reshape(len(slots), -1)

@@ -12,6 +12,15 @@ from support.server import Server, assert_nothing_is_held, default_model
 FLAGS = ("--max-model-len", "512", "--max-num-seqs", "8", "--served-model-name", "m")
 TEXT = "The fox met a hen, a goose and a duck. The hen ran, the goose swam and the duck flew away."
 PROMPT = f"Copy: {TEXT}\nCopy: {TEXT}\nCopy: "
+SCHEMA = {
+    "type": "array",
+    "minItems": 4,
+    "items": {
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "hen", "duck"]}, "count": {"type": "integer"}},
+        "required": ["animal", "count"],
+    },
+}
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 5},
@@ -21,6 +30,8 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0, "min_tokens": 40, "stop": ["duck flew"]},
     {"temperature": 0, "presence_penalty": 0.3},
     {"temperature": 0, "logprobs": 2},
+    {"temperature": 0, "structured_outputs": {"regex": "(The [a-z ,]+[.] )+"}},
+    {"temperature": 0.7, "seed": 3, "structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
 ]
 
 
@@ -48,7 +59,7 @@ def ask(server: Server, wish: dict[str, Any]) -> tuple[list[Any], dict[str, int]
     return told, answer["usage"]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: "-".join(wish))
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: "-".join(map(str, wish)))
 def test_one_alone_is_told_the_same(drafting: Server, plain: Server, wish: dict[str, Any]) -> None:
     (told, usage), (wanted, wanted_usage) = ask(drafting, wish), ask(plain, wish)
     assert told == wanted

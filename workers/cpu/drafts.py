@@ -8,7 +8,6 @@ via Speculative Decoding" (2023), where target and draft share their draws.
 from __future__ import annotations
 
 import ctypes
-from typing import Final
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from ...protocol.config import SpeculativeConfig
 from ...protocol.messages import DraftTokenIds
 from ..batch import PersistentBatch
 from .library import DraftLookup, native_library
-
-NOBODY: Final = np.zeros(0, np.int32)
 
 
 class Drafts:
@@ -66,15 +63,15 @@ class Drafts:
             self._batch.num_tokens.ctypes.data,
         )
 
-    def found(self, step: int, not_for: Int32Array = NOBODY) -> DraftTokenIds | None:
-        """What was found last, after that step, but for these slots."""
+    def found(self, step: int) -> DraftTokenIds | None:
+        """What was found last, after that step."""
         num_found = self.lookup.num_found
-        slots, counts = self._slots[:num_found], self._counts[:num_found]
-        token_ids = self._tokens[: counts.sum()]
-        if len(not_for):
-            is_for = ~np.isin(slots, not_for)
-            token_ids = token_ids[np.repeat(is_for, counts)]
-            slots, counts = slots[is_for], counts[is_for]
-        if not len(slots):
+        if not num_found:
             return None
-        return DraftTokenIds(step, slots.tobytes(), counts.tobytes(), token_ids.tobytes())
+        counts = self._counts[:num_found]
+        return DraftTokenIds(
+            step,
+            self._slots[:num_found].tobytes(),
+            counts.tobytes(),
+            self._tokens[: counts.sum()].tobytes(),
+        )

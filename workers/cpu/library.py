@@ -135,8 +135,10 @@ class SamplingRows(ctypes.Structure):
         ("token_ids", c_void_p),
         ("max_model_len", c_int64),
         ("num_prompt_tokens", c_void_p),
-        ("logprobs", POINTER(LogprobRows)),
+        ("num_tokens", c_void_p),
         ("grammar", c_void_p),
+        ("grammar_words", c_void_p),
+        ("logprobs", POINTER(LogprobRows)),
         ("slots", c_void_p),
         ("positions", c_void_p),
     )

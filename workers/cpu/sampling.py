@@ -33,6 +33,7 @@ class NativeSampler(Sampler):
         self._rules = (LogitRules * batch.num_slots)()
         self._bad_words: dict[int, Int32Array] = {}
         self._grammar = np.zeros(batch.num_slots, np.uintp)
+        self._grammar_words = np.zeros(1, np.int64)
         state = self._state
         self.by_slot: dict[str, Any] = {
             "is_greedy": state.is_greedy.ctypes.data,
@@ -46,7 +47,9 @@ class NativeSampler(Sampler):
             "token_ids": batch.token_ids_NL.data_ptr(),
             "max_model_len": batch.max_model_len,
             "num_prompt_tokens": batch.num_prompt_tokens.ctypes.data,
+            "num_tokens": batch.num_tokens.ctypes.data,
             "grammar": self._grammar.ctypes.data,
+            "grammar_words": self._grammar_words.ctypes.data,
         }
 
     def add(
@@ -88,15 +91,17 @@ class NativeSampler(Sampler):
         if grammar is None:
             yield
             return
-        slots_G, bitmask_GK = grammar
-        missing = -(-self._state.vocab_size // 32) - bitmask_GK.shape[1]
-        bitmask_GK = np.ascontiguousarray(np.pad(bitmask_GK, ((0, 0), (0, max(missing, 0)))))
-        addresses_G = bitmask_GK.ctypes.data + bitmask_GK.strides[0] * np.arange(len(slots_G))
-        self._grammar[slots_G] = addresses_G
+        missing = -(-self._state.vocab_size // 32) - grammar.bitmask_NK.shape[1]
+        padded = np.pad(grammar.bitmask_NK, ((0, 0), (0, max(missing, 0))))
+        bitmask_NK = np.ascontiguousarray(padded)
+        self._grammar_words[0] = bitmask_NK.shape[1]
+        self._grammar[grammar.slots_G] = (
+            bitmask_NK.ctypes.data + bitmask_NK.strides[0] * grammar.first_rows_G
+        )
         try:
             yield
         finally:
-            self._grammar[slots_G] = 0
+            self._grammar[grammar.slots_G] = 0
 
     def _rules_of(self, slot: int) -> LogitRules:
         """Whose arrays the sampler's state keeps."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,14 @@ from .state import SamplingState
 
 NO_TOKENS: Final = np.zeros(0, np.int32)
 
-Grammar = tuple[Int32Array, Int32Array]
-"""Slots int32[G], and what each allows: bitmasks int32[G, ceil(V / 32)]."""
+
+class Grammar(NamedTuple):
+    """What G slots may sample, by bitmasks int32[N, ceil(V / 32)]: next, and in the rows that follow after each draft."""
+
+    slots_G: Int32Array
+    first_rows_G: Int64Array
+    bitmask_NK: Int32Array
+
 
 _NOTHING_ALLOWED_MESSAGE: Final = (
     "no token satisfies all of the request's constraints (allowed_token_ids, bad_words, min_tokens, "

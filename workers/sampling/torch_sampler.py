@@ -92,9 +92,9 @@ class TorchSampler(Sampler):
 
     def _rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
         """The batch rows of the slots that are in the batch, in its order, and their bitmasks."""
-        slots_G, bitmask_GK = grammar
+        bitmask_GK = grammar.bitmask_NK[grammar.first_rows_G]
         self._row_of_slot[slots_S] = np.arange(len(slots_S))
-        rows_G = self._row_of_slot[slots_G]
+        rows_G = self._row_of_slot[grammar.slots_G]
         self._row_of_slot[slots_S] = -1
         order = np.argsort(rows_G)
         order = order[rows_G[order] >= 0]

@@ -278,32 +278,49 @@ def test_beside_a_prompt_drafts_are_left_out_and_not_proposed(checkpoint, plain)
     assert rows == [output[3:7] for output in plain[:3]]
 
 
-def test_a_grammar_limits_its_slot_alone_and_has_no_drafts(checkpoint, params, outputs):
-    """Only who knows the drafts could tell what it allows after each."""
+def test_a_grammar_says_what_its_slot_may_sample_after_each_draft(checkpoint, params, outputs):
     steps = make_steps(checkpoint)
     prefill(steps, params)
     slots = [0, 1, 2, 3]
     vocab_size = checkpoint[1].config.vocab_size
     steps.run(slots=slots, removed=[3], new=[steps.new(3, [7, 9] * 9)], chunks=[(3, 18)])
-    only_7 = [3], pack_bitmask([7], vocab_size)[None]
-    others = dict.fromkeys(slots[:3], 2)
-    num_proposed = 0
-    while min(others.values()) < NUM_OUTPUT - 6:
-        drafts = [tokens_of(outputs[slot][num : num + 3]) for slot, num in others.items()]
-        result = verify(steps, slots, [*drafts, []], grammar=only_7)
+    said = [2] * 3
+    number, num_proposed = 0, 0
+    while min(said) < NUM_OUTPUT - 6:
+        # It wants 1, 2, 3 … one after the other; the last draft is not what it wants.
+        wanted = [number % 90 + k for k in range(4)]
+        drafts = [tokens_of(outputs[slot][num : num + 3]) for slot, num in enumerate(said)]
+        masks = np.stack([pack_bitmask([token], vocab_size) for token in wanted])
+        result = verify(steps, slots, [*drafts, [*wanted[:2], 95]], grammar=([3], masks))
         rows = rows_of(result, slots)
-        assert tokens_of(rows.pop()) == [7]
+        assert tokens_of(rows.pop()) == wanted[:3]
+        number += 3
         for slot, row in enumerate(rows):
-            start = others[slot]
-            others[slot] += len(row)
+            start = said[slot]
+            said[slot] += len(row)
             assert row == outputs[slot][start : start + 4]
-        if result.drafts is not None:
-            assert 3 not in int32_view(result.drafts.slots)
-            num_proposed += 1
+        num_proposed += result.drafts is not None
     assert num_proposed
-    # Alone it would have been proposed that it goes on like this.
-    steps.run(slots=[3], removed=[0, 1, 2])
-    assert steps.run(grammar=only_7).drafts is None
+
+
+def test_a_grammar_limits_what_the_worker_has_found_itself(checkpoint):
+    steps = make_steps(checkpoint)
+    vocab_size = checkpoint[1].config.vocab_size
+    start, wanted = [7, 9, 11] * 4, iter([7, 9, 11] * 8)
+    allowed = [pack_bitmask([token], vocab_size) for token in wanted]
+    grammar = ([0], allowed[:1])
+    new = [steps.new(0, start)]
+    result = steps.run(slots=[0], chunks=[(0, len(start))], new=new, grammar=grammar)
+    tokens = int32_view(result.sampled_token_ids).tolist()
+    assert result.drafts is not None
+    num_steps = 0
+    while len(tokens) < 12:
+        num_steps += 1
+        here = allowed[len(tokens) : len(tokens) + 7]
+        result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]), grammar=([0], here))
+        tokens += tokens_of(rows_of(result, [0])[0])
+    assert tokens == ([7, 9, 11] * 8)[: len(tokens)]
+    assert num_steps < 4
 
 
 def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):

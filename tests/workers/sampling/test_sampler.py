@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
+from engine.workers.sampling import Grammar
 from engine.workers.sampling.masks import pack_bitmask
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,10 @@ def logits_of(*seeds: int, vocab_size: int = V, scale: float = 2.0) -> torch.Ten
 
 def greedy(**kwargs: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **kwargs)
+
+
+def grammar_of(slots: list[int], bitmask: np.ndarray) -> Grammar:
+    return Grammar(np.array(slots, np.int32), np.arange(len(slots)), bitmask)
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -275,10 +280,10 @@ def test_a_grammar_restricts_its_slots_only(new_rows: NewRows) -> None:
     free = int(logits[0].argmax())
     bitmask = np.stack([pack_bitmask([50], V), pack_bitmask([96, 60], V)])
     best = 96 if logits[0, 96] > logits[0, 60] else 60
-    output = batch.sample(logits, [5, 1, 9], (np.array([9, 1], np.int32), bitmask))
+    output = batch.sample(logits, [5, 1, 9], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free, best, 50]
     # A grammar whose slot has left the batch constrains nobody.
-    output = batch.sample(logits[:1], [5], (np.array([9, 1], np.int32), bitmask))
+    output = batch.sample(logits[:1], [5], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free]
 
 
@@ -291,7 +296,7 @@ def test_a_bitmask_of_another_width_allows_nothing_beyond_it(
     batch = new_rows(V)
     batch.add(0, greedy())
     bitmask = np.full((1, num_words), -1, np.int32)
-    output = batch.sample(logits, [0], (np.array([0], np.int32), bitmask))
+    output = batch.sample(logits, [0], grammar_of([0], bitmask))
     assert output.token_ids.tolist() == [0 if num_words == 3 else V - 1]
 
 

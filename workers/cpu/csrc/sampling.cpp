@@ -95,7 +95,10 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
     changer_.change(rows.rules[slot],
                     {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
                     logits);
-  if (rows.grammar[slot]) changer_.limit(rows.grammar[slot], logits);
+  if (rows.grammar[slot]) {
+    const int64_t num_drafts_before = rows.positions[row] - rows.num_tokens[slot];
+    changer_.limit(rows.grammar[slot] + num_drafts_before * *rows.grammar_words, logits);
+  }
 }
 
 int32_t TokenChooser::pick(const SamplingRows& rows, int row) {

@@ -43,11 +43,13 @@ struct SamplingRows {
   const int64_t* seed;
   const bool* changes_logits;
   const LogitRules* rules;   // of slots that change logits
-  const int32_t* token_ids;  // [slots, max_model_len]
+  const int32_t* token_ids;  // [slots, max_model_len], those that are drafted behind the others
   int64_t max_model_len;
   const int32_t* num_prompt_tokens;
-  const LogprobRows* logprobs;  // null where nobody wants any
-  const uint32_t* const* grammar;  // what it allows, as in `LogitRules`, or null
+  const int32_t* num_tokens;
+  const uint32_t* const* grammar;  // what it allows next, as in `LogitRules`, and after each draft; or null
+  const int64_t* grammar_words;    // of each of these masks
+  const LogprobRows* logprobs;     // null where nobody wants any
   const int64_t* slots;      // [rows]
   const int32_t* positions;  // [rows], of the token to be chosen
 };
