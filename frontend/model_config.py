@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from ..protocol.config import LoadFormat, ModelConfig
-from ..protocol.errors import CheckpointError, ConfigError
+from ..protocol.config_fields import MAX_INTEGER, ConfigFields
+from ..protocol.errors import CheckpointError, ConfigError, ParameterError
 from ..protocol.gguf import GGUFFile
-from ..protocol.gguf_config import gguf_to_hf_config
+from ..protocol.gguf_config import GGUFFields, gguf_to_hf_config
 from ..protocol.model_dimensions import ModelDimensions
+from ..protocol.sampling_params import SamplingParams
 from .console import Console
 from .model_options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .model_source import find_checkpoint, find_tokenizer
-from .tokenizer import tokenizer_json_path
-
-Json: TypeAlias = dict[str, Any]
+from .tokenizer import TokenizerConfig, tokenizer_json_path
 
 LENGTH_FIELDS = (
     "max_position_embeddings",
@@ -56,20 +56,21 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     name, path = find_checkpoint(options, console)
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
-    config, generation, eos = reader(path, tokenizer_path)
-    config |= options.hf_overrides
+    checkpoint_config, generation, eos = reader(path, tokenizer_path)
+    config = checkpoint_config.with_values(options.hf_overrides)
     text = _text_config(config)
-    source = f"{path}/config.json" if path.is_dir() else str(path)
+    vocab_size = text.integer("vocab_size")
+    eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     return ResolvedModel(
         config=ModelConfig(
             model=name,
             path=str(path),
             tokenizer_path=str(tokenizer_json_path(tokenizer_path).parent),
             served_names=options.served_model_name or (name,),
-            architecture=_require(text, "model_type", str, source),
-            vocab_size=_require(text, "vocab_size", int, source),
-            max_model_len=_max_model_len(text, options.max_model_len, source),
-            eos_token_ids=tuple(dict.fromkeys((*eos, *_token_ids(generation), *_token_ids(text)))),
+            architecture=text.text("model_type"),
+            vocab_size=vocab_size,
+            max_model_len=_max_model_len(text, options.max_model_len),
+            eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
             dtype=options.dtype,
             load_format=LoadFormat(options.load_format),
             quantization=_quantization_at_load(options.quantization, config, path),
@@ -82,12 +83,11 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     )
 
 
-def _quantization_at_load(asked: str | None, config: Json, path: Path) -> str | None:
+def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:
     """Return what the worker shall do: nothing if the checkpoint is quantized as asked."""
     if asked not in CHECKPOINT_QUANTIZATIONS:
         return asked
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    found = quantization.get("quant_method")
+    found = config.first_section("quantization_config", "compression_config").get("quant_method")
     if found == CHECKPOINT_QUANTIZATIONS[asked]:
         return None
     raise ConfigError(
@@ -97,124 +97,90 @@ def _quantization_at_load(asked: str | None, config: Json, path: Path) -> str | 
     )
 
 
-def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[Json, Json, list[int]]:
+def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[ConfigFields, ConfigFields, list[int]]:
     """The config, the generation config and the tokeniser's own end tokens."""
     gguf = GGUFFile(path)
-    generation = {
-        name: gguf.metadata[f"general.sampling.{key}"]
-        for key, name in GGUF_SAMPLING_KEYS.items()
-        if f"general.sampling.{key}" in gguf.metadata
-    }
-    return gguf_to_hf_config(gguf), generation, _tokenizer_eos(tokenizer_path)
-
-
-def _read_directory(path: Path, tokenizer_path: Path) -> tuple[Json, Json, list[int]]:
-    config = _read_json(path / "config.json")
+    sampling = GGUFFields(gguf.metadata, path, "general.sampling.")
+    generation = {name: sampling.get(key) for key, name in GGUF_SAMPLING_KEYS.items()}
     return (
-        config,
-        _read_json_if_present(path / "generation_config.json"),
+        ConfigFields(gguf_to_hf_config(gguf), path),
+        ConfigFields(generation, path),
         _tokenizer_eos(tokenizer_path),
     )
 
 
-def _read_json(path: Path) -> Json:
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(path, error.strerror or str(error)) from error
-    except msgspec.DecodeError as error:
-        raise CheckpointError(path, f"not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(path, "must hold a JSON object")
-    return content
+def _read_directory(
+    path: Path, tokenizer_path: Path
+) -> tuple[ConfigFields, ConfigFields, list[int]]:
+    return (
+        ConfigFields.read(path / "config.json"),
+        ConfigFields.read_if_present(path / "generation_config.json"),
+        _tokenizer_eos(tokenizer_path),
+    )
 
 
-def _read_json_if_present(path: Path) -> Json:
-    return _read_json(path) if path.is_file() else {}
-
-
-def _text_config(config: Json) -> Json:
+def _text_config(config: ConfigFields) -> ConfigFields:
     """The language model's part of a multimodal model's config."""
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else config
+    nested = config.section("text_config")
+    return config if nested is None else config.with_values(nested.config)
 
 
-def _require(config: Json, name: str, kind: type[Any], source: str) -> Any:
-    value = config.get(name)
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            source, f"{name} must be {'a string' if kind is str else 'an integer'}, it is {value!r}"
-        )
-    return value
-
-
-def _dimensions(config: Json) -> ModelDimensions | None:
+def _dimensions(config: ConfigFields) -> ModelDimensions | None:
+    """None if the config leaves some to the family, or has what the worker will refuse by name."""
     try:
-        return msgspec.convert(
-            {
-                "num_layers": config["num_hidden_layers"],
-                "num_heads": config["num_attention_heads"],
-                "num_kv_heads": config.get("num_key_value_heads"),
-                "intermediate_size": config["intermediate_size"],
-                "vocab_size": config["vocab_size"],
-            },
-            ModelDimensions,
+        return ModelDimensions(
+            config.integer("num_hidden_layers"),
+            config.integer("num_attention_heads"),
+            config.optional_integer("num_key_value_heads"),
+            config.integer("intermediate_size"),
+            config.integer("vocab_size"),
         )
-    except (KeyError, msgspec.ValidationError):
+    except CheckpointError:
         return None
 
 
-def _max_model_len(config: Json, wanted: int, source: str) -> int:
+def _max_model_len(config: ConfigFields, wanted: int) -> int:
     limit = _length_limit(config)
     if limit is None:
         if wanted == -1:
-            raise CheckpointError(source, "no context length is given; set --max-model-len")
+            raise config.error("no context length is given; set --max-model-len")
         return wanted
     if wanted > limit:
         raise ConfigError(
-            f"--max-model-len {wanted} exceeds the model's context length of {limit} ({source}); lower it, or extend the "
+            f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower it, or extend the "
             """model with --hf-overrides '{"rope_scaling": {…}}' if it was made for that"""
         )
     return limit if wanted == -1 else wanted
 
 
-def _length_limit(config: Json) -> int | None:
-    lengths = [config[name] for name in LENGTH_FIELDS if isinstance(config.get(name), int)]
+def _length_limit(config: ConfigFields) -> int | None:
+    lengths = [length for name in LENGTH_FIELDS if (length := config.optional_integer(name))]
     if not lengths:
         return None
     limit = min(lengths)
-    rope: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in LENGTH_KEEPING_ROPE_TYPES or str(config["model_type"]).startswith("gemma3"):
+    rope = config.first_section("rope_scaling", "rope_parameters")
+    rope = rope.section("full_attention") or rope
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind in LENGTH_KEEPING_ROPE_TYPES or config.text("model_type").startswith("gemma3"):
         return limit
-    factor = rope.get("factor")
+    factor = rope.optional_positive("factor")
     if factor is None:
         # YaRN then extends what the model was trained with to the length that the config names.
         return limit
     if kind == "yarn":
-        limit = rope.get("original_max_position_embeddings", limit)
-    return int(limit * factor)
-
-
-def _token_ids(config: Json) -> list[int]:
-    value = config.get("eos_token_id")
-    if isinstance(value, int):
-        return [value]
-    return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
+        limit = rope.integer("original_max_position_embeddings", limit)
+    return int(min(limit * factor, MAX_INTEGER))
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
     """The id of the tokeniser's end token, if it says which one it is."""
     if path.suffix == ".gguf":
-        eos = GGUFFile(path).metadata.get("tokenizer.ggml.eos_token_id")
-        return [] if eos is None else [int(eos)]
+        return GGUFFields(GGUFFile(path).metadata, path, "tokenizer.ggml.").token_ids(
+            "eos_token_id"
+        )
     directory = path if path.is_dir() else path.parent
-    config = _read_json_if_present(directory / "tokenizer_config.json")
-    eos = config.get("eos_token") or _read_json_if_present(
-        directory / "special_tokens_map.json"
-    ).get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
+    config = TokenizerConfig(directory)
+    text = config.named_tokens.get("eos_token")
     return [id_ for id_, content in _added_tokens(directory, config) if content == text][:1]
 
 
@@ -229,9 +195,9 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def _added_tokens(directory: Path, tokenizer_config: Json) -> Iterator[tuple[int, str]]:
-    for id_, token in tokenizer_config.get("added_tokens_decoder", {}).items():
-        yield int(id_), token.get("content", "")
+def _added_tokens(directory: Path, config: TokenizerConfig) -> Iterator[tuple[int, str]]:
+    for id_, token in config.added_tokens:
+        yield id_, token.text("content", "")
     path = directory / "tokenizer.json"
     if path.is_file():
         try:
@@ -241,36 +207,53 @@ def _added_tokens(directory: Path, tokenizer_config: Json) -> Iterator[tuple[int
         yield from ((token.id, token.content) for token in tokens)
 
 
-def _default_sampling(options: ModelOptions, generation: Json) -> dict[str, float | int]:
+def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[str, float | int]:
     if options.generation_config == "vllm":
-        generation = {}
+        generation = ConfigFields({}, generation.path)
     elif options.generation_config != "auto":
         path = Path(options.generation_config).expanduser()
         if not path.exists():
             raise ConfigError(
                 f"--generation-config {path} does not exist; give auto, vllm, a file or a directory"
             )
-        generation = _read_json(path / "generation_config.json" if path.is_dir() else path)
-    sampling = dict(_sampling_fields(generation))
+        generation = ConfigFields.read(path / "generation_config.json" if path.is_dir() else path)
+    sampling = {}
+    for name, parameter in SAMPLING_FIELDS.items():
+        if (value := generation.get(name)) is not None:
+            try:
+                sampling[parameter] = _sampling_value(name, value)
+            except ParameterError as error:
+                raise generation.error(
+                    f"{error}; --generation-config vllm serves without these"
+                ) from None
     for name, value in options.override_generation_config.items():
-        if (
-            name not in SAMPLING_FIELDS
-            or isinstance(value, bool)
-            or not isinstance(value, int | float)
-        ):
+        if name not in SAMPLING_FIELDS:
             raise ConfigError(
                 f"--override-generation-config: {name} = {value!r} is not one of the numbers "
                 f"{', '.join(SAMPLING_FIELDS)}"
             )
-        sampling[SAMPLING_FIELDS[name]] = value
+        try:
+            sampling[SAMPLING_FIELDS[name]] = _sampling_value(name, value)
+        except ParameterError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from None
     return sampling
 
 
-def _sampling_fields(generation: Json) -> Iterable[tuple[str, float | int]]:
-    for name, parameter in SAMPLING_FIELDS.items():
-        value = generation.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield parameter, value
+def _sampling_value(name: str, value: Any) -> float | int:
+    """Raises ParameterError for a value that this field of a generation_config.json cannot have."""
+    parameter = SAMPLING_FIELDS[name]
+    try:
+        params = msgspec.convert({parameter: value}, SamplingParams)
+        params.verify(vocab_size=1, max_logprobs=0)
+    except msgspec.ValidationError:
+        kind = "an integer" if parameter in ("top_k", "max_tokens") else "a number"
+        raise ParameterError(name, f"must be {kind}, it is {value!r}") from None
+    except ParameterError as error:
+        raise ParameterError(name, str(error).removeprefix(f"{parameter} ")) from None
+    if value > MAX_INTEGER:
+        raise ParameterError(name, f"must be at most {MAX_INTEGER}, it is {value!r}")
+    result: float | int = getattr(params, parameter)
+    return result
 
 
 def _size_bytes(path: Path) -> int:

@@ -5,12 +5,12 @@ architecture. Numbers come back as the shortest decimal that has the stored floa
 one the model's author wrote (1e-05, not 9.999999747378752e-06).
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from .config_fields import ConfigFields
 from .errors import CheckpointError
 from .gguf import GGMLQuantizationType, GGUFFile
 
@@ -49,57 +49,40 @@ def gguf_to_hf_config(gguf: GGUFFile) -> dict[str, Any]:
             f"the architecture {architecture!r} is not supported; "
             f"supported are {', '.join(sorted(_ARCHITECTURES))}",
         )
-    fields = _Fields(gguf, str(architecture))
+    fields = _ModelFields(gguf, str(architecture))
     if fields.optional_integer("expert_count"):
         raise CheckpointError(gguf.path, "mixture-of-experts models are not supported")
     return _common_config(fields) | complete(fields)
 
 
-class _Fields:
-    """Typed access to the keys of one architecture."""
+class GGUFFields(ConfigFields):
+    """The keys of a GGUF file's metadata that begin with `prefix`."""
 
-    def __init__(self, gguf: GGUFFile, architecture: str) -> None:
-        self.gguf = gguf
-        self.architecture = architecture
-
-    def get(self, key: str) -> Any:
-        """The value of ``{architecture}.{key}``, or None."""
-        value = self.gguf.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(value, float):
-            return float(str(np.float32(value)))
-        return value
-
-    def integer(self, key: str) -> int:
-        value = self.get(key)
+    def get(self, name: str, default: Any = None) -> Any:
+        """A list of equal numbers, one for each layer, is that number."""
+        value = self.config.get(self.prefix + name)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
-        if not isinstance(value, int) or value <= 0:
-            raise CheckpointError(
-                self.gguf.path,
-                f"{self.architecture}.{key} must be a positive integer, it is {value!r}",
-            )
-        return value
+        if isinstance(value, float):
+            with np.errstate(over="ignore"):
+                value = float(str(np.float32(value)))
+        return default if value is None else value
 
-    def integer_or(self, key: str, default: int) -> int:
-        return default if self.get(key) is None else self.integer(key)
-
-    def optional_integer(self, key: str) -> int | None:
+    def optional_integer(self, name: str) -> int | None:
         """None if the key is absent or 0."""
-        return self.integer(key) if self.get(key) else None
+        return self.integer(name, 0, minimum=0) or None
 
-    def number(self, key: str) -> float:
-        value = self.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(
-                self.gguf.path, f"{self.architecture}.{key} must be a number, it is {value!r}"
-            )
-        return float(value)
+    def optional_positive(self, name: str) -> float | None:
+        """None if the key is absent or 0."""
+        return self.number(name, 0) or None
 
-    def number_or(self, key: str, default: float) -> float:
-        return default if self.get(key) is None else self.number(key)
 
-    def optional_number(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.number(key)
+class _ModelFields(GGUFFields):
+    """The keys of one architecture, and the tensors."""
+
+    def __init__(self, gguf: GGUFFile, architecture: str) -> None:
+        super().__init__(gguf.metadata, gguf.path, f"{architecture}.")
+        self.gguf = gguf
 
     def has_tensor(self, name: str) -> bool:
         return name in self.gguf.tensors
@@ -120,7 +103,7 @@ class _Fields:
 
     @property
     def head_dim(self) -> int:
-        head_dim = self.integer_or(
+        head_dim = self.integer(
             "attention.key_length", self.integer("embedding_length") // self.num_heads
         )
         if head_dim == 0:
@@ -130,7 +113,7 @@ class _Fields:
         return head_dim
 
 
-def _common_config(fields: _Fields) -> dict[str, Any]:
+def _common_config(fields: _ModelFields) -> dict[str, Any]:
     embedding = fields.gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(fields.gguf.path, "there is no matrix 'token_embd.weight'")
@@ -140,12 +123,12 @@ def _common_config(fields: _Fields) -> dict[str, Any]:
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.num_layers,
         "num_attention_heads": fields.num_heads,
-        "num_key_value_heads": fields.integer_or("attention.head_count_kv", fields.num_heads),
+        "num_key_value_heads": fields.integer("attention.head_count_kv", fields.num_heads),
         "head_dim": fields.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.number_or("rope.freq_base", 10000.0),
+        "rope_theta": fields.positive("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(fields),
         "attention_bias": fields.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": fields.has_tensor("blk.0.ffn_up.bias"),
@@ -154,8 +137,8 @@ def _common_config(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
-    original_length = fields.integer_or(
+def _rope_scaling(fields: _ModelFields) -> dict[str, Any] | None:
+    original_length = fields.integer(
         "rope.scaling.original_context_length", fields.integer("context_length")
     )
     if fields.has_tensor("rope_freqs.weight"):
@@ -173,11 +156,11 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
             "rope_type": "longrope",
             "short_factor": fields.floats("rope_factors_short.weight"),
             "long_factor": fields.floats("rope_factors_long.weight"),
-            "attention_factor": fields.number_or("rope.scaling.attn_factor", 1.0),
+            "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original_length,
         }
-    factor = fields.number_or("rope.scaling.factor", 1.0)
-    kind = fields.get("rope.scaling.type")
+    factor = fields.number("rope.scaling.factor", 1.0)
+    kind = fields.text("rope.scaling.type", "none")
     if kind == "linear" and factor not in (0.0, 1.0):
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -191,24 +174,25 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
             ("beta_fast", "yarn_beta_fast"),
             ("beta_slow", "yarn_beta_slow"),
         ):
-            if (value := fields.optional_number(f"rope.scaling.{key}")) is not None:
+            if (value := fields.optional_positive(f"rope.scaling.{key}")) is not None:
                 scaling[name] = value
         return scaling
-    if kind not in (None, "none", "linear"):
+    if kind not in ("none", "linear"):
         raise CheckpointError(
             fields.gguf.path, f"the rope scaling type {kind!r} is not supported here"
         )
     return None
 
 
-def _special_token_ids(fields: _Fields) -> dict[str, Any]:
+def _special_token_ids(fields: _ModelFields) -> dict[str, Any]:
     metadata = fields.gguf.metadata
-    eos = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokenizer = GGUFFields(metadata, fields.path, "tokenizer.ggml.")
+    eos = [i for key in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{key}_token_id")]
     tokens, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, np.ndarray):
         special = np.flatnonzero(np.isin(types[: len(tokens)], (_CONTROL, _USER_DEFINED))).tolist()
         eos += [i for i in special if tokens[i] in _END_OF_GENERATION_TEXTS]
-    eos = list(dict.fromkeys(i for i in eos if i is not None))
+    eos = list(dict.fromkeys(eos))
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
@@ -216,19 +200,19 @@ def _special_token_ids(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _layer_types(fields: _Fields, default_period: int) -> list[str]:
+def _layer_types(fields: _ModelFields, default_period: int) -> list[str]:
     """Every ``period``-th layer attends to everything, the others within the window."""
     key = "attention.sliding_window_pattern"
-    pattern = fields.get(key)
+    pattern = fields.config.get(fields.prefix + key)
     if isinstance(pattern, np.ndarray):
         sliding = pattern.astype(bool).tolist()
     else:
-        period = fields.integer_or(key, default_period)
+        period = fields.integer(key, default_period)
         sliding = [bool((i + 1) % period) for i in range(fields.num_layers)]
     return ["sliding_attention" if x else "full_attention" for x in sliding]
 
 
-def _llama(fields: _Fields) -> dict[str, Any]:
+def _llama(fields: _ModelFields) -> dict[str, Any]:
     if window := fields.optional_integer("attention.sliding_window"):
         return {
             "model_type": "mistral",
@@ -238,7 +222,7 @@ def _llama(fields: _Fields) -> dict[str, Any]:
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
-def _qwen2(fields: _Fields) -> dict[str, Any]:
+def _qwen2(fields: _ModelFields) -> dict[str, Any]:
     return {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
@@ -247,11 +231,11 @@ def _qwen2(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _qwen3(fields: _Fields) -> dict[str, Any]:
+def _qwen3(fields: _ModelFields) -> dict[str, Any]:
     return _qwen2(fields) | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
-def _gemma(fields: _Fields, num_layers_27b: int) -> dict[str, Any]:
+def _gemma(fields: _ModelFields, num_layers_27b: int) -> dict[str, Any]:
     # The 27B models scale attention by the width of a head of the residual stream, the others by
     # that of a query head; the file does not say so.
     is_27b = fields.num_layers == num_layers_27b
@@ -261,48 +245,48 @@ def _gemma(fields: _Fields, num_layers_27b: int) -> dict[str, Any]:
         "query_pre_attn_scalar": (
             fields.integer("embedding_length") // fields.num_heads if is_27b else fields.head_dim
         ),
-        "attn_logit_softcapping": fields.optional_number("attn_logit_softcapping"),
-        "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
+        "attn_logit_softcapping": fields.optional_positive("attn_logit_softcapping"),
+        "final_logit_softcapping": fields.optional_positive("final_logit_softcapping"),
     }
 
 
-def _gemma2(fields: _Fields) -> dict[str, Any]:
+def _gemma2(fields: _ModelFields) -> dict[str, Any]:
     return _gemma(fields, num_layers_27b=46) | {
         "model_type": "gemma2",
         "architectures": ["Gemma2ForCausalLM"],
-        "attn_logit_softcapping": fields.number_or("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.number_or("final_logit_softcapping", 30.0),
-        "sliding_window": fields.integer_or("attention.sliding_window", 4096),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0) or None,
+        "sliding_window": fields.integer("attention.sliding_window", 4096),
         "layer_types": _layer_types(fields, default_period=2),
     }
 
 
-def _gemma3(fields: _Fields) -> dict[str, Any]:
+def _gemma3(fields: _ModelFields) -> dict[str, Any]:
     window = fields.optional_integer("attention.sliding_window")
     return _gemma(fields, num_layers_27b=62) | {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": window,
         "layer_types": _layer_types(fields, default_period=6 if window else 1),
-        "rope_theta": fields.number_or("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": fields.number_or("rope.freq_base_swa", 10_000.0),
+        "rope_theta": fields.positive("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": fields.positive("rope.freq_base_swa", 10_000.0),
     }
 
 
-def _phi3(fields: _Fields) -> dict[str, Any]:
-    rotary_dim = fields.integer_or("rope.dimension_count", fields.head_dim)
+def _phi3(fields: _ModelFields) -> dict[str, Any]:
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
         "partial_rotary_factor": rotary_dim / fields.head_dim,
-        "original_max_position_embeddings": fields.integer_or(
+        "original_max_position_embeddings": fields.integer(
             "rope.scaling.original_context_length", fields.integer("context_length")
         ),
         "sliding_window": fields.optional_integer("attention.sliding_window"),
     }
 
 
-def _smollm3(fields: _Fields) -> dict[str, Any]:
+def _smollm3(fields: _ModelFields) -> dict[str, Any]:
     return {
         "model_type": "smollm3",
         "architectures": ["SmolLM3ForCausalLM"],
@@ -311,7 +295,7 @@ def _smollm3(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _olmo2(fields: _Fields) -> dict[str, Any]:
+def _olmo2(fields: _ModelFields) -> dict[str, Any]:
     if fields.optional_integer("attention.sliding_window"):
         raise CheckpointError(
             fields.gguf.path, "OLMo 3 models (olmo2 with sliding windows) are not supported"
@@ -319,18 +303,18 @@ def _olmo2(fields: _Fields) -> dict[str, Any]:
     return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
 
 
-def _granite(fields: _Fields) -> dict[str, Any]:
+def _granite(fields: _ModelFields) -> dict[str, Any]:
     return {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],
-        "attention_multiplier": fields.number_or("attention.scale", fields.head_dim**-0.5),
-        "embedding_multiplier": fields.number_or("embedding_scale", 1.0),
-        "residual_multiplier": fields.number_or("residual_scale", 1.0),
-        "logits_scaling": fields.number_or("logit_scale", 1.0),
+        "attention_multiplier": fields.positive("attention.scale", fields.head_dim**-0.5),
+        "embedding_multiplier": fields.positive("embedding_scale", 1.0),
+        "residual_multiplier": fields.positive("residual_scale", 1.0),
+        "logits_scaling": fields.positive("logit_scale", 1.0),
     }
 
 
-_ARCHITECTURES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
+_ARCHITECTURES: dict[str, Callable[[_ModelFields], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -104,7 +104,7 @@ def load_model(
     be had.
     """
     spec = group_layers(
-        model_spec({**checkpoint.config, **config.model.hf_overrides}, config.model.path),
+        model_spec({**checkpoint.config, **config.model.hf_overrides}, checkpoint.config_path),
         config.model.max_model_len,
     )
     check_parallel(spec.dimensions, config.parallel)

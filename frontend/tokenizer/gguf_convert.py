@@ -4,12 +4,15 @@ tokenizer_config.json."""
 import base64
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from ...protocol.errors import CheckpointError
+from ...protocol.gguf_config import GGUFFields
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,29 +36,38 @@ class _Vocabulary:
     tokens: list[str]
     types: list[int]
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+    @property
+    def fields(self) -> GGUFFields:
+        return GGUFFields(self.metadata, self.path, "tokenizer.ggml.")
 
-    def array(self, key: str) -> Any:
-        """An array with at least one value; raises CheckpointError where there is none."""
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{key}")
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.fields.boolean(key, default)
+
+    def strings(self, key: str) -> list[str]:
         values = self.get(key)
-        if values is None or isinstance(values, (str, int, float)):
+        if not isinstance(values, list):
             raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
         return values
 
-    def special(self, key: str, default: int | None = None) -> str | None:
-        """The token that `tokenizer.ggml.<key>_token_id` names."""
-        index = self.get(f"{key}_token_id", default)
-        return self.tokens[index] if index is not None and index < len(self.tokens) else None
-
-    def scores(self) -> list[float]:
-        scores: list[float] = self.array("scores").tolist()
-        if len(scores) != len(self.tokens):
+    def numbers(self, key: str) -> list[Any]:
+        """One for each token."""
+        values = self.get(key)
+        if not isinstance(values, np.ndarray):
+            raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
+        if len(values) != len(self.tokens):
             raise CheckpointError(
                 self.path,
-                f"tokenizer.ggml.scores has {len(scores)} values for {len(self.tokens)} tokens",
+                f"tokenizer.ggml.{key} has {len(values)} values for {len(self.tokens)} tokens",
             )
-        return scores
+        return values.tolist()
+
+    def special(self, key: str, default: int | None = None) -> str | None:
+        """The token that `tokenizer.ggml.<key>_token_id` names."""
+        index = next(iter(self.fields.token_ids(f"{key}_token_id")), default)
+        return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
 
 def convert(
@@ -66,7 +78,7 @@ def convert(
     Raises CheckpointError for metadata that is missing or of a kind not supported.
     """
     vocabulary = _read(path, metadata)
-    match kind := vocabulary.get("model"):
+    match kind := vocabulary.fields.text("model", ""):
         case "gpt2":
             parts, add_bos, add_eos = _byte_level(vocabulary)
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
@@ -76,14 +88,14 @@ def convert(
         case "t5":
             parts, add_bos, add_eos = _unigram(vocabulary), False, True
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos", 1)
-        case None:
+        case "":
             raise CheckpointError(path, "there is no tokenizer in it (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
                 path, f"its tokenizer is of kind {kind!r}; supported are gpt2, llama and t5"
             )
-    add_bos = vocabulary.get("add_bos_token", add_bos)
-    add_eos = vocabulary.get("add_eos_token", add_eos)
+    add_bos = vocabulary.flag("add_bos_token", add_bos)
+    add_eos = vocabulary.flag("add_eos_token", add_eos)
     if (add_bos and bos is None) or (add_eos and eos is None):
         raise CheckpointError(path, "it adds a bos or eos token to prompts without naming one")
     before = [bos] if add_bos and bos else []
@@ -100,7 +112,7 @@ def convert(
         "bos_token": bos,
         "eos_token": eos,
         "pad_token": vocabulary.special("padding"),
-        "chat_template": _chat_templates(metadata),
+        "chat_template": _chat_templates(GGUFFields(metadata, path, "tokenizer.")),
     }
     return tokenizer, {key: value for key, value in config.items() if value is not None}
 
@@ -110,16 +122,13 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
     if vocabulary.get("model") is None:
         return vocabulary
     # An empty token would match everywhere; it still takes up its id.
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.array("tokens"))]
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.strings("tokens"))]
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(path, "tokenizer.ggml.tokens holds the same token twice")
-    types = vocabulary.get("token_type")
-    types = [int(TokenType.NORMAL)] * len(tokens) if types is None else types.tolist()
-    if len(types) != len(tokens):
-        raise CheckpointError(
-            path, f"tokenizer.ggml.token_type has {len(types)} values for {len(tokens)} tokens"
-        )
-    return _Vocabulary(path, metadata, tokens, types)
+    typed = _Vocabulary(path, metadata, tokens, [int(TokenType.NORMAL)] * len(tokens))
+    if typed.get("token_type") is None:
+        return typed
+    return replace(typed, types=typed.numbers("token_type"))
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
@@ -138,7 +147,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
         "decoder": byte_level | {"use_regex": True},
         "model": _bpe(
             vocabulary,
-            vocabulary.array("merges"),
+            vocabulary.strings("merges"),
             ignore_merges=pre_tokenizer.ignore_merges,
         ),
     }
@@ -146,8 +155,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool, bool]:
 
 
 def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
-    name = vocabulary.get("pre")
-    if name is None:
+    name = vocabulary.fields.text("pre", "")
+    if not name:
         logger.warning(
             "%s does not say how its tokenizer splits words (no tokenizer.ggml.pre); "
             "the default is used and the text may suffer. Convert the model again.",
@@ -168,7 +177,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     normalizers, decoders = [to_space], [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if vocabulary.get("add_space_prefix", True):
+    if vocabulary.flag("add_space_prefix", True):
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
@@ -191,7 +200,7 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
     SentencePiece joins the adjacent pair whose union is the best scored token. So every way to cut
     a token into two tokens is a merge, and the better token's merges come first.
     """
-    scores = vocabulary.scores()
+    scores = vocabulary.numbers("scores")
     tokens = [
         (token, score)
         for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
@@ -231,13 +240,15 @@ def _bpe(
 
 
 def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
-    prepend = "always" if vocabulary.get("add_space_prefix", True) else "never"
+    prepend = "always" if vocabulary.flag("add_space_prefix", True) else "never"
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": prepend}
     normalizers: list[dict[str, Any]] = []
     if (charsmap := vocabulary.get("precompiled_charsmap")) is not None:
+        if not isinstance(charsmap, np.ndarray):
+            raise vocabulary.fields.wrong("precompiled_charsmap", "an array of bytes", charsmap)
         encoded = base64.b64encode(charsmap.tobytes()).decode()
         normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
-    if vocabulary.get("remove_extra_whitespaces", False):
+    if vocabulary.flag("remove_extra_whitespaces", False):
         normalizers += [
             {"type": "Strip", "strip_left": True, "strip_right": True},
             {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
@@ -249,8 +260,8 @@ def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "Unigram",
-            "unk_id": vocabulary.get("unknown_token_id", 2),
-            "vocab": list(zip(vocabulary.tokens, vocabulary.scores(), strict=True)),
+            "unk_id": vocabulary.fields.integer("unknown_token_id", 2, minimum=0),
+            "vocab": list(zip(vocabulary.tokens, vocabulary.numbers("scores"), strict=True)),
             "byte_fallback": TokenType.BYTE in vocabulary.types,
         },
     }
@@ -301,8 +312,11 @@ def _post_processor(
     }
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    key = "tokenizer.chat_template"
-    named = {name: metadata.get(f"{key}.{name}") for name in metadata.get(f"{key}s", ())}
-    templates = {"default": metadata.get(key), **named}
-    return [{"name": k, "template": v} for k, v in templates.items() if v is not None] or None
+def _chat_templates(fields: GGUFFields) -> list[dict[str, str]] | None:
+    keys = {"default": "chat_template"}
+    keys |= {name: f"chat_template.{name}" for name in fields.texts("chat_templates")}
+    return [
+        {"name": name, "template": fields.text(key)}
+        for name, key in keys.items()
+        if fields.get(key) is not None
+    ] or None

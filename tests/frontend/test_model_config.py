@@ -189,15 +189,15 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         resolve(path, generation_config="/no/such")
     with pytest.raises(ConfigError, match=r"num_beams = 4 .* temperature"):
         resolve(path, override_generation_config={"num_beams": 4})
-    with pytest.raises(ConfigError, match="temperature = 'hot'"):
+    with pytest.raises(ConfigError, match="temperature must be a number, it is 'hot'"):
         resolve(path, override_generation_config={"temperature": "hot"})
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"vocab_size": 1}, "config.json: model_type must be a string, it is None"),
-        (LLAMA | {"vocab_size": "big"}, "vocab_size must be an integer, it is 'big'"),
+        ({"vocab_size": 1}, "config.json: model_type is missing"),
+        (LLAMA | {"vocab_size": "big"}, "vocab_size must be a positive integer, it is 'big'"),
         ({"model_type": "llama", "vocab_size": 1}, "set --max-model-len"),
         ([1], "must hold a JSON object"),
     ],
@@ -217,7 +217,7 @@ def test_a_missing_tokeniser_is_found_before_anything_starts(tmp_path: Path) -> 
 def test_a_damaged_config(tmp_path: Path) -> None:
     path = write(tmp_path / "m", config=LLAMA)
     (path / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(CheckpointError, match=r"config.json: not JSON .*download it again"):
+    with pytest.raises(CheckpointError, match=r"config.json: not valid JSON .*download it again"):
         resolve(path)
 
 

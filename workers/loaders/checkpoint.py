@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ...protocol.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 
@@ -15,14 +15,15 @@ from ..quantization.matrix import QuantizedMatrix
 class Checkpoint(ABC):
     """A model's config and tensors under Hugging Face's names and conventions.
 
-    ``config`` is the content of ``config.json``, or what a GGUF file says in its place.
+    ``config`` is the content of ``config.json``, or what a GGUF file says in its place, and ``config_path`` that file.
     ``bytes_read`` counts the bytes of tensor data that were read so far. ``place`` copies a tensor that
     lies in a file, as a dtype, to where it shall stay.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: ConfigFields) -> None:
         self.path = path
-        self.config = config
+        self.config = config.config
+        self.config_path = config.path
         self.bytes_read = 0
         self.place: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = copy_to_host
 

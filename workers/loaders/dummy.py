@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from ...protocol.errors import CheckpointError, ConfigError
+from ...protocol.config_fields import ConfigFields
+from ...protocol.errors import ConfigError
 from .checkpoint import Checkpoint
 
 STANDARD_DEVIATION = 0.02
@@ -25,12 +25,7 @@ class DummyCheckpoint(Checkpoint):
             raise ConfigError(
                 f"--load-format dummy needs a directory with a config.json, not {path}"
             )
-        file = path / "config.json"
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(file, f"{error}; download it") from error
-        super().__init__(path, config)
+        super().__init__(path, ConfigFields.read(path / "config.json"))
 
     def names(self) -> Collection[str]:
         return ()

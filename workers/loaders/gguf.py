@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...protocol.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ...protocol.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
 from ...protocol.gguf_config import gguf_to_hf_config
@@ -64,7 +65,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self._gguf = GGUFFile(path)
-        super().__init__(path, gguf_to_hf_config(self._gguf))
+        super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
         layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(self._architecture, _LAYER_MODULES)
         self._tensors: dict[str, GGUFTensor] = {}

@@ -1,6 +1,5 @@
 """Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...protocol.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
@@ -27,7 +27,7 @@ class HFCheckpoint(Checkpoint):
     """
 
     def __init__(self, path: Path) -> None:
-        config = _read_json(path / "config.json", "every model directory has one; download it")
+        config = ConfigFields.read(path / "config.json")
         super().__init__(path, config)
         self._shards: dict[str, Any] = {}
         expected = _expected_shards(path)
@@ -116,24 +116,12 @@ class HFCheckpoint(Checkpoint):
         return shard.get_slice(name)
 
 
-def _read_json(file: Path, remedy: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(file, f"{error.strerror}; {remedy}") from error
-    except ValueError as error:
-        raise CheckpointError(file, f"not valid JSON ({error}); {remedy} again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(file, f"not a JSON object; {remedy} again")
-    return content
-
-
 def _expected_shards(path: Path) -> dict[str, Path]:
     """Which file each tensor is in, as the index has it; empty if there is no index."""
     index = path / _INDEX
     if not index.exists():
         return {}
-    weight_map = _read_json(index, "download it").get("weight_map")
+    weight_map = ConfigFields.read(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(index, "there is no 'weight_map'; download it again")
     expected = {}

@@ -6,6 +6,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
+from ...protocol.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.config import quantization_scheme
 from ..quantization.matrix import QuantizedMatrix
@@ -48,10 +49,10 @@ class QuantizedModules:
         ) | frozenset(self._modules)
 
     @classmethod
-    def of(cls, config: dict[str, Any], checkpoint: HFCheckpoint) -> QuantizedModules | None:
+    def of(cls, config: ConfigFields, checkpoint: HFCheckpoint) -> QuantizedModules | None:
         """Return None for a checkpoint that is not quantized."""
-        quantization = config.get("quantization_config") or config.get("compression_config")
-        if not quantization:
+        quantization = config.first_section("quantization_config", "compression_config")
+        if not quantization.config:
             return None
         try:
             return cls(quantization_scheme(quantization), checkpoint)

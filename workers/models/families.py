@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
-from .config_fields import ConfigFields
+from ...protocol.config_fields import ConfigFields
 from .rope import RopeSpec
 from .rope_config import read_rope, read_rope_of_layer_type
 from .spec import LayerSpec, ModelSpec, NormNames
@@ -25,14 +25,14 @@ _UNSUPPORTED = {
 def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpec:
     """Return the spec of the model that a Hugging Face config describes.
 
-    `path` names the checkpoint in errors. Raises `CheckpointError` for an unknown architecture, a
+    `path` names the file in errors. Raises `CheckpointError` for an unknown architecture, a
     missing or senseless field, and features that are not supported, each by name.
     """
     fields = ConfigFields(config, path)
     model_type = _model_type(fields)
     text_fields = fields.section("text_config")
     if text_fields is not None:
-        fields = ConfigFields({**text_fields.config, "model_type": model_type}, path)
+        fields = text_fields.with_values({"model_type": model_type})
     for name, feature in _UNSUPPORTED.items():
         if config.get(name) or fields.get(name):
             raise fields.error(f"{feature} are not supported ({name} is set)")
@@ -47,24 +47,24 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
 
 def _model_type(fields: ConfigFields) -> str:
     """The architecture decides, where there is one: a model type also has classifiers."""
-    architectures = fields.get("architectures", ())
+    architectures = fields.texts("architectures")
     if architectures:
         found = next((_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES), "")
     else:
-        found = fields.get("model_type", "")
+        found = fields.text("model_type", "")
     if found not in _FAMILIES:
         named = ", ".join(architectures) or f"of model_type {fields.get('model_type')!r}"
         raise fields.error(
             f"the architecture {named} is not supported; "
             f"supported are {', '.join(sorted(_ARCHITECTURES))}"
         )
-    return str(found)
+    return found
 
 
 def _base(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
     """A Llama with `differences`."""
     num_heads, head_dim = fields.integer("num_attention_heads"), _head_dim(fields)
-    activation = fields.get("hidden_activation", fields.get("hidden_act", "silu"))
+    activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
         raise fields.error(
             f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
@@ -136,7 +136,7 @@ def _qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
     if not fields.boolean("use_sliding_window", False):
         return _uniform_layers(fields, rope)
     window = fields.integer("sliding_window", 4096)
-    first_sliding = fields.get("max_window_layers", 28)
+    first_sliding = fields.integer("max_window_layers", 28, minimum=0)
     slides = _slides(fields, lambda i: i >= first_sliding)
     return tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
 
@@ -165,9 +165,9 @@ def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: A
     return _base(
         fields,
         layers,
-        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=fields.optional_number("attn_logit_softcapping"),
-        final_softcap=fields.optional_number("final_logit_softcapping"),
+        attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+        attention_softcap=fields.optional_positive("attn_logit_softcapping"),
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
         norm_weight_offset=1.0,
         norms=NormNames(
             attention_output="post_attention_layernorm",
@@ -257,10 +257,10 @@ def _olmo2(fields: ConfigFields) -> ModelSpec:
 def _granite(fields: ConfigFields) -> ModelSpec:
     return _llama(
         fields,
-        attention_scale=fields.number("attention_multiplier", 1.0),
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
-        logits_divisor=fields.number("logits_scaling", 1.0),
+        attention_scale=fields.positive("attention_multiplier", 1.0),
+        embedding_scale=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from .config_fields import ConfigFields
+from ...protocol.config_fields import ConfigFields
 from .rope import (
     DynamicScaling,
     LinearScaling,
@@ -25,7 +25,9 @@ def read_rope(
     head. Reads `rope_scaling`, or else `rope_parameters`, and `rope_theta`.
     """
     parameters = _scaled(fields, fields.section("rope_parameters"))
-    return _read(fields, parameters, head_dim, fields.number("rope_theta", theta), partial)
+    return _read(
+        fields, parameters, head_dim, fields.positive("rope_theta", theta, above=1), partial
+    )
 
 
 def read_rope_of_layer_type(
@@ -40,7 +42,9 @@ def read_rope_of_layer_type(
     parameters = None if nested is None else nested.section(layer_type)
     if layer_type == "full_attention":
         parameters = _scaled(fields, parameters)
-    return _read(fields, parameters, head_dim, fields.number(theta_field, theta), partial=False)
+    return _read(
+        fields, parameters, head_dim, fields.positive(theta_field, theta, above=1), partial=False
+    )
 
 
 def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFields | None:
@@ -64,9 +68,9 @@ def _read(
 ) -> RopeSpec:
     if parameters is None:
         parameters = ConfigFields({}, fields.path)
-    fraction = fields.number("partial_rotary_factor", 1.0) if partial else 1.0
+    fraction = fields.positive("partial_rotary_factor", 1.0) if partial else 1.0
     if partial:
-        fraction = parameters.number("partial_rotary_factor", fraction)
+        fraction = parameters.positive("partial_rotary_factor", fraction)
     rotary_dim = int(head_dim * fraction)
     if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
         raise fields.error(
@@ -74,7 +78,7 @@ def _read(
             f"partial_rotary_factor {fraction} gives {rotary_dim}"
         )
     return RopeSpec(
-        theta=parameters.number("rope_theta", theta),
+        theta=parameters.positive("rope_theta", theta, above=1),
         rotary_dim=rotary_dim,
         scaling=_read_scaling(fields, parameters, rotary_dim),
     )
@@ -83,16 +87,16 @@ def _read(
 def _read_scaling(
     fields: ConfigFields, parameters: ConfigFields, rotary_dim: int
 ) -> RopeScaling | None:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
     if fields.get("model_type") == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearScaling(parameters.number("factor"))
+        return LinearScaling(parameters.positive("factor"))
     if kind == "dynamic":
         return DynamicScaling(
-            parameters.number("factor"), fields.integer("max_position_embeddings")
+            parameters.positive("factor"), fields.integer("max_position_embeddings")
         )
     if kind not in _SUPPORTED:
         raise fields.error(
@@ -101,20 +105,22 @@ def _read_scaling(
     original_length = fields.integer(
         "original_max_position_embeddings",
         parameters.integer(
-            "original_max_position_embeddings", fields.integer("max_position_embeddings")
+            "original_max_position_embeddings", fields.integer("max_position_embeddings"), minimum=2
         ),
+        minimum=2,
     )
     if kind == "llama3":
+        low_freq_factor = parameters.positive("low_freq_factor")
         return Llama3Scaling(
-            parameters.number("factor"),
-            parameters.number("low_freq_factor"),
-            parameters.number("high_freq_factor"),
+            parameters.positive("factor"),
+            low_freq_factor,
+            parameters.positive("high_freq_factor", above=low_freq_factor),
             original_length,
         )
-    factor = parameters.optional_number("factor")
+    factor = parameters.optional_positive("factor")
     if factor is None:
         factor = fields.integer("max_position_embeddings") / original_length
-    attention_factor = parameters.optional_number("attention_factor")
+    attention_factor = parameters.optional_positive("attention_factor")
     if kind == "yarn":
         return YarnScaling(
             factor,
@@ -122,8 +128,8 @@ def _read_scaling(
             _yarn_attention_factor(parameters, factor)
             if attention_factor is None
             else attention_factor,
-            parameters.number("beta_fast", 32.0),
-            parameters.number("beta_slow", 1.0),
+            parameters.positive("beta_fast", 32.0),
+            parameters.positive("beta_slow", 1.0),
             parameters.boolean("truncate", True),
         )
     if attention_factor is None:
@@ -131,8 +137,8 @@ def _read_scaling(
         if factor > 1:
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_length))
     return LongRopeScaling(
-        parameters.numbers("short_factor", rotary_dim // 2),
-        parameters.numbers("long_factor", rotary_dim // 2),
+        parameters.positives("short_factor", rotary_dim // 2),
+        parameters.positives("long_factor", rotary_dim // 2),
         original_length,
         attention_factor,
     )

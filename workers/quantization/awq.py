@@ -6,10 +6,9 @@ Of AutoAWQ's `gemm` layout, with D input and O output features in G groups of in
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from ...protocol.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
     ColumnGroups,
@@ -31,12 +30,14 @@ class AWQScheme(QuantizationScheme):
     marker_dtypes = frozenset({"I32"})
     companions = frozenset({"qzeros", "scales"})
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: ConfigFields) -> None:
         bits = config.get("bits", config.get("w_bit", 4))
         version = str(config.get("version", "gemm")).lower()
         if bits != 4 or version != "gemm":
             raise UnsupportedScheme(f"awq with bits {bits!r} and version {version!r}")
-        self._group_size = int(config.get("group_size", config.get("q_group_size", 128)))
+        self._group_size = config.integer(
+            "group_size", config.integer("q_group_size", 128, minimum=-1), minimum=-1
+        )
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
         num_columns, num_words = shape_of(module, "qweight")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...protocol.config_fields import ConfigFields
 from .awq import AWQScheme
 from .compressed_integers import CompressedIntegerScheme
 from .float8 import Float8Scheme
@@ -12,7 +13,7 @@ from .matrix import ActivationScheme
 from .scheme import QuantizationScheme, UnsupportedScheme
 
 
-def quantization_scheme(config: dict[str, Any]) -> QuantizationScheme:
+def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
     """Raises UnsupportedScheme, which names what is not supported."""
     method = config.get("quant_method")
     if method == "fp8":
@@ -26,13 +27,13 @@ def quantization_scheme(config: dict[str, Any]) -> QuantizationScheme:
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))
 
 
-def _fp8(config: dict[str, Any]) -> QuantizationScheme:
+def _fp8(config: ConfigFields) -> QuantizationScheme:
     block_size = config.get("weight_block_size")
     activations = config.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise UnsupportedScheme(f"fp8 with activation_scheme {activations!r}")
-    if config.get("fmt", "e4m3") != "e4m3":
-        raise UnsupportedScheme(f"fp8 with fmt {config['fmt']!r}")
+    if (fmt := config.get("fmt", "e4m3")) != "e4m3":
+        raise UnsupportedScheme(f"fp8 with fmt {fmt!r}")
     if block_size is None:
         scheme = ActivationScheme.STATIC if activations == "static" else ActivationScheme.TOKEN
         return Float8Scheme(scheme, None)
@@ -41,16 +42,23 @@ def _fp8(config: dict[str, Any]) -> QuantizationScheme:
     return Float8Scheme(ActivationScheme.GROUP, _pair("fp8", "weight_block_size", block_size))
 
 
-def _compressed_tensors(config: dict[str, Any]) -> QuantizationScheme:
+def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
     method = "compressed-tensors"
-    groups = list((config.get("config_groups") or {}).values())
+    by_name = config.first_section("config_groups")
+    groups = [by_name.required_section(name) for name in by_name.config]
     schemes = [(group.get("weights"), group.get("input_activations")) for group in groups]
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedScheme(f"{method} with {len(groups)} groups of different schemes")
-    weights, activations = schemes[0]
+    weights, activations = (
+        groups[0].first_section(name) for name in ("weights", "input_activations")
+    )
     # A group may have a format of its own.
     stored_as = groups[0].get("format") or config.get("format")
-    if not weights or stored_as not in ("float-quantized", "int-quantized", "pack-quantized"):
+    if not weights.config or stored_as not in (
+        "float-quantized",
+        "int-quantized",
+        "pack-quantized",
+    ):
         raise UnsupportedScheme(f"{method} with format {stored_as!r}")
     kind, bits = weights.get("type"), weights.get("num_bits")
     strategy = weights.get("strategy")
@@ -63,20 +71,24 @@ def _compressed_tensors(config: dict[str, Any]) -> QuantizationScheme:
     elif kind == "int" and stored_as != "float-quantized" and strategy in ("group", "channel"):
         is_packed = stored_as == "pack-quantized"
         if bits in ((4, 8) if is_packed else (8,)):
-            group_size = weights.get("group_size") if strategy == "group" else None
+            group_size = weights.integer("group_size") if strategy == "group" else None
             return CompressedIntegerScheme(bits, group_size, is_packed=is_packed)
     raise UnsupportedScheme(
         f"{method} in format {stored_as!r} with weights of {bits} bits, type {kind!r}, strategy {strategy!r}"
     )
 
 
-def _activations(config: dict[str, Any] | None, dynamic: ActivationScheme) -> ActivationScheme:
-    if not config:
+def _activations(config: ConfigFields, dynamic: ActivationScheme) -> ActivationScheme:
+    if not config.config:
         return ActivationScheme.NONE
     return dynamic if config.get("dynamic") else ActivationScheme.STATIC
 
 
 def _pair(method: str, field: str, value: Any) -> tuple[int, int]:
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(x, int) for x in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(x, int) and x > 0 for x in value)
+    ):
         return value[0], value[1]
     raise UnsupportedScheme(f"{method} with {field} {value!r}")

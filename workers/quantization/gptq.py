@@ -6,10 +6,9 @@ Of AutoGPTQ's layout, with D input and O output features in G groups of inputs, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ...protocol.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
     ColumnGroups,
@@ -29,13 +28,13 @@ class GPTQScheme(QuantizationScheme):
     marker_dtypes = frozenset({"I32"})
     companions = frozenset({"qzeros", "scales", "g_idx"})
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: ConfigFields) -> None:
         bits = config.get("bits")
         if bits not in (4, 8):
             raise UnsupportedScheme(f"gptq with bits {bits!r}")
         self._bits = int(bits)
         self._fields = 32 // self._bits
-        self._group_size = int(config.get("group_size", 128))
+        self._group_size = config.integer("group_size", 128, minimum=-1)
         # The first version stores zeros less one.
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 

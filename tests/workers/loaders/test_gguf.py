@@ -364,7 +364,9 @@ def test_an_unexpected_tensor(
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "context_length"])
 def test_a_missing_key(tmp_path: Path, key: str) -> None:
     metadata = {k: v for k, v in LLAMA_METADATA.items() if k != key}
-    refused(write_file(tmp_path / "m.gguf", EMBEDDING, metadata=metadata), f"llama.{key}", "None")
+    refused(
+        write_file(tmp_path / "m.gguf", EMBEDDING, metadata=metadata), f"llama.{key}", "is missing"
+    )
 
 
 def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:

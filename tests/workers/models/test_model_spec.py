@@ -108,7 +108,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "model: config: the architecture MambaForCausalLM is not supported; "
+            "model: the architecture MambaForCausalLM is not supported; "
             "supported are Gemma2ForCausalLM,",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
@@ -128,7 +128,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
         ({"hidden_size": 0}, "hidden_size must be a positive integer, it is 0"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_key_value_heads": 3}, "8 must be a multiple of num_key_value_heads 3"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, it is 'small'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number that is not negative"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false, it is 'yes'"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object, it is 'linear'"),
         ({"head_dim": 7}, "even number of dimensions"),
@@ -156,5 +156,5 @@ def test_longrope_needs_a_factor_for_each_frequency():
         "model_type": "phi3",
         "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
     }
-    with pytest.raises(CheckpointError, match="short_factor must be a list of 4 numbers"):
+    with pytest.raises(CheckpointError, match="short_factor must be a list of 4 positive numbers"):
         model_spec(config, "model")

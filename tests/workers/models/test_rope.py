@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine.workers.models.config_fields import ConfigFields
+from engine.protocol.config_fields import ConfigFields
 from engine.workers.models.rope import RotaryEmbedding, RotaryTables, apply_rotary
 from engine.workers.models.rope_config import read_rope
 from hypothesis import given

@@ -1,0 +1,80 @@
+"""What a Hugging Face directory says of its tokenizer besides tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...protocol.config_fields import ConfigFields
+from ...protocol.errors import CheckpointError
+
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TokenizerConfig:
+    """tokenizer_config.json and the files that add to it. Raises CheckpointError for what makes no sense in them.
+
+    `named_tokens` holds bos_token, eos_token ... where there are such. `added_tokens` are those of `added_tokens_decoder`,
+    by id.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fields = ConfigFields.read_if_present(directory / "tokenizer_config.json")
+        self.named_tokens = dict(self._named_tokens())
+        self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
+
+    def adds(self, name: str) -> bool:
+        """Whether prompts are to have the named token, where tokenizer.json itself is silent on it."""
+        return self._fields.boolean(f"add_{name}", False) and name in self.named_tokens
+
+    def chat_templates(self) -> dict[str, str]:
+        templates = dict(self._templates_of_config())
+        in_json = ConfigFields.read_if_present(self._directory / "chat_template.json")
+        if in_json.get("chat_template") is not None:
+            templates["default"] = in_json.text("chat_template")
+        for file in (self._directory / "additional_chat_templates").glob("*.jinja"):
+            templates[file.stem] = _read_text(file)
+        if (file := self._directory / "chat_template.jinja").is_file():
+            templates["default"] = _read_text(file)
+        return templates
+
+    def _named_tokens(self) -> Iterator[tuple[str, str]]:
+        """Each is written as a string or as {"content": ...}."""
+        others = ConfigFields.read_if_present(self._directory / "special_tokens_map.json")
+        for name in _NAMED:
+            fields = self._fields if name in self._fields.config else others
+            token = fields.get(name)
+            if isinstance(token, dict):
+                yield name, fields.required_section(name).text("content")
+            elif token is not None:
+                yield name, fields.text(name)
+
+    def _added_tokens(self) -> Iterator[tuple[int, ConfigFields]]:
+        listed = self._fields.first_section("added_tokens_decoder")
+        for id_ in listed.config:
+            if not id_.isdecimal():
+                raise listed.error(f"{listed.prefix}{id_}: {id_!r} is not the id of a token")
+            yield int(id_), listed.required_section(id_)
+
+    def _templates_of_config(self) -> Iterator[tuple[str, str]]:
+        templates = self._fields.get("chat_template")
+        if not isinstance(templates, list):
+            if templates is not None:
+                yield "default", self._fields.text("chat_template")
+            return
+        by_index = ConfigFields(
+            {str(i): template for i, template in enumerate(templates)},
+            self._fields.path,
+            "chat_template.",
+        )
+        for index in by_index.config:
+            template = by_index.required_section(index)
+            yield template.text("name"), template.text("template")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(file, f"cannot be read: {error}") from error
