@@ -33,8 +33,6 @@ WATCH_INTERVAL_S: Final = 0.1
 class LocalEngine:
     """Core and workers as child processes. `client` belongs to the loop that `run` uses."""
 
-    client: EngineClient
-
     def __init__(self, model: str | None, keywords: dict[str, Any]) -> None:
         """Start everything and wait until it can execute.
 
@@ -54,6 +52,7 @@ class LocalEngine:
             resources.callback(self._loop.close)
             resources.callback(thread.join)
             resources.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+            self.client = EngineClient(self.config, 0, self.tokenizer)
             resources.callback(lambda: self.run(self._stop()))
             self._supervisor: Supervisor | None = None
             self._watcher: asyncio.Task[None] | None = None
@@ -75,7 +74,6 @@ class LocalEngine:
 
     async def _start(self, progress: StartupProgress) -> None:
         config = self.config
-        self.client = EngineClient(config, 0, self.tokenizer)
         self._supervisor = Supervisor(
             config, engine_processes(config, config.save(), None), on_status=progress.update
         )
@@ -94,8 +92,8 @@ class LocalEngine:
     async def _stop(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        self.client.close()
         if self._supervisor is not None:
-            self.client.close()
             with contextlib.suppress(ProcessFailed):
                 self._supervisor.drain()
             self._supervisor.close()

@@ -123,17 +123,25 @@ class Supervisor:
         self._ready_since: float | None = None
         self._last_look = time.monotonic()
         self._last_published = 0.0
+        self._poller = zmq.Poller()
+        self._nodes: Nodes | None = None
         self._context = zmq.Context()
+        try:
+            self._open_sockets(config)
+        except BaseException:
+            # Nobody else can: there is no supervisor to close.
+            self._context.destroy()
+            raise
+        if signals is not None:
+            self._poller.register(signals.fd, zmq.POLLIN)
+
+    def _open_sockets(self, config: EngineConfig) -> None:
         self._statuses = StatusReceiver(self._context, config)
         self._publisher = StatusPublisher(self._context, config)
-        self._poller = zmq.Poller()
         self._poller.register(self._statuses.socket, zmq.POLLIN)
-        self._nodes: Nodes | None = None
         if config.parallel.is_distributed:
             self._nodes = Nodes(self._context, config, self._tell)
             self._poller.register(self._nodes.socket, zmq.POLLIN)
-        if signals is not None:
-            self._poller.register(signals.fd, zmq.POLLIN)
 
     def _launch(self, spec: ProcessSpec, epoch: int) -> Process:
         if spec.node is None or self._nodes is None:

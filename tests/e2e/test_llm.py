@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from engine.frontend.engine_client import EngineDead
+from engine.frontend.keygen import keygen
 from engine.frontend.llm import LLM
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
+from support.open_contexts import open_contexts
+from support.processes import eventually
 from support.server import default_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -117,6 +122,24 @@ def test_a_start_that_cannot_succeed_says_why() -> None:
         LLM(default_model(), kv_cache_dtype="fp8", device="cpu")
     with pytest.raises(EngineError, match="nowhere"):
         LLM("/nowhere/at/all.gguf")
+
+
+def test_a_start_that_fails_at_once_leaves_nothing_open(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    assert keygen(["--out", str(key)]) == 0
+    before = open_contexts()
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        port = squatter.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+            LLM(
+                default_model(),
+                nnodes=2,
+                pipeline_parallel_size=2,
+                master_port=port,
+                cluster_key=str(key),
+            )
+    # The one that answers whether a client is let in belongs to a thread, which ends by itself.
+    assert eventually(lambda: open_contexts() == before)
 
 
 def test_a_dead_worker_ends_a_generation_with_the_reason_and_close_leaves_nothing() -> None:

@@ -23,6 +23,7 @@ from engine.protocol.supervisor_messages import (
 )
 from engine.protocol.transport import StatusReporter, StatusSubscriber
 from msgspec.structs import replace
+from support.open_contexts import open_contexts
 from support.processes import eventually, is_running
 from support.stand_ins import make_config, make_specs
 
@@ -46,6 +47,15 @@ def supervisor_of(run_dir: str, behaviours: dict[str, str], **options: object) -
     config = make_config(run_dir, shutdown_timeout_s=float(options.pop("shutdown_timeout_s", 5.0)))  # type: ignore[arg-type]
     config = replace(config, recovery=options.pop("recovery", RecoveryConfig()))
     return Supervisor(config, make_specs(config, behaviours), **options)  # type: ignore[arg-type]
+
+
+def test_one_that_cannot_be_made_leaves_nothing_open(run_dir: str) -> None:
+    before = open_contexts()
+    # Nothing can be bound where a directory is.
+    Path(make_config(run_dir).status_address().removeprefix("ipc://")).mkdir()
+    with pytest.raises(zmq.ZMQError):
+        supervisor_of(run_dir, ALL_READY)
+    assert open_contexts() == before
 
 
 def test_becomes_ready_and_drains_frontends_before_cores_before_workers(run_dir: str) -> None:
