@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,24 @@ class CoreProcess:
         self.context.term()
         return log
 
+    def close(self) -> None:
+        """End what a test that failed has left."""
+        self.process.kill()
+        self.process.wait()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def start_core() -> Iterator[Callable[[EngineConfig, str], CoreProcess]]:
+    with ExitStack() as stack:
+
+        def start(config: EngineConfig, program: str) -> CoreProcess:
+            core = CoreProcess(config, program)
+            stack.callback(core.close)
+            return core
+
+        yield start
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[EngineConfig]:
@@ -148,8 +167,10 @@ def config(tmp_path: Path) -> Iterator[EngineConfig]:
     yield engine_config(run_dir, frontend=FrontendConfig(dump_dir=str(tmp_path / "dumps")))
 
 
-def test_books_that_do_not_balance_are_told_counted_and_dumped_once(config, tmp_path, capsys):
-    core = CoreProcess(config, SABOTAGE)
+def test_books_that_do_not_balance_are_told_counted_and_dumped_once(
+    config, tmp_path, capsys, start_core
+):
+    core = start_core(config, SABOTAGE)
     core.start()
     heard = core.generate(20)
     log = core.stop()
@@ -163,8 +184,8 @@ def test_books_that_do_not_balance_are_told_counted_and_dumped_once(config, tmp_
     assert "output of step 1" in capsys.readouterr().out
 
 
-def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config):
-    core = CoreProcess(config, HONEST)
+def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config, start_core):
+    core = start_core(config, HONEST)
     core.await_stage(Stage.STARTING)
     await_message(core.worker, CoreHello)
     for _ in range(3):
@@ -173,9 +194,9 @@ def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config):
     core.stop()
 
 
-def test_a_step_that_nobody_answers_ends_the_core(config):
+def test_a_step_that_nobody_answers_ends_the_core(config, start_core):
     limits = RecoveryConfig(step_timeout_s=0.5, heartbeat_timeout_s=0.5)
-    core = CoreProcess(msgspec.structs.replace(config, recovery=limits), HONEST)
+    core = start_core(msgspec.structs.replace(config, recovery=limits), HONEST)
     core.start()
     request = EngineCoreRequest(0, int32_bytes([1, 2, 3]), SamplingParams(max_tokens=1), 0.0)
     core.client.send(AddRequests([request]))
@@ -186,8 +207,8 @@ def test_a_step_that_nobody_answers_ends_the_core(config):
     core.stop()
 
 
-def test_balanced_books_leave_no_dump(config, tmp_path):
-    core = CoreProcess(config, HONEST)
+def test_balanced_books_leave_no_dump(config, tmp_path, start_core):
+    core = start_core(config, HONEST)
     core.start()
     heard = core.generate(20)
     assert "books" not in core.stop()
@@ -196,14 +217,14 @@ def test_balanced_books_leave_no_dump(config, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
-def test_an_endpoint_of_kv_events_in_use_ends_the_start_with_the_remedy(config, field):
+def test_an_endpoint_of_kv_events_in_use_ends_the_start_with_the_remedy(config, field, start_core):
     with zmq.Context() as context, context.socket(zmq.PUB) as squatter:
         port = squatter.bind_to_random_port("tcp://127.0.0.1")
         events = KVEventsConfig(
             **{"endpoint": "tcp://127.0.0.1:0", field: f"tcp://127.0.0.1:{port}"}
         )
         cache = CacheConfig(block_size=16, kv_events=events)
-        core = CoreProcess(msgspec.structs.replace(config, cache=cache), HONEST)
+        core = start_core(msgspec.structs.replace(config, cache=cache), HONEST)
         status = core.await_stage(Stage.FAILED)
         assert core.process.wait(20) == 1
         log = core.stop()

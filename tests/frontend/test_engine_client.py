@@ -45,6 +45,7 @@ from support.engine_fixtures import (
     drive,
     engine_config,
     on_event_loop,
+    opened,
     read_next,
     read_step,
     smollm2_tokenizer,
@@ -221,8 +222,8 @@ async def test_4_7_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) ->
 @on_event_loop
 async def test_start_waits_until_the_core_greets(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
-    core = EchoCore(config)
-    client = EngineClient(config, 3, smollm2_tokenizer())
+    core = opened(EchoCore(config))
+    client = opened(EngineClient(config, 3, smollm2_tokenizer()))
     starting = asyncio.ensure_future(client.start())
     await until(lambda: bool(core.callers), core.read)
     assert not client.ready and not starting.done()
@@ -230,37 +231,31 @@ async def test_start_waits_until_the_core_greets(tmp_path: Path) -> None:
     await until(lambda: bool(core.received), core.receive)
     assert starting.done() and client.ready
     assert core.received == [ClientHello(config.version, config.epoch, 3)]
-    client.close()
-    core.close()
 
 
 @on_event_loop
 async def test_a_core_that_starts_after_its_frontend_is_found(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
-    client = EngineClient(config, 0, smollm2_tokenizer())
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
     starting = asyncio.ensure_future(client.start())
     await asyncio.sleep(0)
-    core = EchoCore(config)
+    core = opened(EchoCore(config))
     await until(starting.done, core.receive)
     assert client.ready
-    client.close()
-    core.close()
 
 
 @on_event_loop
 async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
-    core = EchoCore(config)
+    core = opened(EchoCore(config))
     core.ready = msgspec.structs.replace(core.ready, version=8)
-    client = EngineClient(config, 0, smollm2_tokenizer())
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, core.receive)
     expected = f"version 8; this frontend expects version {PROTOCOL_VERSION}"
     with pytest.raises(EngineDead, match=expected):
         starting.result()
     assert not client.ready
-    client.close()
-    core.close()
 
 
 @on_event_loop
@@ -299,7 +294,7 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         core.close()
         aborted.abort()
         early = await client.submit([request(2)], request_id="submitted meanwhile")
-        successor = EchoCore(config, epoch=8)
+        successor = opened(EchoCore(config, epoch=8))
         await until(lambda: len(successor.requests) == 5, successor.receive)
         [hello] = successor.received
         assert isinstance(hello, ClientHello) and hello.epoch == 8
@@ -319,7 +314,6 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         prompt_logprobs = read.sequences[1].prompt_logprobs
         assert prompt_logprobs is not None and len(prompt_logprobs) == len(PROMPT)
         assert client.num_inflight == 0
-        successor.close()
 
 
 @on_event_loop
@@ -328,8 +322,8 @@ async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
-    cores = [EchoCore(config, 0), EchoCore(config, 1)]
-    client = EngineClient(config, 0, smollm2_tokenizer())
+    cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
     with zmq.Context() as context:
         publisher = StatusPublisher(context, config)
         epochs = config.epoch + 1, config.epoch
@@ -362,8 +356,6 @@ async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
         [delta] = await drive(cores[0], group.result())
         assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(1, 40)]
         assert client.ready and client.num_inflight == 0
-        client.close()
-        cores[0].close()
         publisher.close()
 
 
@@ -382,7 +374,7 @@ async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> No
             await until(functools.partial(lost.received.__contains__, LossNoted()), lost.receive)
             assert not client.ready
             lost.close()
-            core = EchoCore(config, epoch=epoch)
+            core = opened(EchoCore(config, epoch=epoch))
             cores.append(core)
             while len(core.requests) < 3:
                 core.receive()
@@ -391,7 +383,6 @@ async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> No
             core.step()
             await drive(core, read_next(group))
             suspect, bystander = -1, core.requests[1].request_index
-        cores.pop().close()
 
 
 @on_event_loop
@@ -525,8 +516,8 @@ async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Pa
 async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Path) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
-    cores = [EchoCore(config, 0), EchoCore(config, 1)]
-    client = EngineClient(config, 0, smollm2_tokenizer())
+    cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
 
     def receive() -> None:
         for core in cores:
@@ -544,9 +535,6 @@ async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Pat
     batch = [request(prompt=list(PROMPT)) for _ in range(4)]
     await client.submit(batch, request_id="four prompts")
     await until(lambda: [len(core.requests) for core in cores] == [6, 6], receive)
-    client.close()
-    for core in cores:
-        core.close()
 
 
 @on_event_loop
@@ -555,22 +543,19 @@ async def test_a_frontend_in_a_later_life_serves_with_the_replicas_that_are_up(
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH + 1, parallel=parallel)
-    client = EngineClient(config, 0, smollm2_tokenizer())
-    cores = [EchoCore(config, 1)]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
+    cores = [opened(EchoCore(config, 1))]
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, cores[0].receive)
     assert client.ready
     group = await client.submit([request(3)], request_id="r")
     [delta] = await drive(cores[0], group.result())
     assert delta.token_ids == PROMPT[:3]
-    cores.append(EchoCore(config, 0))
+    cores.append(opened(EchoCore(config, 0)))
     await until(lambda: bool(cores[1].received), cores[1].receive)
     late = replace(request(3), data_parallel_rank=0)
     [delta] = await drive(cores[1], (await client.submit([late], request_id="late")).result())
     assert delta.token_ids == PROMPT[:3]
-    client.close()
-    for core in cores:
-        core.close()
 
 
 @on_event_loop
@@ -579,8 +564,8 @@ async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replic
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
-    cores = [EchoCore(config, 0), EchoCore(config, 1)]
-    client = EngineClient(config, 0, smollm2_tokenizer())
+    cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
     prompt = list(range(100, 100 + 3 * config.cache.block_size))
     hashes = hash_blocks(np.array(prompt, np.int32), config.cache.block_size, root_hash())
 
@@ -623,10 +608,7 @@ async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replic
         await arrived(5, 5)
         with pytest.raises(ReplicaUnavailable, match="replica 0"):
             await client.submit([replace(request(), data_parallel_rank=0)], request_id="by name")
-        client.close()
         publisher.close()
-    for core in cores:
-        core.close()
 
 
 @on_event_loop

@@ -6,9 +6,10 @@ import asyncio
 import functools
 import importlib.util
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 from engine.frontend.engine_client import Delta, EngineClient, RequestGroup
@@ -22,14 +23,30 @@ MAX_MODEL_LEN = 512
 DEADLINE_S = 20.0
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+_opened: ContextVar[ExitStack] = ContextVar("opened")
+
+
+def opened(thing: C) -> C:
+    """`thing`, which is closed at the end of the test on the event loop, however the test ends."""
+    _opened.get().callback(thing.close)
+    return thing
+
+
 def on_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an async test to its end, or fail it after `DEADLINE_S`."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                await test(*args, **kwargs)
+            with ExitStack() as stack:
+                _opened.set(stack)
+                async with asyncio.timeout(DEADLINE_S):
+                    await test(*args, **kwargs)
 
         asyncio.run(limited())
 
@@ -76,16 +93,15 @@ async def until(condition: Callable[[], bool], advance: Callable[[], object]) ->
 @asynccontextmanager
 async def connected(config: EngineConfig) -> AsyncIterator[tuple[EngineClient, EchoCore]]:
     """A started client and the core it talks to."""
-    core = EchoCore(config)
-    client = EngineClient(config, 0, smollm2_tokenizer())
-    try:
+    with ExitStack() as stack:
+        core = EchoCore(config)
+        stack.callback(core.close)
+        client = EngineClient(config, 0, smollm2_tokenizer())
+        stack.callback(client.close)
         starting = asyncio.ensure_future(client.start())
         await until(starting.done, core.receive)
         starting.result()
         yield client, core
-    finally:
-        client.close()
-        core.close()
 
 
 async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -> Any:
