@@ -14,6 +14,14 @@ from .local_process import Process, ProcessSpec, Role
 STARTING_PATIENCE: Final = 12
 """How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
 
+_REMEDY: Final = "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
+_SIGKILL: Final = {
+    True: f"most likely by the kernel, which has killed for want of memory since it started; {_REMEDY}",
+    False: "and not by the kernel for want of memory; look for who else ends processes here",
+    None: f"which is often the kernel's answer to want of memory; if it was, {_REMEDY}",
+}
+"""Who may have sent the signal, by whether the kernel has killed meanwhile."""
+
 
 class Child:
     """A process from its start to its end. `kill_at` is when it must be gone, `hang` why it was killed before."""
@@ -118,10 +126,7 @@ class Child:
             return f"{self.spec.name} exited unexpectedly with code {code}; its messages are above"
         name = _name_of_signal(-code)
         if -code == signal.SIGKILL:
-            return (
-                f"{self.spec.name} was killed by {name}, most likely because the machine ran out of memory; "
-                "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
-            )
+            return f"{self.spec.name} was killed by {name}, {_SIGKILL[self._process.saw_oom_kills]}"
         return f"{self.spec.name} was killed by {name}; its messages are above"
 
 

@@ -8,11 +8,13 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from ..protocol.errors import ConfigError
 
 HAS_EXIT_FD = hasattr(os, "pidfd_open")
+VMSTAT = Path("/proc/vmstat")
 
 
 class Role(enum.Enum):
@@ -44,7 +46,8 @@ class Process(Protocol):
     """A process that was started, here or elsewhere.
 
     `pid` is 0 until it runs. `exit_fd` becomes readable at its end, where there can be such a thing; the caller closes
-    it. `reason` says why it does not run, if more is known than its exit code.
+    it. `reason` says why it does not run, if more is known than its exit code. `saw_oom_kills` is whether the kernel has
+    killed any process for want of memory since this one started, or None where it does not say.
     """
 
     pid: int
@@ -59,8 +62,20 @@ class Process(Protocol):
     def kill(self) -> None:
         """SIGKILL to the process and what it may have started."""
 
+    @property
+    def saw_oom_kills(self) -> bool | None: ...
+
     def close(self) -> None:
         """Forget it; it has ended or was killed."""
+
+
+def _num_oom_kills() -> int | None:
+    """Of the machine since it booted, with those that enforce the limit of a control group."""
+    try:
+        counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 class LocalProcess:
@@ -68,6 +83,7 @@ class LocalProcess:
         """Without an epoch it waits until it must `begin`. Raises ConfigError if the program cannot be run."""
         argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
         self.reason = ""
+        self._oom_kills_before = _num_oom_kills()
         try:
             self._popen = subprocess.Popen(
                 argv,
@@ -84,6 +100,12 @@ class LocalProcess:
             ) from error
         self.pid = self._popen.pid
         self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
+
+    @property
+    def saw_oom_kills(self) -> bool | None:
+        if self._oom_kills_before is None:
+            return None
+        return _num_oom_kills() != self._oom_kills_before
 
     def begin(self, epoch: int) -> bool:
         """Let a process that waits begin. False if it is gone."""

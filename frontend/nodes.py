@@ -54,6 +54,7 @@ class RemoteProcess:
         self.exit_fd, self._exit_writer = os.pipe()
         self.is_asked_for = False
         self.reason = f"waiting for node {spec.node}"
+        self.saw_oom_kills: bool | None = None
         self._nodes = nodes
         self._returncode: int | None = None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from engine.frontend import local_process
 from engine.frontend.child import Child
 from engine.frontend.local_process import LocalProcess, ProcessSpec, Role
 from engine.protocol.supervisor_messages import Heartbeat
@@ -24,6 +27,30 @@ def test_an_obituary_names_any_signal(signum: int, name: str) -> None:
     child = Child(spec, 1, process)
     process.close()
     assert child.obituary() == f"core 0 was killed by {name}; its messages are above"
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("oom_kill 3\n", "oom_kill 3\n", "and not by the kernel for want of memory"),
+        ("oom_kill 3\n", "oom_kill 4\n", "most likely by the kernel, .*; free some, or lower --kv"),
+        ("nr_free_pages 3\n", "nr_free_pages 4\n", "which is often the kernel's answer"),
+    ],
+)
+def test_an_obituary_says_what_is_known_of_who_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, said: str
+) -> None:
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(local_process, "VMSTAT", vmstat)
+    vmstat.write_text(before)
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
+    process = LocalProcess(spec, 1)
+    child = Child(spec, 1, process)
+    vmstat.write_text(after)
+    child.kill()
+    process.close()
+    assert re.match(f"core 0 was killed by SIGKILL, {said}", child.obituary())
     child.close()
 
 
