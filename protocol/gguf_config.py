@@ -245,7 +245,6 @@ def _gemma(fields: _ModelFields, num_layers_27b: int) -> dict[str, Any]:
         "query_pre_attn_scalar": (
             fields.integer("embedding_length") // fields.num_heads if is_27b else fields.head_dim
         ),
-        "attn_logit_softcapping": fields.optional_positive("attn_logit_softcapping"),
         "final_logit_softcapping": fields.optional_positive("final_logit_softcapping"),
     }
 

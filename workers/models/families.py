@@ -166,7 +166,6 @@ def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: A
         fields,
         layers,
         attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=fields.optional_positive("attn_logit_softcapping"),
         final_softcap=fields.optional_positive("final_logit_softcapping"),
         norm_weight_offset=1.0,
         norms=NormNames(
@@ -188,7 +187,8 @@ def _gemma2(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, _head_dim(fields))
     slides = _slides(fields, lambda i: i % 2 == 0)
     layers = tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
-    return _gemma(fields, layers)
+    softcap = fields.optional_positive("attn_logit_softcapping")
+    return _gemma(fields, layers, attention_softcap=softcap)
 
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
@@ -210,6 +210,7 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
     slides = _slides(fields, lambda i: (i + 1) % period != 0)
     local = LayerSpec(local_rope, fields.optional_integer("sliding_window"))
     layers = tuple(local if sliding else LayerSpec(global_rope) for sliding in slides)
+    # Its configs may name an attn_logit_softcapping, which the models do not have.
     return _gemma(fields, layers, qk_norm="head")
 
 

@@ -78,6 +78,8 @@ CONFIGS = {
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "sliding_window": 10,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
