@@ -89,7 +89,9 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             constraint=constraint,
         )
-        if tools.mode is ToolMode.AUTO and self._serving.new_tool_parser().reads_special_tokens:
+        if tools.mode is ToolMode.AUTO:
+            # There must be a parser. What it looks for are special tokens of some models.
+            self._serving.new_tool_parser()
             params.skip_special_tokens = False
         return params
 

@@ -28,7 +28,6 @@ class JsonFormat:
     """Whether a call may also be `opening name {arguments}`."""
     needs_arguments: bool = False
     """Whether an object without arguments is no call."""
-    reads_special_tokens: bool = False
     new_id: Callable[[], str] = openai_call_id
 
 
@@ -53,7 +52,6 @@ class JsonToolParser:
     """
 
     def __init__(self, format: JsonFormat) -> None:
-        self.reads_special_tokens = format.reads_special_tokens
         self._format = format
         self._markers = format.openings + ((format.closing,) if format.closing else ())
         self._state = _State.START if format.bare else _State.TEXT
@@ -259,20 +257,12 @@ def hermes() -> JsonToolParser:
 
 
 def granite() -> JsonToolParser:
-    return JsonToolParser(
-        JsonFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>", reads_special_tokens=True)
-    )
+    return JsonToolParser(JsonFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>"))
 
 
 def llama3_json() -> JsonToolParser:
-    return JsonToolParser(
-        JsonFormat(("<|python_tag|>",), bare=True, needs_arguments=True, reads_special_tokens=True)
-    )
+    return JsonToolParser(JsonFormat(("<|python_tag|>",), bare=True, needs_arguments=True))
 
 
 def mistral() -> JsonToolParser:
-    return JsonToolParser(
-        JsonFormat(
-            ("[TOOL_CALLS]",), names_first=True, reads_special_tokens=True, new_id=mistral_call_id
-        )
-    )
+    return JsonToolParser(JsonFormat(("[TOOL_CALLS]",), names_first=True, new_id=mistral_call_id))

@@ -27,8 +27,6 @@ class PythonicToolParser:
     written out anew. Whitespace and the closing marker after the calls are dropped.
     """
 
-    reads_special_tokens = True
-
     def __init__(self) -> None:
         self._buffer = ""
         self._position = 0  # how far the buffer has been scanned

@@ -32,8 +32,7 @@ class ToolDelta:
 
 
 class ToolParser(Protocol):
-    reads_special_tokens: bool
-    """Whether its markers are special tokens, so that the text must be made with them in it."""
+    """Of one text, which must be made with its special tokens in it."""
 
     def feed(self, text: str) -> ToolDelta:
         """Take the next piece. What may be the beginning of a call is held back."""

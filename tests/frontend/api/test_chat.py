@@ -315,6 +315,17 @@ def test_auto_tools() -> None:
         assert none["finish_reason"] == "stop"
 
 
+def test_a_tool_parser_sees_special_tokens_as_which_some_models_have_its_markers() -> None:
+    text = "Look:<|im_start|> there"
+    with FrontendProcess(tool_call_parser="hermes") as frontend:
+        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
+        with_tools = chat(frontend, tools=[WEATHER], **options)["choices"][0]
+        assert with_tools["message"]["content"] == text
+        for without in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+            choice = chat(frontend, **options, **without)["choices"][0]
+            assert choice["message"]["content"] == "Look: there"
+
+
 def test_only_one_call_where_no_more_are_wanted() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     text = f"I look. {call}\n{call}"

@@ -280,12 +280,6 @@ def test_ids_are_fit_for_the_templates() -> None:
     assert re.fullmatch("[A-Za-z0-9]{9}", mistral)
 
 
-def test_markers_that_are_special_tokens_are_declared() -> None:
-    assert tool_parser("mistral")().reads_special_tokens
-    assert tool_parser("granite")().reads_special_tokens
-    assert not tool_parser("hermes")().reads_special_tokens
-
-
 def test_unknown_parser() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser 'x' is not known; choose one of her"):
         tool_parser("x")
