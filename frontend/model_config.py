@@ -13,7 +13,7 @@ from ..protocol.config_fields import MAX_INTEGER, ConfigFields
 from ..protocol.errors import CheckpointError, ConfigError, ParameterError
 from ..protocol.gguf import GGUFFile
 from ..protocol.gguf_config import GGUFFields, gguf_to_hf_config
-from ..protocol.model_dimensions import ModelDimensions
+from ..protocol.model_dimensions import UNSAID_BY_GEMMA3, ModelDimensions
 from ..protocol.sampling_params import SamplingParams
 from .console import Console
 from .model_options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
@@ -120,9 +120,11 @@ def _read_directory(
 
 
 def _text_config(config: ConfigFields) -> ConfigFields:
-    """The language model's part of a multimodal model's config."""
+    """The language model's part of a multimodal model's config, with what its family leaves out."""
     nested = config.section("text_config")
-    return config if nested is None else config.with_values(nested.config)
+    text = config if nested is None else config.with_values(nested.config)
+    is_gemma3 = text.text("model_type").startswith("gemma3")
+    return text.with_defaults(**UNSAID_BY_GEMMA3) if is_gemma3 else text
 
 
 def _dimensions(config: ConfigFields) -> ModelDimensions | None:

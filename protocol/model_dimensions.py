@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from .config import ParallelConfig
 from .errors import ConfigError
+
+UNSAID_BY_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+"""What transformers takes for granted where a Gemma 3's config does not say it."""
 
 
 class ModelDimensions(msgspec.Struct, frozen=True):

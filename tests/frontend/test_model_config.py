@@ -160,6 +160,13 @@ def test_the_longest_context(tmp_path: Path, fields: dict[str, Any], expected: i
     assert max_len(tmp_path, **fields) == expected
 
 
+def test_a_gemma3_as_published_leaves_out_what_is_its_familys_default(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    path = write(tmp_path / "m", config={"model_type": "gemma3", "text_config": text})
+    config = resolve(path).config
+    assert (config.vocab_size, config.max_model_len) == (262_208, 131_072)
+
+
 @pytest.mark.parametrize("saved", [{}, {"rope_parameters": {"rope_type": "default"}}])
 def test_a_longer_context_than_the_models_is_refused_unless_extended(
     saved: dict[str, Any], tmp_path: Path

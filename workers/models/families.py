@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from ...protocol.config_fields import ConfigFields
+from ...protocol.model_dimensions import UNSAID_BY_GEMMA3
 from .rope import RopeSpec
 from .rope_config import read_rope, read_rope_of_layer_type
 from .spec import LayerSpec, ModelSpec, NormNames
@@ -193,9 +194,7 @@ def _gemma2(fields: ConfigFields) -> ModelSpec:
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
     # The configs on the hub leave out whatever is their class's default.
-    fields = fields.with_defaults(
-        **_GEMMA_DEFAULTS, vocab_size=262_208, max_position_embeddings=131_072
-    )
+    fields = fields.with_defaults(**_GEMMA_DEFAULTS, **UNSAID_BY_GEMMA3)
     local_rope = read_rope_of_layer_type(
         fields,
         "sliding_attention",
