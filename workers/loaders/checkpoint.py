@@ -22,7 +22,7 @@ class Checkpoint(ABC):
 
     def __init__(self, path: Path, config: ConfigFields) -> None:
         self.path = path
-        self.config = config.config
+        self.config = dict(config.config)
         self.config_path = config.path
         self.bytes_read = 0
         self.place: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = copy_to_host
