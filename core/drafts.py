@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
+from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.config import SpeculativeConfig
 from ..protocol.errors import EngineError
 from ..protocol.messages import DraftTokenIds
-from .batch import Batch
+from .batch import Batch, StepInFlight
 from .grammars import Grammars
+from .request import Request
 from .running_requests import RunningRequests
 from .slots import SlotArray
 
@@ -39,13 +40,18 @@ class Drafts:
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
+        # Drafts of the step after the next one, which a grammar forces if the next one accepts its drafts and samples the
+        # one token between. `_forced_token_ids` has all of these.
+        self._num_forced: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._forced_token_ids: Int32Array = np.zeros((max_num_seqs, 2 * self._most + 1), np.int32)
         self.are_any = False
         """Whether somebody who may still run has drafts."""
 
     def count(self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array) -> Int64Array:
         """How many drafts each decoding slot may have verified, within its `room`."""
         is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
-        return np.clip(np.where(is_known, self._num_tokens[slots], 0), 0, room)
+        counts = np.maximum(self._num_tokens[slots], self._num_forced[slots])
+        return np.clip(np.where(is_known, counts, 0), 0, room)
 
     def take(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
         """The first `counts` drafts of each slot, for a step. What is left of them is of no use."""
@@ -58,9 +64,10 @@ class Drafts:
     def forget(self, slots: SlotArray) -> None:
         """Each slot has other last tokens than those that its drafts follow."""
         if self.are_any:
-            self._num_tokens[slots] = 0
-            self._num_tokens[self._generation != self._slots.generation] = 0
-            self.are_any = bool(self._num_tokens.any())
+            is_other = self._generation != self._slots.generation
+            for counts in (self._num_tokens, self._num_forced):
+                counts[slots] = counts[is_other] = 0
+            self.are_any = bool(self._num_tokens.any() or self._num_forced.any())
 
     def find(self, slot: int) -> list[int]:
         """What was proposed last for a slot."""
@@ -68,6 +75,37 @@ class Drafts:
             return []
         found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
         return found
+
+    def force(self, request: Request) -> None:
+        """Let what a request's grammar leaves no choice about follow its drafts."""
+        slot, drafts = request.slot, self.find(request.slot)
+        forced = self._grammars.forced_tokens(request, drafts)
+        if not forced:
+            return
+        self._generation[slot] = self._slots.generation[slot]
+        self.are_any = True
+        if self._uses_placeholders:
+            # The next step is scheduled already, and samples the first of them.
+            following = (drafts + forced)[: len(drafts) + 1 + self._most]
+            self._forced_token_ids[slot, : len(following)] = following
+            self._num_forced[slot] = len(following) - len(drafts) - 1
+        else:
+            following = (drafts + forced)[: self._most]
+            self._token_ids[slot, : len(following)] = following
+            self._num_tokens[slot] = len(following)
+
+    def forced(self, step: StepInFlight) -> DraftTokenIds | None:
+        """What is forced after the last tokens of a step's constrained requests, with their drafts in it."""
+        slots = [row.request.slot for row in step.constrained if row.is_alive]
+        slots = [slot for slot in slots if self._num_forced[slot]]
+        if not slots:
+            return None
+        counts = [len(self.find(slot)) + 1 + int(self._num_forced[slot]) for slot in slots]
+        rows = zip(slots, counts, strict=True)
+        token_ids = [self._forced_token_ids[slot, :count] for slot, count in rows]
+        return DraftTokenIds(
+            step.step, int32_bytes(slots), int32_bytes(counts), np.concatenate(token_ids).tobytes()
+        )
 
     def propose(self, batch: Batch, drafts: DraftTokenIds) -> None:
         """Take in what was proposed after a step. Raises EngineError when the arrays do not fit together."""

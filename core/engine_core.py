@@ -407,7 +407,8 @@ class EngineCore:
 
     def _send_grammar_bitmask(self, step: SchedulerOutput) -> None:
         bitmask = self._scheduler.get_grammar_bitmask(step)
-        self._workers.send(GrammarOutput(step.step, bitmask))
+        forced = self._scheduler.get_forced_tokens(step)
+        self._workers.send(GrammarOutput(step.step, bitmask, forced))
 
     def _beat(self, now: float) -> None:
         self._next_beat = now + BEAT_INTERVAL_S

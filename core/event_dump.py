@@ -30,7 +30,7 @@ from .redaction import (
 )
 from .snapshot import Snapshot, SnapshotError, describe
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"

@@ -24,6 +24,7 @@ from .events import (
     Decided,
     Event,
     GrammarAccepts,
+    GrammarForces,
     GrammarRefused,
     Hashed,
     Schedule,
@@ -221,7 +222,7 @@ class EventLog:
 
 
 class RecordedGrammars(Outside):
-    """A grammar backend whose refusals are written down: a replay has no grammars to ask."""
+    """A grammar backend whose opinions are written down: a replay has no grammars to ask."""
 
     def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
         self._log = log
@@ -242,3 +243,9 @@ class RecordedGrammars(Outside):
         if num_tokens < len(token_ids):
             self._log.answer(GrammarAccepts(key, num_tokens))
         return num_tokens
+
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        forced = self._backend.forced_tokens(key, token_ids)
+        if forced:
+            self._log.answer(GrammarForces(key, len(forced)))
+        return forced

@@ -125,6 +125,13 @@ class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
     num_tokens: int
 
 
+class GrammarForces(msgspec.Struct, tag=20, array_like=True, gc=False):
+    """While the event before was handled, a grammar left no choice about so many tokens."""
+
+    key: RequestKey
+    num_tokens: int
+
+
 class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=False):
     """While the event before was handled, the KV connector said what it can load; None: not yet."""
 
@@ -173,6 +180,7 @@ Answer: TypeAlias = (
     Hashed
     | GrammarRefused
     | GrammarAccepts
+    | GrammarForces
     | Matched
     | DelaysFree
     | CacheItemFound
@@ -192,6 +200,7 @@ Event: TypeAlias = (
     | Hashed
     | GrammarRefused
     | GrammarAccepts
+    | GrammarForces
     | UpdateDrafts
     | Matched
     | DelaysFree

@@ -35,7 +35,7 @@ ATOMS: Final = frozenset({type(None), bool, int, float, bytes})
 CONTENT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset({"prompt_token_ids", "output_token_ids", "kv_transfer_params"}),
     EncoderInput: frozenset({"data"}),
-    Drafts: frozenset({"_token_ids"}),
+    Drafts: frozenset({"_token_ids", "_forced_token_ids"}),
     Tenure: frozenset({"draft_token_ids"}),
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),

@@ -24,6 +24,12 @@ class GrammarBackend(Protocol):
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         """How many of the tokens the grammar would accept in a row, without advancing."""
 
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        """What the grammar leaves no choice about after these tokens, which it accepts, without advancing.
+
+        As tokens this may be written in more than one way.
+        """
+
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         """Take back the last accepted tokens; False when that is not possible."""
 
@@ -64,6 +70,12 @@ class Grammars:
         if self._backend is None or not token_ids:
             return len(token_ids)
         return self._backend.num_acceptable(request.key, token_ids)
+
+    def forced_tokens(self, request: Request, token_ids: Sequence[int]) -> list[int]:
+        """What must follow these drafts, which the request's grammar accepts."""
+        if self._backend is None:
+            return []
+        return self._backend.forced_tokens(request.key, token_ids)
 
     def release(self, request: Request) -> None:
         if self._backend is not None:

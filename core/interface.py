@@ -74,6 +74,10 @@ class SchedulerInterface(ABC):
         """Bitmasks of the step's `grammar_slots`, once the outputs of all earlier steps are in."""
 
     @abstractmethod
+    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        """What grammars expect to follow the last tokens of the step's `grammar_slots`, at the time of its bitmasks."""
+
+    @abstractmethod
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,

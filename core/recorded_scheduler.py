@@ -241,6 +241,9 @@ class RecordedScheduler(SchedulerInterface):
         del self.log.events[num_events:]
         return bitmask
 
+    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        return self.scheduler.get_forced_tokens(scheduler_output)
+
     def take_kv_events(self) -> list[KVCacheEvent]:
         return self.scheduler.take_kv_events()
 

@@ -26,6 +26,7 @@ from .events import (
     FinishClient,
     FinishRequests,
     GrammarAccepts,
+    GrammarForces,
     GrammarReady,
     GrammarRefused,
     Hashed,
@@ -213,7 +214,7 @@ class Replayer(Outside):
 
 
 class _RecordedOpinions(Outside):
-    """Every grammar accepts every token but those that were recorded as refused."""
+    """Every grammar accepts every token but those that were recorded as refused, and forces what was recorded."""
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers
@@ -233,6 +234,13 @@ class _RecordedOpinions(Outside):
             self._answers.popleft()
             return answer.num_tokens
         return len(token_ids)
+
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        answer = self._answers[0] if self._answers else None
+        if isinstance(answer, GrammarForces) and answer.key == key:
+            self._answers.popleft()
+            return [0] * answer.num_tokens
+        return []
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         return True

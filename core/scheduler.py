@@ -385,6 +385,11 @@ class Scheduler(SchedulerInterface):
             ]
         return self._grammars.bitmask(rows)
 
+    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        if self._drafts is None:
+            return None
+        return self._drafts.forced(self._results.expected(scheduler_output.step))
+
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,

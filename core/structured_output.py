@@ -59,6 +59,13 @@ class _GrammarState:
             count += sum(1 for _ in takewhile(self.end_token_ids.__contains__, token_ids[count:]))
         return count
 
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        is_allowed = self.accept(token_ids)
+        forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+        if not is_allowed or (token_ids and not self.rollback(len(token_ids))):
+            raise EngineError("a grammar cannot be put back before drafts that it accepted")
+        return forced
+
     def rollback(self, num_tokens: int) -> bool:
         ends = min(num_tokens, self.num_ends_after_stop)
         self.num_ends_after_stop -= ends
@@ -127,6 +134,10 @@ class StructuredOutputManager:
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
         """How many of these tokens the grammar would accept in a row, without advancing."""
         return self._states[key].num_acceptable(token_ids)
+
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        """What must follow these tokens, which the grammar accepts, without advancing."""
+        return self._states[key].forced_tokens(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
         """Take back the last accepted tokens. False when that is not possible."""

@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import ConfigError
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 """Bumped whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1

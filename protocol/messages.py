@@ -407,11 +407,13 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
     """Allowed tokens of the step's `grammar_slots`, in that order: int32[…, ceil(vocab / 32)] bitmasks.
 
-    A slot has one row, and one more for what follows each of its drafts.
+    A slot has one row, and one more for what follows each of its drafts. `forced` are tokens that its grammar expects
+    to come next, of some slots: drafts for the steps after this one.
     """
 
     step: int
     bitmask: I32
+    forced: DraftTokenIds | None = None
 
 
 class AllocateKVCache(msgspec.Struct, tag="allocate", array_like=True, gc=False, frozen=True):

@@ -13,7 +13,7 @@ import torch
 
 from ..protocol.arrays import Int32Array, Int64Array, int32_view
 from ..protocol.config import SpeculativeConfig
-from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
+from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .batch import StepPlan, even_requests
 from .cpu.decoding import NativeDecoding
 from .cpu.drafts import Drafts
@@ -75,6 +75,7 @@ class HostExecution:
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         if self._drafts is not None and output.new_requests:
             self._drafts.forget([new.slot for new in output.new_requests])
+        await_grammar = partial(self._await_grammar, await_grammar)
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
@@ -115,6 +116,13 @@ class HostExecution:
         if output.draft_token_ids:
             self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
         return self._batch.num_drafts(output)[slots_S]
+
+    def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
+        """With it come drafts of what follows the tokens that are there before the step has sampled."""
+        message = await_grammar(step)
+        if message is not None and message.forced is not None and self._drafts is not None:
+            self._drafts.force(message.forced)
+        return message
 
     def close(self) -> None:
         """It keeps nothing that anybody waits for."""

@@ -278,6 +278,22 @@ def test_drafts_of_what_follows_the_end_are_acceptable(manager: StructuredOutput
     assert manager.num_acceptable(0, [draft[-1], EOS, EOS]) == 3
 
 
+def test_what_leaves_no_choice_is_known_in_advance(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
+    before = allowed(manager)
+    assert manager.forced_tokens(0, []) == []
+    draft = TOKENIZER.encode("model:", add_special_tokens=False)
+    forced = manager.forced_tokens(0, draft)
+    text = TOKENIZER.decode([*draft, *forced])
+    assert len(forced) > 1 and "model: Engine serves".startswith(text)
+    assert allowed(manager).tolist() == before.tolist()
+    assert manager.num_acceptable(0, [*draft, *forced]) == len(draft) + len(forced)
+    assert feed(manager, "model: Engine serves7")
+    assert manager.forced_tokens(0, []) == []
+    assert manager.forced_tokens(0, [EOS]) == []
+    assert allowed(manager).tolist() == [EOS]
+
+
 def test_a_request_released_while_it_compiles_is_not_reported(
     manager: StructuredOutputManager,
 ) -> None:

@@ -79,6 +79,28 @@ def test_copies_take_fewer_steps(drafting: Server, plain: Server) -> None:
     assert plain.metric("engine:spec_decode_num_draft_tokens_total") == 0
 
 
+def test_what_a_schema_leaves_no_choice_about_takes_fewer_steps(
+    drafting: Server, plain: Server
+) -> None:
+    names = ("characteristics_of_the_animal", "number_of_legs", "geographical_distribution")
+    schema = {
+        "type": "object",
+        "properties": {name: {"enum": ["many", "few"]} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+    def count_steps(server: Server) -> tuple[float, Any]:
+        before = server.metric("engine:scheduler_steps_total")
+        wish = {"structured_outputs": {"json": schema}, "temperature": 0, "ignore_eos": False}
+        told, _ = ask(server, wish)
+        return server.metric("engine:scheduler_steps_total") - before, told
+
+    (few, told), (many, wanted) = count_steps(drafting), count_steps(plain)
+    assert told == wanted
+    assert few < 0.75 * many
+
+
 def test_many_at_once_are_told_what_they_are_told_alone(drafting: Server, plain: Server) -> None:
     wanted = [ask(plain, wish)[0] for wish in WISHES]
     with ThreadPoolExecutor(len(WISHES)) as pool:

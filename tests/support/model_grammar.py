@@ -15,8 +15,9 @@ def allowed_tokens(num_accepted: int, vocab_size: int) -> np.ndarray:
 
 
 class ModelGrammar:
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, forces: bool = False) -> None:
         self.vocab_size = vocab_size
+        self.forces = forces
         self.compiling: list[Key] = []
         self.num_accepted: dict[Key, int] = {}
 
@@ -35,6 +36,15 @@ class ModelGrammar:
         start = self.num_accepted[key]
         wrong = (i for i, token_id in enumerate(token_ids) if token_id % 2 != (start + i) % 2)
         return next(wrong, len(token_ids))
+
+    def forced_tokens(self, key: Key, token_ids: Sequence[int]) -> list[int]:
+        """As if after every third token the next two were known, if it `forces`."""
+        num_accepted = self.num_accepted[key] + len(token_ids)
+        return (
+            [num_accepted % 2, (num_accepted + 1) % 2]
+            if self.forces and num_accepted % 3 == 0
+            else []
+        )
 
     def rollback(self, key: Key, num_tokens: int) -> bool:
         assert 0 < num_tokens <= self.num_accepted[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ class Row:
             self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
         self.lora_name = data.lora_name
         self.drafts: list[int] = []
+        self.forced: list[int] = []
         self.encoder_inputs = data.encoder_inputs
         self.fingerprints = fingerprints(
             self.token_ids, self.params.seed, data.lora_name, data.encoder_inputs
@@ -58,6 +60,8 @@ class Row:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.fingerprints.append(extend(self.fingerprints[-1], token_id))
+        # What is forced is so from the first token on.
+        self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []
 
 
 def propose_by_chance(rng: random.Random, vocab_size: int, most: int) -> Callable[[Row], list[int]]:
@@ -93,10 +97,12 @@ class ModelWorker:
         num_host_blocks: int = 0,
         propose: Callable[[Row], list[int]] | None = None,
         remembers_drafts: bool = False,
+        most_drafts: int = 0,
     ) -> None:
         self.groups = groups
         self.propose = propose
         self.remembers_drafts = remembers_drafts
+        self.most_drafts = most_drafts
         self.rejected: deque[list[tuple[Row, int]]] = deque()
         """Drafts that were rejected, for each output that was not taken yet."""
         self.block_size = block_size
@@ -157,6 +163,11 @@ class ModelWorker:
         allowed = bits.reshape(len(words), -1)[:, : self.vocab_size].astype(bool)
         split = np.split(allowed, np.cumsum(num_rows)[:-1])
         masks = dict(zip(slots, split, strict=True))
+        if grammar.forced is not None:
+            tokens = iter(int32_view(grammar.forced.token_ids).tolist())
+            counts = int32_view(grammar.forced.num_tokens).tolist()
+            for slot, count in zip(int32_view(grammar.forced.slots).tolist(), counts, strict=True):
+                self.rows[slot].forced = list(islice(tokens, count))
         self._outputs.append(self._execute(step, masks))
         while self._waiting and not self._waiting[0].grammar_slots:
             self._outputs.append(self._execute(self._waiting.popleft(), None))
@@ -210,7 +221,9 @@ class ModelWorker:
                 num_sampled.append(len(tokens))
                 num_verified.append(len(drafts.get(position, [])))
                 rejected.append((row, scheduled_drafts.get(position, 0) + 1 - len(tokens)))
-                row.drafts = self.propose(row) if self.propose else []
+                row.drafts = row.forced[: self.most_drafts]
+                if self.propose and not row.drafts:
+                    row.drafts = self.propose(row)
             else:
                 assert position not in drafts
             if slot in self.fail_next:

@@ -129,7 +129,7 @@ class Harness:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.max_in_flight = max_in_flight
-        self.grammar = ModelGrammar(vocab_size)
+        self.grammar = ModelGrammar(vocab_size, forces=self.config.async_scheduling)
         self.kv_transfer = connector and KVTransferConfig(
             "model",
             kv_load_failure_policy=load_failure_policy,
@@ -173,6 +173,7 @@ class Harness:
             num_host_blocks=num_host_blocks,
             propose=propose,
             remembers_drafts=self.config.async_scheduling,
+            most_drafts=speculative.num_speculative_tokens if speculative else 0,
         )
         self.heard: dict[Key, Heard] = {}
         self._num_requests = 0
@@ -198,7 +199,7 @@ class Harness:
         self._in_flight.clear()
         self._sequences.clear()
         self.batch = {}
-        self.grammar = ModelGrammar(self.vocab_size)
+        self.grammar = ModelGrammar(self.vocab_size, self.grammar.forces)
         held = self.worker.forget_requests()
         self.scheduler = self._make_scheduler()
         self.scheduler.inherit(held)
@@ -340,7 +341,8 @@ class Harness:
         if self._in_flight and self._in_flight[0].grammar_slots and not self.worker.is_idle:
             step = self._in_flight[0]
             bitmask = self.scheduler.get_grammar_bitmask(step)
-            self.worker.submit_grammar(GrammarOutput(step.step, bitmask))
+            forced = self.scheduler.get_forced_tokens(step)
+            self.worker.submit_grammar(GrammarOutput(step.step, bitmask, forced))
 
     def _hear(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client, sent in outputs.items():

@@ -109,7 +109,7 @@ class Steps:
 
         def bitmask(step: int) -> GrammarOutput:
             assert step == self.step
-            return GrammarOutput(step, int32_bytes(grammar[1]))
+            return GrammarOutput(step, int32_bytes(grammar[1]), *grammar[2:])
 
         return self.runner.execute(output, bitmask)
 

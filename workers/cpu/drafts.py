@@ -11,7 +11,7 @@ import ctypes
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array
+from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.config import SpeculativeConfig
 from ...protocol.messages import DraftTokenIds
 from ..batch import PersistentBatch
@@ -27,6 +27,11 @@ class Drafts:
         self._look_up = native_library().engine_look_up_drafts
         self.max_drafts = batch.num_slots * config.num_speculative_tokens
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._num_forced: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._forced_start: Int32Array = np.zeros(batch.num_slots, np.int32)
+        # A step's drafts, the token that is sampled after them, and the next step's.
+        width = 2 * config.num_speculative_tokens + 1
+        self._forced: Int32Array = np.zeros((batch.num_slots, width), np.int32)
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._counts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._tokens: Int32Array = np.zeros(self.max_drafts, np.int32)
@@ -34,6 +39,10 @@ class Drafts:
             num_drafts=self._num_drafts.ctypes.data,
             most=config.num_speculative_tokens,
             shortest_match=config.prompt_lookup_min,
+            forced_width=width,
+            num_forced=self._num_forced.ctypes.data,
+            forced_start=self._forced_start.ctypes.data,
+            forced_tokens=self._forced.ctypes.data,
             found_slots=self._slots.ctypes.data,
             found_counts=self._counts.ctypes.data,
             found_tokens=self._tokens.ctypes.data,
@@ -47,9 +56,20 @@ class Drafts:
         self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
 
+    def force(self, forced: DraftTokenIds) -> None:
+        """Expect that these tokens follow the last one of each slot."""
+        slots, counts = int32_view(forced.slots), int32_view(forced.num_tokens)
+        is_filled = np.arange(self._forced.shape[1]) < counts[:, None]
+        rows = np.zeros(is_filled.shape, np.int32)
+        rows[is_filled] = int32_view(forced.token_ids)
+        self._forced[slots] = rows
+        self._num_forced[slots] = counts
+        self._forced_start[slots] = self._batch.num_tokens[slots]
+
     def forget(self, slots: Int32Array | list[int]) -> None:
         """The slots have other tokens, and no drafts of what follows those."""
         self._num_drafts[slots] = 0
+        self._num_forced[slots] = 0
 
     def look_up(self, slots: Int32Array) -> None:
         """Look for drafts of slots that have a new token."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
-from engine.protocol.messages import ModelRunnerOutput
+from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
@@ -321,6 +321,36 @@ def test_a_grammar_limits_what_the_worker_has_found_itself(checkpoint):
         tokens += tokens_of(rows_of(result, [0])[0])
     assert tokens == ([7, 9, 11] * 8)[: len(tokens)]
     assert num_steps < 4
+
+
+def test_what_a_grammar_forces_is_drafted_as_long_as_it_comes(checkpoint):
+    vocab_size = checkpoint[1].config.vocab_size
+    steps = make_steps(checkpoint)
+    steps.run(slots=[0], chunks=[(0, 3)], new=[steps.new(0, [20, 21, 22])])
+
+    def run(allowed: list[int], forced: list[int], num_drafts: int = 0) -> ModelRunnerOutput:
+        masks = np.stack([pack_bitmask([token], vocab_size) for token in allowed])
+        tokens = None
+        if forced:
+            tokens = DraftTokenIds(0, *map(int32_bytes, ([0], [len(forced)], forced)))
+        chunks = {"chunks": [(0, num_drafts + 1)]} if num_drafts else {}
+        drafts = int32_bytes([(0, num_drafts)] if num_drafts else [])
+        return steps.run(grammar=([0], masks, tokens), drafts=drafts, **chunks)
+
+    def drafted(result: ModelRunnerOutput) -> list[int]:
+        return [] if result.drafts is None else int32_view(result.drafts.token_ids).tolist()
+
+    # Nine are forced; a step has six drafts at most.
+    assert drafted(run([31], list(range(31, 40)))) == [32, 33, 34, 35, 36, 37]
+    result = run([32, 33, 34, 35, 36, 37, 38], [], 6)
+    assert tokens_of(rows_of(result, [0])[0]) == list(range(32, 39))
+    assert drafted(result) == [39]
+    # It comes otherwise than it was expected, and what is forced is over.
+    assert drafted(run([50, 51], [], 1)) == []
+    assert drafted(run([60], [60, 61])) == [61]
+    # Whoever takes the slot has nothing of it.
+    steps.run(slots=[0], removed=[0], chunks=[(0, 2)], new=[steps.new(0, [70, 71])])
+    assert drafted(run([61], [])) == []
 
 
 def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):

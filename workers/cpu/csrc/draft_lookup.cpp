@@ -34,6 +34,20 @@ int32_t draft(int32_t* tokens, int32_t length, int32_t most, int32_t shortest_ma
   return count;
 }
 
+// Writes what is expected to follow, as far as what has come since agrees with it, and returns how many.
+int32_t go_on_as_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
+  int32_t& num_forced = lookup.num_forced[slot];
+  const int32_t num_known = length - lookup.forced_start[slot];
+  const int32_t* forced = lookup.forced_tokens + slot * lookup.forced_width;
+  if (num_known >= num_forced || !std::equal(forced, forced + num_known, tokens + length - num_known)) {
+    num_forced = 0;
+    return 0;
+  }
+  const int32_t count = std::min(num_forced - num_known, most);
+  std::copy_n(forced + num_known, count, tokens + length);
+  return count;
+}
+
 }  // namespace
 
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
@@ -50,7 +64,11 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     // The token that is sampled after the last draft needs room, too.
     const int32_t room = int32_t(max_model_len) - 1 - length;
     const int32_t limit = std::min(most, room);
-    const int32_t count = length && limit > 0 ? draft(tokens, length, limit, shortest_match) : 0;
+    const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});
+    int32_t count = 0;
+    if (lookup.num_forced[slot] && forced_limit > 0)
+      count = go_on_as_forced(lookup, slot, tokens, length, forced_limit);
+    if (!count && length && limit > 0) count = draft(tokens, length, limit, shortest_match);
     lookup.num_drafts[slot] = count;
     if (!count) continue;
     lookup.found_slots[lookup.num_found] = int32_t(slot);

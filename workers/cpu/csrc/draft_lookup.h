@@ -1,4 +1,5 @@
-// Drafts by lookup: what followed where a request's last tokens came before, in its prompt or in what it generated.
+// Drafts by lookup: what a request's grammar leaves no choice about, or else what followed where its last tokens came
+// before, in its prompt or in what it generated.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,18 @@ constexpr int32_t kMaxDraftsOfStep = 16, kLeastShare = 4;
 constexpr int32_t kRequestsOfMatchedToken = 2;
 // A longer match says nothing more.
 constexpr int32_t kLongestMatch = 64;
+// Of what is forced more may share a step: it is nearly always right, and then a row of it gives as much as any other.
+constexpr int32_t kMaxForcedOfStep = 32;
 
 // The drafts of every slot, and what was found last.
 struct DraftLookup {
   int32_t* num_drafts;           // [slots], which lie behind each slot's tokens
   int32_t most, shortest_match;  // of a slot, in a step of a single request
   int32_t num_found;
+  int32_t forced_width;
+  int32_t* num_forced;           // [slots], tokens expected to follow the first `forced_start` ones
+  const int32_t* forced_start;   // [slots]
+  const int32_t* forced_tokens;  // [slots, forced_width]
   int32_t* found_slots;   // [num_found], those with drafts
   int32_t* found_counts;  // [num_found]
   int32_t* found_tokens;  // of all found slots, one after the other
