@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
@@ -13,6 +15,9 @@ from .grammars import Grammars
 from .request import Request
 from .running_requests import RunningRequests
 from .slots import SlotArray
+
+MOST_FORCED: Final = 32
+"""A worker has no time for what is forced of one of more requests."""
 
 
 class Drafts:
@@ -76,9 +81,17 @@ class Drafts:
         found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
         return found
 
-    def force(self, request: Request) -> None:
-        """Let what a request's grammar leaves no choice about follow its drafts."""
+    def force(self, step: StepInFlight) -> None:
+        """Let what grammars leave no choice about follow a step's tokens, and the drafts after them."""
+        if len(step.sampling) <= MOST_FORCED:
+            for row in step.constrained:
+                if row.is_alive:
+                    self._force(row.request)
+
+    def _force(self, request: Request) -> None:
         slot, drafts = request.slot, self.find(request.slot)
+        if not self._uses_placeholders and not self._are_usable(np.array([slot])).all():
+            return
         forced = self._grammars.forced_tokens(request, drafts)
         if not forced:
             return
@@ -94,10 +107,18 @@ class Drafts:
             self._token_ids[slot, : len(following)] = following
             self._num_tokens[slot] = len(following)
 
+    def _are_usable(self, slots: SlotArray) -> BoolArray:
+        """Whether drafts can follow the tokens that are known: what is in flight goes on without them."""
+        is_usable: BoolArray = self._slots.num_expected_tokens[
+            slots
+        ] == self._slots.num_known_tokens(slots)
+        return is_usable
+
     def forced(self, step: StepInFlight) -> DraftTokenIds | None:
         """What is forced after the last tokens of a step's constrained requests, with their drafts in it."""
         slots = [row.request.slot for row in step.constrained if row.is_alive]
-        slots = [slot for slot in slots if self._num_forced[slot]]
+        is_known = self._generation == self._slots.generation
+        slots = [slot for slot in slots if self._num_forced[slot] and is_known[slot]]
         if not slots:
             return None
         counts = [len(self.find(slot)) + 1 + int(self._num_forced[slot]) for slot in slots]
@@ -122,8 +143,7 @@ class Drafts:
         is_usable = np.isin(slots, batch.slots[batch.alive(state)])
         slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
         if not self._uses_placeholders:
-            # What is in flight goes on without these drafts.
-            is_usable = state.num_expected_tokens[slots] == state.num_known_tokens(slots)
+            is_usable = self._are_usable(slots)
             slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
         columns = np.arange(self._most)
         is_filled = columns < counts[:, None]

@@ -161,9 +161,7 @@ class StepResults:
             self._drafts.forget(sampling.slots)
             if output.drafts is not None:
                 self._drafts.propose(step.batch, output.drafts)
-            for row in step.constrained:
-                if row.is_alive:
-                    self._drafts.force(row.request)
+            self._drafts.force(step)
         return self._clients.take(sampling, token_ids.tobytes(), counts, now, make_stats)
 
     def take_drafts(self, drafts: DraftTokenIds) -> None:

@@ -1,6 +1,6 @@
 """The native program's choice of tokens.
 
-Shapes: S rows of the batch, K of them that sampled (more with drafts that were right), V vocabulary, W log-probabilities.
+Shapes: S rows of the batch, K tokens that they sample (more with drafts that were right), V vocabulary.
 """
 
 from __future__ import annotations

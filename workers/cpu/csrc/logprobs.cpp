@@ -1,7 +1,6 @@
 // Log-probabilities of a row's tokens, as workers/sampling/logprobs.py has them.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "sampling.h"
 
