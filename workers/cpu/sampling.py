@@ -14,10 +14,8 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array
-from ...protocol.sampling_params import SamplingParams
 from ..batch import PersistentBatch
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
-from ..sampling.sampler import NO_TOKENS
 from ..sampling.state import SamplingState
 from .library import LogitRules, LogprobRows, SamplingRows, Step
 from .program import NativeProgram
@@ -51,18 +49,6 @@ class NativeSampler(Sampler):
             "grammar": self._grammar.ctypes.data,
             "grammar_words": self._grammar_words.ctypes.data,
         }
-
-    def add(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Int32Array,
-        eos_token_ids: tuple[int, ...],
-        output_token_ids: Int32Array = NO_TOKENS,
-    ) -> None:
-        super().add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
-        if self._state.changes_logits[slot]:
-            self._rules[slot] = self._rules_of(slot)
 
     def sample(
         self,
@@ -103,8 +89,10 @@ class NativeSampler(Sampler):
         finally:
             self._grammar[grammar.slots_G] = 0
 
-    def _rules_of(self, slot: int) -> LogitRules:
-        """Whose arrays the sampler's state keeps."""
+    def _prepare(
+        self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
+    ) -> None:
+        """The sampler's state keeps the arrays that the slot's rules point to."""
         state = self._state
         rules = LogitRules(
             has_penalties=bool(state.has_penalties[slot]),
@@ -125,7 +113,7 @@ class NativeSampler(Sampler):
             tokens, values = bias
             rules.bias_tokens, rules.biases = tokens.ctypes.data, values.ctypes.data
             rules.num_biases = len(tokens)
-        return rules
+        self._rules[slot] = rules
 
 
 class RowsToSample:

@@ -22,7 +22,7 @@ from .logprobs import Logprobs
 from .metadata import SamplingMetadata
 from .state import SamplingState
 
-NO_TOKENS: Final = np.zeros(0, np.int32)
+_NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class Grammar(NamedTuple):
@@ -139,10 +139,18 @@ class Sampler(ABC):
         params: SamplingParams,
         prompt_token_ids: Int32Array,
         eos_token_ids: tuple[int, ...],
-        output_token_ids: Int32Array = NO_TOKENS,
+        output_token_ids: Int32Array = _NO_TOKENS,
     ) -> None:
         """A request takes the slot. `output_token_ids` are those sampled before it was preempted."""
         self._state.add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
+        if self._state.changes_logits[slot]:
+            self._prepare(slot, prompt_token_ids, output_token_ids)
+
+    @abstractmethod
+    def _prepare(
+        self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
+    ) -> None:
+        """The slot's request wants its logits changed."""
 
     def remove(self, slot: int) -> None:
         """The slot is free again."""

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
-from ...protocol.sampling_params import SamplingParams
 from ..transfers import to_device
 from .bad_words import BadWords
 from .choice import choose_tokens
@@ -21,7 +20,7 @@ from .logprobs import compute_logprobs
 from .masks import limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
-from .sampler import NO_TOKENS, Grammar, Sampler, SamplerOutput
+from .sampler import Grammar, Sampler, SamplerOutput
 
 ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
 
@@ -45,15 +44,9 @@ class TorchSampler(Sampler):
         self._bad_words = BadWords(num_slots, device)
         self._changes: tuple[SamplingMetadata, LogitChanges] | None = None
 
-    def add(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Int32Array,
-        eos_token_ids: tuple[int, ...],
-        output_token_ids: Int32Array = NO_TOKENS,
+    def _prepare(
+        self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        super().add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
         if self._state.has_penalties[slot]:
             self._seen_tokens.add(slot, prompt_token_ids, output_token_ids)
         if slot in self._state.bad_words:
