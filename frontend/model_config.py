@@ -131,7 +131,7 @@ def _dimensions(config: ConfigFields) -> ModelDimensions | None:
     """None if the config leaves some to the family, or has what the worker will refuse by name."""
     try:
         return ModelDimensions(
-            config.integer("num_hidden_layers"),
+            config.layer_count("num_hidden_layers"),
             config.integer("num_attention_heads"),
             config.optional_integer("num_key_value_heads"),
             config.integer("intermediate_size"),

@@ -11,6 +11,8 @@ from typing import Any
 from .errors import CheckpointError
 
 MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 10_000
+"""Each has something of its own, so a number that is wrong must not fill the memory."""
 MAX_NUMBER = 1e15
 """What is computed from it still fits into a float32."""
 
@@ -68,12 +70,24 @@ class ConfigFields:
             raise self.error(f"{self.prefix}{name} is missing")
         return value
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_INTEGER,
+    ) -> int:
         value = self._required(name, default)
-        if not _is_integer(value) or not minimum <= value <= MAX_INTEGER:
+        if not _is_integer(value) or not minimum <= value <= maximum:
             needed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            if maximum < MAX_INTEGER:
+                needed += f", at most {maximum}"
             raise self.wrong(name, needed, value)
         return int(value)
+
+    def layer_count(self, name: str) -> int:
+        return self.integer(name, maximum=MAX_LAYERS)
 
     def optional_integer(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)

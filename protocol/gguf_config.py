@@ -95,7 +95,7 @@ class _ModelFields(GGUFFields):
 
     @property
     def num_layers(self) -> int:
-        return self.integer("block_count")
+        return self.layer_count("block_count")
 
     @property
     def num_heads(self) -> int:

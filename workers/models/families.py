@@ -96,12 +96,12 @@ def _head_dim(fields: ConfigFields) -> int:
 def _uniform_layers(
     fields: ConfigFields, rope: RopeSpec, window: int | None = None
 ) -> tuple[LayerSpec, ...]:
-    return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
+    return (LayerSpec(rope, window),) * fields.layer_count("num_hidden_layers")
 
 
 def _slides(fields: ConfigFields, default: Callable[[int], bool]) -> list[bool]:
     """Which layers have a window; `default` answers if the config does not say."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.layer_count("num_hidden_layers")
     layer_types = fields.per_layer("layer_types", num_layers)
     if layer_types is None:
         return [default(i) for i in range(num_layers)]
@@ -222,7 +222,7 @@ def _phi3(fields: ConfigFields) -> ModelSpec:
 
 def _smollm3(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(tie_word_embeddings=True)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.layer_count("num_hidden_layers")
     interval = fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.per_layer("no_rope_layers", num_layers)
     if has_rope is None:

@@ -382,6 +382,13 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     refused(write_file(tmp_path / "none.gguf", {}), "token_embd.weight")
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "phi3", "granite"])
+def test_more_layers_than_memory_holds(tmp_path: Path, architecture: str) -> None:
+    metadata = LLAMA_METADATA | {"block_count": 2**31 - 1}
+    path = write_file(tmp_path / "m.gguf", EMBEDDING, architecture, metadata)
+    refused(path, f"{architecture}.block_count", "at most 10000, it is 2147483647")
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path_factory, data: st.DataObject) -> None:

@@ -126,6 +126,10 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, it is '64'"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, it is 0"),
+        (
+            {"num_hidden_layers": 2**30},
+            "num_hidden_layers must be a positive integer, at most 10000, it is 1073741824",
+        ),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_key_value_heads": 3}, "8 must be a multiple of num_key_value_heads 3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number that is not negative"),
