@@ -117,7 +117,7 @@ class RunningServer(Running):
     def _start(self) -> subprocess.Popen[str]:
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        command = [part.format(port=port) for part in self.contender.command]
+        command = [part.replace("{port}", str(port)) for part in self.contender.command]
         return self._spawn(command, stdin=subprocess.DEVNULL)
 
     def _wait_until_ready(self) -> None:
