@@ -48,28 +48,26 @@ def configure(
     return make_engine_config(parse(*argv), resolved, "/run")
 
 
-@pytest.mark.parametrize("command", [["--help"], ["serve", "--help"]])
-def test_help_is_quick(command: list[str]) -> None:
-    """In processor time, since other programs may run beside the tests."""
-
-    def measure() -> float:
-        process = subprocess.Popen([*ENGINE, *command], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        return usage.ru_utime + usage.ru_stime
-
-    assert min(measure() for _ in range(5)) < 0.3
-
-
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        (["--help"], "msgspec zmq numpy asyncio"),
+        (["serve", "--help"], "torch numpy transformers tokenizers jinja2 uvicorn asyncio"),
+    ],
+)
+def test_help_is_quick(command: list[str], heavy: str) -> None:
+    """Told by what it does without: seconds differ between machines."""
     program = (
         "import sys\nfrom engine.frontend.cli import main\n"
-        "try: main(['--help'])\n"
+        f"try: main({command})\n"
         "except SystemExit: pass\n"
-        "assert not {'msgspec', 'zmq', 'numpy'} & set(sys.modules)"
+        "print(*sys.modules, file=sys.stderr)"
     )
-    subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True)
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True
+    )
+    assert ran.stdout.startswith("usage: engine")
+    assert not set(heavy.split()) & set(ran.stderr.split())
 
 
 def test_version_and_unknown_command() -> None:
