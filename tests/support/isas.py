@@ -7,6 +7,8 @@ from engine.workers.cpu.library import native_library
 PORTABLE = 0
 # AVX2 without and with VNNI, and AVX-512. They multiply bf16 as floats.
 FUSED_WITHOUT_BF16 = (1, 2, 3)
+# It sums products of bf16 in an order of its own.
+AMX = 6
 BEST_ISA: int = native_library().engine_isa()
 _MORE_THAN_THERE_ARE = 16
 

@@ -19,6 +19,7 @@ INSTRUCTION_SETS = (
     "AVX-512 with VNNI",
     "AVX-512 with VNNI and BF16",
     "NEON",
+    "AMX",
 )
 OP_KINDS = (
     "embed",

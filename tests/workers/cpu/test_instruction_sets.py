@@ -11,6 +11,7 @@ from support.isas import ISAS, select_isa
 
 CPU_INFO = Path("/proc/cpuinfo")
 AVX2 = {"avx2", "fma", "f16c"}
+AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "bmi2"}
 
 
@@ -31,7 +32,9 @@ def test_a_processor_gets_the_most_that_its_flags_allow() -> None:
     lines = CPU_INFO.read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split()[2:])
     expected = (
-        "AVX-512 with VNNI and BF16"
+        "AMX"
+        if flags >= AVX512 | AMX
+        else "AVX-512 with VNNI and BF16"
         if flags >= AVX512 | {"avx512_bf16"}
         else "AVX-512 with VNNI"
         if flags >= AVX512

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from engine.workers.models.rope import RopeSpec
 from engine.workers.models.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
 from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
@@ -237,6 +238,34 @@ def test_every_instruction_set_of_this_machine(name, isa, checkpoint):
     expected = whole(decoder, tokens)
     engine, start = Engine(decoder), 0
     for stop in (40, 41, 42, 107, 149, 150):
+        (state,) = engine.step([(tokens, start, stop, blocks)])
+        assert_same_bits(state, expected[start:stop])
+        start = stop
+
+
+HEADS = {
+    "one a key": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16},
+    "four a key": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 80},
+    "seven a key": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 64},
+    "capped": {"head_dim": 48, "attention_softcap": 3.0},
+    "odd": {"head_dim": 40},
+}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_of_every_number_and_size(heads, isa, tmp_path):
+    """A token's heads alone, with those of a few others, and with those of many."""
+    select_isa(isa)
+    rope = RopeSpec(10_000.0, HEADS[heads]["head_dim"])
+    spec = small_spec(layers=(LayerSpec(rope), LayerSpec(rope, 70)), **HEADS[heads])
+    decoder = native_decoder(
+        spec, random_checkpoint(tmp_path, spec), num_threads=2, **FORMATS["bfloat16"]
+    )
+    tokens, blocks = prompt(150), list(range(1, 11))
+    expected = whole(decoder, tokens)
+    engine, start = Engine(decoder), 0
+    for stop in (63, 64, 65, 68, 84, 85, 149, 150):
         (state,) = engine.step([(tokens, start, stop, blocks)])
         assert_same_bits(state, expected[start:stop])
         start = stop

@@ -24,10 +24,12 @@ from engine.workers.loaders.dequantize import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.isas import ISAS, PORTABLE, select_isa
+from support.isas import AMX, ISAS, PORTABLE, select_isa
 
 T, F = SourceType, WeightFormat
 Floats = NDArray[np.float32]
+
+MANY_ROWS = 70
 
 EXACT = [
     (T.Q4_0, F.U4),
@@ -183,8 +185,15 @@ def test_int8_activations_are_exact_where_eight_bits_suffice(weight_format: Weig
     np.testing.assert_allclose(multiply(weight, x_RK), expected_RN, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != PORTABLE])
+@pytest.mark.parametrize(
+    ("isa", "source_type", "weight_format"),
+    [
+        (isa, *packing)
+        for isa in ISAS
+        for packing in PACKINGS
+        if isa != PORTABLE and (isa, packing[1]) != (AMX, F.BF16)
+    ],
+)
 def test_every_instruction_set_gives_the_bits_of_the_portable_code(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
@@ -199,6 +208,45 @@ def test_every_instruction_set_gives_the_bits_of_the_portable_code(
         if weight_format is not F.BF16:
             np.testing.assert_array_equal(quantized(weight, x_RK), expected)
         np.testing.assert_array_equal(multiply(weight, x_RK), expected_RN)
+
+
+def without_subnormals(x: Floats) -> Floats:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+def product_as_amx_sums_it(weight: PackedWeight, x_RK: Floats) -> Floats:
+    """In steps of 32: the even products and the odd ones, both together, then what was before."""
+    rounded_RK = torch.from_numpy(x_RK).to(torch.bfloat16).float().numpy()
+    x_KR1 = without_subnormals(rounded_RK).T[:, :, None]
+    w_K1N = weight.rows(range(weight.n)).T[:, None]
+    out_RN = np.zeros((len(x_RK), weight.n), np.float32)
+    for step in range(0, weight.k, 32):
+        halves = [np.zeros_like(out_RN), np.zeros_like(out_RN)]
+        for i in range(step, min(step + 32, weight.k)):
+            halves[i % 2] = without_subnormals(halves[i % 2] + x_KR1[i] * w_K1N[i])
+        out_RN = without_subnormals(out_RN + without_subnormals(halves[0] + halves[1]))
+    return out_RN
+
+
+@pytest.mark.skipif(AMX not in ISAS, reason="needs AMX")
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1), (64, 32), (16, 33), (75, 131), (40, 256), (70, 576), (150, 2080)]
+)
+def test_amx_sums_products_of_bf16_in_an_order_of_its_own(n: int, k: int) -> None:
+    select_isa(AMX)
+    weight = random_weight(T.BF16, F.BF16, n, k)
+    x_RK = activations(MANY_ROWS, k)
+    # The products of these are about where numbers become subnormal.
+    x_RK[3] *= np.float32(2.0**-118)
+    expected_RN = product_as_amx_sums_it(weight, x_RK)
+    for rows in (*range(1, 41), 48, 49, 64, 65, MANY_ROWS):
+        first = 7 * rows % (MANY_ROWS - rows + 1)
+        for n_begin in {0, rows * 16 % n // 16 * 16}:
+            got_RN = multiply(weight, x_RK[first : first + rows], n_begin)
+            np.testing.assert_array_equal(
+                np.ascontiguousarray(got_RN).view(np.uint32),
+                np.ascontiguousarray(expected_RN[first : first + rows, n_begin:]).view(np.uint32),
+            )
 
 
 INTEGER_PACKINGS = [(t, f) for t, f in PACKINGS if f <= F.U8]
@@ -274,9 +322,6 @@ def test_split_fours_have_the_same_bits_by_every_set_and_in_every_company(
     assert np.isnan(got_RN[7]).all()
     others = np.arange(41) != 7
     np.testing.assert_array_equal(got_RN[others], expected_RN[others])
-
-
-MANY_ROWS = 70
 
 
 @pytest.fixture(scope="module", params=PACKINGS, ids=lambda p: f"{p[0].name}-{p[1].name}")

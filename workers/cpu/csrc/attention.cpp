@@ -28,6 +28,10 @@ const AttentionKernels& attention_kernels() {
       return avx512::kAttentionKernels;
     case Isa::avx512_bf16:
       return avx512_bf16::kAttentionKernels;
+#if defined(ENGINE_AMX)
+    case Isa::amx:
+      return amx::attention_kernels();
+#endif
     case Isa::avx2:
     case Isa::avx_vnni:
       return avx2::kAttentionKernels;

@@ -90,6 +90,9 @@ extern const AttentionKernels kAttentionKernels;
 namespace avx512_bf16 {
 extern const AttentionKernels kAttentionKernels;
 }
+namespace amx {
+const AttentionKernels& attention_kernels();
+}
 namespace neon {
 extern const AttentionKernels kAttentionKernels;
 }

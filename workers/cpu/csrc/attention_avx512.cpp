@@ -12,6 +12,7 @@ namespace engine::avx512 {
 
 #include "attention_formats.inc"
 #include "attention_store.inc"
+#include "attention_chunks.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::avx512
 #endif

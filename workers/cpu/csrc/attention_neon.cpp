@@ -14,6 +14,7 @@ namespace engine::neon {
 
 #include "attention_formats.inc"
 #include "attention_store.inc"
+#include "attention_chunks.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::neon
 #endif

@@ -7,5 +7,6 @@ namespace engine::portable {
 
 #include "attention_formats.inc"
 #include "attention_store.inc"
+#include "attention_chunks.inc"
 #include "attention_kernels.inc"
 }  // namespace engine::portable

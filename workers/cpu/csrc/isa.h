@@ -9,11 +9,16 @@
 
 namespace engine {
 
-enum class Isa : int { portable = 0, avx2 = 1, avx_vnni = 2, avx512 = 3, avx512_bf16 = 4, neon = 5 };
-constexpr int kNumIsas = 6;
+enum class Isa : int { portable = 0, avx2 = 1, avx_vnni = 2, avx512 = 3, avx512_bf16 = 4, neon = 5, amx = 6 };
+constexpr int kNumIsas = 7;
+
+// Where the compiler knows its instructions, and a process can ask the kernel for the tiles.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define ENGINE_AMX
+#endif
 
 // avx2 needs FMA and F16C, avx_vnni AVX-VNNI as well; avx512 needs F, BW, DQ, VL, VNNI and BMI2, avx512_bf16 BF16 as
-// well; neon needs the dot product.
+// well, amx AMX for bf16 beside that; neon needs the dot product.
 bool isa_supported(Isa isa);
 
 // The best supported set, unless select_isa chose another.

@@ -20,6 +20,10 @@ const LinearKernels& kernels() {
       return avx512::kLinearKernels;
     case Isa::avx512_bf16:
       return avx512_bf16::kLinearKernels;
+#if defined(ENGINE_AMX)
+    case Isa::amx:
+      return amx::linear_kernels();
+#endif
 #elif defined(__aarch64__)
     case Isa::neon:
       return neon::kLinearKernels;
@@ -62,6 +66,8 @@ void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int 
   kernels().linear[int(w.format)](w, kind, static_cast<const uint8_t*>(x), rows, n_begin, n_end, out,
                                   out_stride, readahead);
 }
+
+int rows_at_once(WeightFormat format) { return kernels().rows_at_once[int(format)]; }
 
 void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);

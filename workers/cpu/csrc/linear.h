@@ -2,7 +2,8 @@
 //
 // An output element depends on its own row of x and its own row of w alone: its sum runs over k in
 // ascending order, in the same order and roundings for every number of rows, range of columns and
-// instruction set. Nothing here allocates, locks or keeps state; call it from any thread.
+// instruction set, but that amx has roundings of its own for bf16. Nothing here allocates, locks or keeps
+// state; call it from any thread.
 #pragma once
 
 #include <cstddef>
@@ -65,6 +66,9 @@ void quantize_rows(ActivationKind kind, const float* x, ptrdiff_t x_stride, int 
 // kReadaheadRows rows, or fewer.
 void linear_rows(const PackedWeight& w, ActivationKind kind, const void* x, int rows, int n_begin,
                  int n_end, float* out, ptrdiff_t out_stride, Readahead& readahead);
+
+// Rows for which weights are unpacked once: products of more do it again.
+int rows_at_once(WeightFormat format);
 
 constexpr int kReadaheadWeights = 1024, kReadaheadRows = 6;
 

@@ -13,6 +13,7 @@ namespace engine {
 
 struct LinearKernels {
   size_t pair_bytes;  // of two activations for bf16
+  int rows_at_once[kNumWeightFormats];
   // x is one row of k floats.
   void (*quantize_int8)(const float* x, int k, void* out);
   void (*quantize_int8_split)(const float* x, int k, void* out);
@@ -37,6 +38,9 @@ extern const LinearKernels kLinearKernels;
 }
 namespace avx512_bf16 {
 extern const LinearKernels kLinearKernels;
+}
+namespace amx {
+const LinearKernels& linear_kernels();
 }
 namespace neon {
 extern const LinearKernels kLinearKernels;

@@ -179,8 +179,9 @@ class Program final : private Phases {
   // The operations from one attention to the next, and their weights.
   struct Segment {
     int first_op, end_op;
-    int64_t weights;
-    ptrdiff_t bytes;
+    int64_t weights = 0;
+    ptrdiff_t bytes = 0;
+    int rows_at_once = 64;  // at most
   };
   // The largest logit of a tile; a negative index is a NaN.
   struct Best {

@@ -11,7 +11,8 @@ namespace engine {
 
 namespace {
 
-// Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance.
+// Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance. But as many as
+// products take at once are no slower than these.
 constexpr int kFewestRows = 8, kMostRows = 18;
 // Each thread reads all weights: those of two layers must fit into the last cache, to come from memory once.
 constexpr int kLayersInCache = 2;
@@ -26,18 +27,20 @@ constexpr int64_t kCostOfKey = 6;
 
 void Program::find_segments() {
   const int end = int(ops_.size()) - 1;
-  segments_.push_back({1, end, 0, 0});
+  segments_.push_back({1, end});
   for (int op = 1; op < end; op++) {
     if (ops_[op].kind == OpKind::attention) {
       num_groups_ = std::max(num_groups_, ops_[op].group + 1);
       segments_.back().end_op = op;
-      segments_.push_back({op, end, 0, 0});
+      segments_.push_back({op, end});
     }
     if (ops_[op].kind == OpKind::linear || ops_[op].kind == OpKind::gated_linear)
       for (int i = 0; i < ops_[op].num_parts; i++) {
         const PackedWeight& w = *ops_[op].parts[i];
-        segments_.back().weights += int64_t(w.n) * w.k;
-        segments_.back().bytes += packed_bytes(w.format, w.n, w.k);
+        Segment& segment = segments_.back();
+        segment.weights += int64_t(w.n) * w.k;
+        segment.bytes += packed_bytes(w.format, w.n, w.k);
+        segment.rows_at_once = std::min(segment.rows_at_once, rows_at_once(w.format));
       }
   }
 }
@@ -47,7 +50,8 @@ int Program::count_pieces() const {
   const int num_threads = pool_.num_threads();
   if (exchange_ || segments_.size() < 3 || num_tokens_ < kFewestRows * num_threads) return 0;
   if (kLayersInCache * segments_[1].bytes > last_cache_bytes() / 2) return 0;
-  const int pieces = (num_tokens_ + num_threads * kMostRows - 1) / (num_threads * kMostRows) * num_threads;
+  const int rows_of_round = std::max(kMostRows, segments_[1].rows_at_once) * num_threads;
+  const int pieces = (num_tokens_ + rows_of_round - 1) / rows_of_round * num_threads;
   const int64_t cost_of_key = kCostOfKey * 2 * shape_.num_heads * shape_.head_dim;
   int64_t total = 0, most = 0;
   for (int piece = 0, row = 0; piece < pieces; piece++) {

@@ -9,6 +9,7 @@ const RowKernels& row_kernels() {
 #if defined(__x86_64__)
     case Isa::avx512:
     case Isa::avx512_bf16:
+    case Isa::amx:
       return avx512::kRowKernels;
     case Isa::avx2:
     case Isa::avx_vnni:

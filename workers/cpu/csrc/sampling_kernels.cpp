@@ -11,6 +11,7 @@ const SamplingKernels& sampling_kernels() {
 #if defined(__x86_64__)
     case Isa::avx512:
     case Isa::avx512_bf16:
+    case Isa::amx:
       return avx512::kSamplingKernels;
     case Isa::avx2:
     case Isa::avx_vnni:
