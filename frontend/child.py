@@ -24,7 +24,10 @@ _SIGKILL: Final = {
 
 
 class Child:
-    """A process from its start to its end. `kill_at` is when it must be gone, `hang` why it was killed before."""
+    """A process from its start to its end.
+
+    `kill_at` is when it must be gone, `hang` why it was killed before. It `is_known_dead` once its end has been seen to.
+    """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
         self.spec = spec
@@ -33,6 +36,7 @@ class Child:
         self.detail = ""
         self.kill_at: float | None = None
         self.hang = ""
+        self.is_known_dead = False
         self.last_beat = time.monotonic()
         self.ready_since: float | None = None
         self.progress = Heartbeat(spec.name, 0)

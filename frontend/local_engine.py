@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from .model_options import ModelOptions
 from .run_dir import RunDirectory
 from .supervisor import ProcessFailed, Supervisor, engine_processes
 from .tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -88,15 +91,19 @@ class LocalEngine:
                 await asyncio.sleep(WATCH_INTERVAL_S)
         except ProcessFailed as error:
             self.client.fail(str(error))
+        except Exception as error:
+            logger.exception("the engine's processes are no longer watched")
+            self.client.fail(f"the engine's processes are no longer watched: {error!r}")
 
     async def _stop(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        is_alive = self.client.dead_reason is None
         self.client.close()
         if self._supervisor is not None:
-            with contextlib.suppress(ProcessFailed):
-                self._supervisor.drain()
-            self._supervisor.close()
+            with contextlib.closing(self._supervisor), contextlib.suppress(ProcessFailed):
+                if is_alive:
+                    self._supervisor.drain()
 
 
 def _settings(model: str | None, keywords: dict[str, Any]) -> Settings:

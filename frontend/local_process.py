@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-from ..protocol.errors import ConfigError
+from typing import Final, Protocol
 
 HAS_EXIT_FD = hasattr(os, "pidfd_open")
 VMSTAT = Path("/proc/vmstat")
+
+NOT_STARTED: Final = 127
+"""The exit code of what could not be started, as a shell gives it."""
 
 
 class Role(enum.Enum):
@@ -79,11 +80,16 @@ def _num_oom_kills() -> int | None:
 
 
 class LocalProcess:
+    """A process that the system refuses to start has ended at once, and its `reason` says why."""
+
     def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
-        """Without an epoch it waits until it must `begin`. Raises ConfigError if the program cannot be run."""
+        """Without an epoch it waits until it must `begin`."""
         argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
+        self.pid = 0
+        self.exit_fd: int | None = None
         self.reason = ""
         self._oom_kills_before = _num_oom_kills()
+        self._popen: subprocess.Popen[bytes] | None = None
         try:
             self._popen = subprocess.Popen(
                 argv,
@@ -94,12 +100,11 @@ class LocalProcess:
                 process_group=0,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
             )
+            self.pid = self._popen.pid
+            self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
         except OSError as error:
-            raise ConfigError(
-                f"cannot start {spec.name} ({spec.argv[0]}): {error.strerror}"
-            ) from error
-        self.pid = self._popen.pid
-        self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
+            self.reason = f"cannot start {spec.argv[0]}: {error.strerror}"
+            self.kill()
 
     @property
     def saw_oom_kills(self) -> bool | None:
@@ -109,6 +114,8 @@ class LocalProcess:
 
     def begin(self, epoch: int) -> bool:
         """Let a process that waits begin. False if it is gone."""
+        if self._popen is None:
+            return False
         assert self._popen.stdin is not None
         # While it waited nobody saw whether it stood still.
         self.send_signal(signal.SIGCONT)
@@ -119,19 +126,22 @@ class LocalProcess:
         return True
 
     def poll(self) -> int | None:
-        return self._popen.poll()
+        return NOT_STARTED if self._popen is None else self._popen.poll()
 
     def send_signal(self, signum: signal.Signals) -> None:
-        self._popen.send_signal(signum)
+        if self._popen is not None:
+            self._popen.send_signal(signum)
 
     def kill(self) -> None:
-        if self.poll() is None:
+        if self._popen is not None and self._popen.poll() is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 self._popen.kill()
 
     def close(self) -> None:
+        if self._popen is None:
+            return
         self._popen.wait()
         if self._popen.stdin is not None:
             self._popen.stdin.close()

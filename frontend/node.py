@@ -208,7 +208,7 @@ class Node:
         for name, process in list(self._processes.items()):
             if (returncode := process.poll()) is not None:
                 self._pass_on_reports(LAST_WORDS_MS)
-                self._peer.send(ProcessExited(name, process.pid, returncode))
+                self._peer.send(ProcessExited(name, process.pid, returncode, process.reason))
                 self._forget(name)
 
     def _end_processes(self) -> None:

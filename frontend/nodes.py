@@ -149,7 +149,7 @@ class Nodes:
             elif isinstance(message, ProcessExited):
                 process = self._processes.get(message.name)
                 if process is not None and process.pid == message.pid:
-                    process.exited(message.returncode)
+                    process.exited(message.returncode, message.reason)
             elif isinstance(message, NodeLeft):
                 self._lose(rank, "has left")
             elif not isinstance(message, NodePing):

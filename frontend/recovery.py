@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Final
 
-from ..protocol.errors import ConfigError
 from ..protocol.supervisor_messages import Stage
 from .child import Child
 from .local_process import LocalProcess, Process, ProcessSpec, Role
@@ -84,9 +82,7 @@ class RecoveryUnit:
             > SPARE_DELAY_S
         ):
             self._last_spare_at = now
-            # A machine that has no room for it serves without.
-            with contextlib.suppress(ConfigError):
-                self._spare = LocalProcess(self.leader, None)
+            self._spare = LocalProcess(self.leader, None)
 
     def dismiss_spare(self) -> None:
         """There will be no next leader."""

@@ -252,7 +252,7 @@ class Supervisor:
         self._rotation.advance(time.monotonic())
         for unit in self._units:
             for child in list(unit.children.values()):
-                if not child.alive and child.exit_fd is not None:
+                if not child.alive and not child.is_known_dead:
                     self._on_exit(unit, child)
             if unit.leader.role not in self._ending:
                 self._watch_exits(unit.recover(time.monotonic()))
@@ -295,6 +295,7 @@ class Supervisor:
             raise ProcessFailed(child.obituary())
 
     def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
+        child.is_known_dead = True
         self._forget_exit(child)
         if child.spec.role in self._ending:
             return

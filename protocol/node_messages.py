@@ -71,11 +71,12 @@ class ProcessStarted(msgspec.Struct, tag="started", array_like=True, gc=False, f
 
 
 class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, frozen=True):
-    """`returncode` is negative for a signal, as subprocess has it."""
+    """`returncode` is negative for a signal, as subprocess has it. A process without a `pid` could not be started."""
 
     name: str
     pid: int
     returncode: int
+    reason: str = ""
 
 
 class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):

@@ -158,3 +158,19 @@ def test_a_dead_worker_ends_a_generation_with_the_reason_and_close_leaves_nothin
         llm.close()
     assert set(psutil.Process().children()) <= before
     llm.close()
+
+
+def test_an_engine_whose_processes_nobody_watches_ends_with_the_reason() -> None:
+    before = set(psutil.Process().children())
+    with LLM(default_model(), device="null", max_model_len=512) as llm:
+        engine = llm._engine
+        assert engine._supervisor is not None
+
+        async def break_the_supervisor() -> None:
+            engine._supervisor._statuses.close()
+
+        engine.run(break_the_supervisor())
+        with pytest.raises(EngineDead, match="no longer watched"):
+            while True:
+                llm.generate("Once upon a time", SamplingParams(max_tokens=400))
+    assert set(psutil.Process().children()) <= before

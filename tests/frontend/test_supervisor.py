@@ -1,5 +1,6 @@
 """The life of an engine's processes, with small real processes in the place of the heavy ones."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 from engine.frontend import supervisor as supervisor_module
+from engine.frontend.local_process import ProcessSpec, Role
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import (
@@ -123,6 +125,44 @@ def test_a_process_that_fails_ends_the_engine_with_its_reason(
         pids = supervisor.pids
         supervisor.wait_until_ready()
     assert not any(map(is_running, pids.values()))
+
+
+def test_a_program_that_cannot_be_run_ends_the_engine(run_dir: str) -> None:
+    config = make_config(run_dir)
+    spec = ProcessSpec("core 0", Role.CORE, ("/no/such/program",))
+    message = "core 0: cannot start /no/such/program: No such file or directory"
+    with pytest.raises(ProcessFailed, match=message), Supervisor(config, [spec]) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+
+
+@pytest.mark.parametrize("name", ["frontend 0", "core 0", "worker 0"])
+def test_one_that_cannot_be_started_again_is_tried_again(
+    run_dir: str, tmp_path: Path, name: str
+) -> None:
+    """As while a package is being replaced, or when a machine has no room for another process."""
+    config = make_config(run_dir)
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    specs = [
+        dataclasses.replace(spec, argv=(str(program), *spec.argv[1:]), can_wait=False)
+        for spec in make_specs(config, ALL_READY)
+    ]
+    told: list[str] = []
+    with Supervisor(config, specs, on_recovery=told.append) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        away = program.rename(tmp_path / "away")
+        os.kill(supervisor.pids[name], signal.SIGKILL)
+        refusal = f"{name}: cannot start {program}: No such file or directory; starting it again"
+        assert eventually(lambda: supervisor.poll() or refusal in told), told
+        away.rename(program)
+        assert eventually(
+            lambda: (
+                supervisor.poll() or (supervisor.ready and set(supervisor.pids) == set(ALL_READY))
+            )
+        )
 
 
 def lives(run_dir: str, name: str) -> int:
