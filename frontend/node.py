@@ -1,12 +1,14 @@
 """A machine that runs workers for an engine whose cores and frontends are elsewhere.
 
-It does what the supervisor on node 0 says. Alone it decides one thing: without a sign of life from there, for as long as
-makes a process count as hung, its workers end, since their replica is being started anew without them. It stays, and
-joins again whoever answers at the address.
+It does what the supervisor on node 0 says. Alone it decides two things: without a sign of life from there, for as long as
+makes a process count as hung, its workers end, since their replica is being started anew without them; it stays, and
+joins again whoever answers at the address. And when it is asked to stop, whoever asks may have asked all machines: its
+workers stay while node 0 may be draining.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -38,7 +40,7 @@ from .console import Console
 from .local_process import LocalProcess, ProcessSpec
 from .run_dir import RunDirectory
 from .stop_signals import StopRequested, StopSignals
-from .supervisor import engine_processes
+from .supervisor import DRAIN_GRACE_S, engine_processes
 
 LAST_WORDS_MS: Final = 100
 """How long the last report of a process that has ended is waited for."""
@@ -86,10 +88,14 @@ class Node:
         self._poller = zmq.Poller()
         self._poller.register(signals.fd, zmq.POLLIN)
         self._last_ping = 0.0
+        self._leave_at = math.inf
         self._dial()
 
     def run(self) -> None:
-        """Returns at a stop signal, or when the engine has stopped. Raises EngineError, with node 0's reason, when it failed."""
+        """Returns when the engine has stopped, or some time after a stop signal, or at the second.
+
+        Raises EngineError, with node 0's reason, when it failed.
+        """
         self._console.line(f"node {self._place.rank} dials {self._place.address}")
         reminded = time.monotonic()
         while True:
@@ -97,7 +103,9 @@ class Node:
             try:
                 self._signals.raise_if_received()
             except StopRequested:
-                return
+                if not self._processes or self._leave_at < math.inf:
+                    return
+                self._stay_for_a_drain()
             while (command := self._peer.receive()) is not None:
                 self._last_heard = time.monotonic()
                 if isinstance(command, EndNode):
@@ -113,6 +121,8 @@ class Node:
                 self._peer.send(NodePing())
             if now - self._last_heard > self._patience_s:
                 self._lose_master()
+            if now > self._leave_at or (self._leave_at < math.inf and not self._processes):
+                return
             if self._config is None and now - reminded > REMINDER_S:
                 reminded = now
                 self._console.line(
@@ -131,6 +141,15 @@ class Node:
         )
         self._poller.register(self._peer.socket, zmq.POLLIN)
         self._last_heard = time.monotonic()
+
+    def _stay_for_a_drain(self) -> None:
+        assert self._config is not None
+        patience_s = self._config.frontend.shutdown_timeout_s + DRAIN_GRACE_S
+        self._leave_at = time.monotonic() + patience_s
+        self._console.line(
+            f"stopping: the workers stay until node 0 has drained, at most {patience_s:g} s; "
+            "a second signal ends them at once"
+        )
 
     def _lose_master(self) -> None:
         self._console.line(f"node 0 has given no sign of life for {self._patience_s:g} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import shutil
 import signal
@@ -135,6 +136,39 @@ def test_a_stream_outlives_a_worker_elsewhere_and_then_its_machine(
             wait_until(lambda: cluster.readiness().status_code == 200)
             assert server.stop() == 0, server.log
             assert node.wait() == 0, node.log
+
+
+def test_a_stop_signal_to_all_machines_lets_streams_end(
+    cluster: Cluster, tokens_of_one_machine: list[int]
+) -> None:
+    with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless() as node:
+        server.wait_for("ready at")
+        node.process.send_signal(signal.SIGTERM)
+        node.wait_for("the workers stay until node 0 has drained")
+        with (
+            client(cluster.uds) as http,
+            http.stream("POST", "/v1/completions", json=REQUEST | {"stream": True}) as answer,
+        ):
+            tokens = []
+            for line in filter(None, answer.iter_lines()):
+                if not tokens:
+                    server.process.send_signal(signal.SIGTERM)
+                if line != "data: [DONE]":
+                    [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                    tokens += choice["token_ids"]
+        assert tokens == tokens_of_one_machine
+        assert server.wait() == 0, server.log
+        assert node.wait() == 0, node.log
+
+
+def test_a_second_stop_signal_ends_a_machine_at_once(cluster: Cluster) -> None:
+    with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless() as node:
+        server.wait_for("ready at")
+        node.process.send_signal(signal.SIGTERM)
+        node.wait_for("a second signal")
+        assert node.stop() == 0
+        wait_until(lambda: "waiting for node 1" in cluster.readiness().text, 30, "the loss")
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
 
 
 def test_a_stream_outlives_a_machine_that_stands_still(
