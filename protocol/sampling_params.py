@@ -93,7 +93,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -145,7 +145,7 @@ def _token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
 
 def _verify_logprobs(name: str, count: int, vocab_size: int, max_logprobs: int) -> None:
     wanted = vocab_size if count == -1 else count
-    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
     if count < -1:
         raise ParameterError(name, f"must be -1 or at least 0, got {count}")
     if wanted > limit:

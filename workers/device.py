@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from ..protocol.config import Device, DeviceConfig
 from ..protocol.errors import ConfigError
+from .control_groups import CGROUPS, control_groups
 
 
 def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
@@ -31,11 +35,20 @@ def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
     return device
 
 
-def usable_cores() -> int:
-    """The cores this process may run on, as containers and `taskset` limit them."""
+def usable_cores(cgroups: Path = CGROUPS) -> int:
+    """The cores this process may run on, and as many as the time that its container may use."""
+    cores = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores.append(len(os.sched_getaffinity(0)))
+    with suppress(OSError, ValueError):
+        groups = control_groups(cgroups)
+        cores += [_cores_of(group) for group in groups if (group / "cpu.max").exists()]
+    return max(1, min(cores))
+
+
+def _cores_of(group: Path) -> int:
+    quota, period = (group / "cpu.max").read_text().split()
+    return sys.maxsize if quota == "max" else int(quota) // int(period)
 
 
 def has_float8(device: torch.device) -> bool:

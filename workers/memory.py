@@ -17,6 +17,7 @@ from ..protocol.kv_cache_groups import (
     max_request_blocks,
     max_request_tokens,
 )
+from .control_groups import CGROUPS, control_groups
 from .memory_profile import GIB, MemoryProfile
 
 CPU_SHARE = 0.25
@@ -109,12 +110,11 @@ def free_host_bytes(config: EngineConfig) -> int:
     return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
 
 
-def available_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_bytes(cgroups: Path = CGROUPS) -> int:
     """Of the machine's memory, and of what the control groups (v2) that this process is in leave of theirs."""
     available = [psutil.virtual_memory().available]
     with suppress(OSError, ValueError):
-        own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
-        groups = (cgroups / own, *(cgroups / own).parents)
+        groups = control_groups(cgroups)
         available += [_left_of(group) for group in groups if (group / "memory.max").exists()]
     return min(available)
 

@@ -29,7 +29,8 @@ def test_defaults_and_extremes_are_accepted() -> None:
         ({"min_p": 2.0}, "min_p", "[0, 1]"),
         ({"presence_penalty": 3.0}, "presence_penalty", "[-2, 2]"),
         ({"frequency_penalty": -3.0}, "frequency_penalty", "[-2, 2]"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", "(0, 100]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "[0.01, 100]"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty", "[0.01, 100]"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "max_tokens=5"),
         ({"n": 129}, "n", "between 1 and 128"),
@@ -52,3 +53,9 @@ def test_a_refusal_names_field_and_limit(params: dict, field: str, limit: str) -
         SamplingParams(**params).verify(**LIMITS)
     assert caught.value.param.startswith(field)
     assert limit in str(caught.value)
+
+
+def test_no_more_logprobs_than_the_vocabulary_has_tokens() -> None:
+    SamplingParams(logprobs=100).verify(vocab_size=100, max_logprobs=1000)
+    with pytest.raises(ParameterError, match="at most 100"):
+        SamplingParams(logprobs=101).verify(vocab_size=100, max_logprobs=1000)

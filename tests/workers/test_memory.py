@@ -7,6 +7,7 @@ import psutil
 import pytest
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.protocol.errors import ConfigError
+from engine.workers.device import usable_cores
 from engine.workers.memory import available_bytes, count_kv_blocks
 
 MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
@@ -44,6 +45,16 @@ def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
     assert limit("9000") == 9000 - 5000 + 400 + 600
     assert limit("2000") == 0
     assert limit("max") > 10**6
+
+
+def test_a_control_group_may_have_less_time_than_the_machine_has_cores(tmp_path: Path) -> None:
+    def limit(value: str) -> int:
+        (tmp_path / "cpu.max").write_text(f"{value}\n")
+        return usable_cores(tmp_path)
+
+    cores = len(psutil.Process().cpu_affinity())
+    assert limit("max 100000") == limit(f"{100000 * cores} 100000") == cores
+    assert limit("150000 100000") == limit("50000 100000") == 1
 
 
 def test_too_little_memory_names_what_would_do() -> None:

@@ -6,7 +6,6 @@ T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
+from ..device import usable_cores
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.shard import ModelShard
 from ..models.spec import ModelSpec
@@ -60,7 +60,7 @@ class NativeDecoder:
         self.hidden_dtype = torch.float32
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not make up weights")
-        num_threads = num_threads or _usable_cpus()
+        num_threads = num_threads or usable_cores()
         weights = NativeWeightReader(
             checkpoint,
             dtype,
@@ -209,12 +209,6 @@ class NativeDecoder:
             **outputs,
         )
         self._program.run(step)
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _int32(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import uuid
 from pathlib import Path
 
@@ -48,14 +49,16 @@ def _map(path: str, num_bytes: int) -> mmap.mmap | None:
         return None
     try:
         return mmap.mmap(fd, num_bytes)
+    except (OSError, ValueError):
+        return None
     finally:
         os.close(fd)
 
 
 def _machine_id() -> int:
-    """The same for processes that see each other in /proc."""
+    """The same for processes that see each other in /proc, and for no others."""
     try:
         boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         return (boot.int ^ os.stat("/proc/self/ns/pid").st_ino) % 2**63
-    except OSError:
-        return 0
+    except (OSError, ValueError):
+        return secrets.randbits(63)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "packed_layout.h"
 
@@ -43,6 +44,7 @@ void Program::Buffer::reserve(size_t bytes) {
   std::free(data_);
   bytes_ = (bytes + 63) / 64 * 64;
   data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
+  if (data_ == nullptr) throw std::bad_alloc();
 }
 
 Program::Rows::Rows(const ModelShape& shape)

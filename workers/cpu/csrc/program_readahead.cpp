@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "program.h"
 
@@ -25,15 +26,30 @@ bool reads_ahead() {
 #endif
 }
 
-}  // namespace
-
-ptrdiff_t last_cache_bytes() {
+// sysconf gives those of all of a processor's chips together on AMD's, of which a core has one.
+ptrdiff_t find_last_cache_bytes() {
+  for (int index = 4; index >= 0; index--) {
+    char path[64];
+    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/size", index);
+    std::FILE* file = std::fopen(path, "r");
+    if (file == nullptr) continue;
+    long kib = 0;
+    const int found = std::fscanf(file, "%ldK", &kib);
+    std::fclose(file);
+    if (found == 1 && kib > 0) return ptrdiff_t(kib) << 10;
+  }
 #if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return bytes > 0 ? bytes : 0;
+  return std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), 0L);
 #else
   return 0;
 #endif
+}
+
+}  // namespace
+
+ptrdiff_t last_cache_bytes() {
+  static const ptrdiff_t bytes = find_last_cache_bytes();
+  return bytes;
 }
 
 void Program::make_runs() {

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <chrono>
+#include <system_error>
 
 namespace engine {
 
@@ -32,7 +33,11 @@ inline void wait_a_moment(int spins) {
 
 ThreadPool::ThreadPool(int num_threads)
     : committed_(new std::atomic<uint32_t>[kMaxTiles]), is_computing_(new Flag[num_threads]) {
-  for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker(i); });
+  try {
+    for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker(i); });
+  } catch (const std::system_error&) {
+    // The system allows no more: those that there are share the work.
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -52,6 +57,8 @@ void ThreadPool::open(int phase, int thread) {
   const uint32_t serial = (first_serial_ + uint32_t(phase)) % kSerials;
   if (tiles < 0) {
     next_serial_ = (serial + 1) % kSerials;
+    // What is left to claim is computed already, and must not be claimed once the step is over.
+    state_.store(uint64_t(serial) << (2 * kTileBits));
     running_.store(false, std::memory_order_release);
     return;
   }

@@ -65,7 +65,7 @@ constexpr int kTileBits = 22, kMaxTiles = (1 << kTileBits) - 1;
 
 class ThreadPool {
  public:
-  // The thread that calls run() is one of num_threads.
+  // The thread that calls run() is one of num_threads, or of fewer, if the system refuses some.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
