@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     frontend's business; the core reads the limits and stop tokens; the worker reads the rest.
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token.
     `logprobs`/`prompt_logprobs` count the alternatives to report; -1 means the whole vocabulary.
-    `seed` None lets the frontend draw one.
+    `seed` None or -1 lets the frontend draw one.
     """
 
     max_tokens: int | None = None

@@ -76,7 +76,7 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
 
 def params_for_output(params: SamplingParams, j: int) -> SamplingParams:
     """Parameters of the j-th of n outputs: its own seed, so that outputs differ and can be repeated."""
-    seed = params.seed
+    seed = None if params.seed == -1 else params.seed
     if seed is not None and j:
         seed += j
         if seed > MAX_SEED:

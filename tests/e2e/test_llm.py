@@ -56,6 +56,12 @@ def test_outputs_of_one_prompt_differ_and_can_be_repeated(llm: LLM) -> None:
     assert [output.text for output in second.outputs] == texts
 
 
+def test_minus_one_is_no_seed(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=-1, n=2, max_tokens=24)
+    outputs = llm.generate(["Once upon a time"] * 2, params)
+    assert len({output.text for each in outputs for output in each.outputs}) == 4
+
+
 def test_a_chat_is_answered_and_stops_by_itself(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? One short sentence."}]
     [output] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=60))

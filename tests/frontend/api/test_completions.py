@@ -113,6 +113,17 @@ def test_outputs_of_n_get_seeds_of_their_own(frontend: FrontendProcess) -> None:
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
+def test_minus_one_is_no_seed_and_other_negative_ones_are(frontend: FrontendProcess) -> None:
+    def seeds(seed: int) -> list[int]:
+        before = len(frontend.core.received)
+        frontend.complete(PROMPT, n=2, seed=seed, max_tokens=1)
+        [added] = [m for m in frontend.core.received[before:] if hasattr(m, "requests")]
+        return [request.sampling_params.seed for request in added.requests]
+
+    assert len({*seeds(-1), *seeds(-1), -1, 0}) == 6
+    assert seeds(-2) == [-2, -1]
+
+
 def test_defaults_come_from_the_generation_config() -> None:
     defaults = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "max_tokens": 3}
     with FrontendProcess(default_sampling=defaults) as frontend:
