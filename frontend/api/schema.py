@@ -50,6 +50,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
+    # Constraints as SGLang and llama.cpp call them.
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+
     # Accepted because clients send them; they change nothing here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

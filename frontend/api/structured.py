@@ -1,4 +1,4 @@
-"""`response_format` and `structured_outputs`: which language the answer must be written in."""
+"""Which language the answer must be written in: `response_format`, `structured_outputs` and other servers' fields."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _REFUSED_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 _OPTIONS = ("disable_fallback", *_REFUSED_OPTIONS)
+_FIELDS = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
+"""Fields of SGLang and llama.cpp that are constraints of `structured_outputs`."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,13 +34,16 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
     of_format = request.response_format and _from_response_format(request.response_format)
     wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
     of_outputs = _from_structured_outputs(wanted) if wanted else None
-    if of_format and of_outputs:
-        raise bad_request(
-            "structured_outputs", "structured_outputs cannot be combined with response_format"
-        )
-    if of_format:
-        return Constraint("response_format", of_format)
-    return Constraint("structured_outputs", of_outputs) if of_outputs else None
+    found = {"response_format": of_format, "structured_outputs": of_outputs}
+    for field, name in _FIELDS.items():
+        value = getattr(request, field)
+        # Clients without a constraint send "".
+        found[field] = None if value is None or value == "" else _constraint(name, value, field)
+    constraints = [Constraint(field, output) for field, output in found.items() if output]
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise bad_request(second, f"{second} cannot be combined with {first}")
+    return constraints[0] if constraints else None
 
 
 def json_schema(schema: object, param: str) -> StructuredOutput:
@@ -58,6 +63,9 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
     if kind == "text":
         return None
     if kind == "json_object":
+        # The schema is llama.cpp's; without one, or with an empty one, any object will do.
+        if schema := response_format.get("schema"):
+            return json_schema(schema, "response_format.schema")
         return StructuredOutput(GrammarKind.JSON_OBJECT)
     if kind == "json_schema":
         named = response_format.get("json_schema")
@@ -92,7 +100,11 @@ def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
     if not given:
         return None
     [name] = given
-    param, value = f"structured_outputs.{name}", constraints[name]
+    return _constraint(name, constraints[name], f"structured_outputs.{name}")
+
+
+def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
+    """The constraint that `structured_outputs` calls `name`, from the field `param`."""
     if name == "json":
         return json_schema(value, param)
     if name == "json_object":

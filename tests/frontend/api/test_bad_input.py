@@ -103,6 +103,27 @@ BAD_FIELDS = [
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs", "nowhere"),
     ({"structured_outputs": {"json": {"type": "strange"}}}, "structured_outputs", "strange"),
     ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "one"),
+    ({"regex": "(a"}, "regex", "regex must be a regex that can be compiled"),
+    ({"ebnf": "root ::= nowhere"}, "ebnf", "ebnf"),
+    ({"grammar": 5}, "grammar", "a string"),
+    ({"json_schema": "{"}, "json_schema", "not valid JSON"),
+    ({"json_schema": 5}, "json_schema", "got 5"),
+    ({"json_schema": {}, "grammar": "x"}, "json_schema", "cannot be combined with grammar"),
+    (
+        {"response_format": {"type": "json_object"}, "ebnf": "x"},
+        "ebnf",
+        "cannot be combined with response_format",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "cannot be combined with response_format",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": 5}},
+        "response_format.schema",
+        "a JSON schema (an object), got 5",
+    ),
     (
         {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
         "structured_outputs.disable_any_whitespace",

@@ -284,6 +284,7 @@ def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
     assert (request.priority, request.tenant) == (3, "tenant")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("fields", "kind", "spec"),
     [
@@ -306,13 +307,26 @@ def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice", '["yes","no"]'),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, "grammar", 'start: "x"'),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
+            "json_schema",
+            '{"type":"array"}',
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "json_object", ""),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"ebnf": 'root ::= "x"'}, "grammar", 'root ::= "x"'),
+        ({"grammar": 'root ::= "x"', "regex": ""}, "grammar", 'root ::= "x"'),
+        ({"json_schema": {"type": "array"}, "grammar": ""}, "json_schema", '{"type":"array"}'),
+        ({"json_schema": '{"type": "array"}'}, "json_schema", '{"type":"array"}'),
     ],
 )
 def test_structured_outputs_reach_the_core(
-    frontend: FrontendProcess, fields: dict, kind: str, spec: str
+    frontend: FrontendProcess, path: str, fields: dict, kind: str, spec: str
 ) -> None:
     before = len(frontend.core.received)
-    frontend.complete(PROMPT, **fields)
+    prompt = {"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
+    response = frontend.post(path, max_tokens=1, **prompt, **fields)
+    assert response.status_code == 200, response.text
     [added] = [m for m in frontend.core.received[before:] if hasattr(m, "requests")]
     constraint = added.requests[0].sampling_params.structured_output
     assert (constraint.kind, constraint.spec) == (kind, spec)
