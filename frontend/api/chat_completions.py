@@ -126,11 +126,12 @@ class _Choice:
         self._token_ids: list[int] = []
 
     def _new_parser(self, tools: ToolChoice) -> ChatOutputParser | ForcedCallParser:
+        serving = self._answer.serving
         if tools.mode is ToolMode.NAMED:
-            return ForcedCallParser(NamedCall(tools.name))
+            return ForcedCallParser(NamedCall(tools.name, serving.new_call_id))
         if tools.mode is ToolMode.REQUIRED:
-            return ForcedCallParser(RequiredCalls())
-        calls = self._answer.serving.new_tool_parser() if tools.mode is ToolMode.AUTO else None
+            return ForcedCallParser(RequiredCalls(serving.new_call_id))
+        calls = serving.new_tool_parser() if tools.mode is ToolMode.AUTO else None
         return ChatOutputParser(self._reasoning, calls)
 
     @property

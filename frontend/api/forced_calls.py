@@ -6,9 +6,9 @@ Both are read as they arrive, so that arguments stream.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from ..chat import MessageDelta, ToolCallDelta
-from ..chat.tools import openai_call_id
 
 
 class ForcedCallParser:
@@ -24,8 +24,9 @@ class ForcedCallParser:
 class NamedCall:
     """The whole text is the arguments of one function."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, new_id: Callable[[], str]) -> None:
         self._name = name
+        self._new_id = new_id
         self._started = False
 
     def read(self, text: str) -> list[ToolCallDelta]:
@@ -35,13 +36,14 @@ class NamedCall:
         if not text:
             return []
         self._started = True
-        return [ToolCallDelta(0, openai_call_id(), self._name, text)]
+        return [ToolCallDelta(0, self._new_id(), self._name, text)]
 
 
 class RequiredCalls:
     """The text is `[{"name": ..., "parameters": {...}}, ...]`, with any white space between."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
         self._index = -1
         self._nesting = 0
         self._in_string = False
@@ -65,7 +67,7 @@ class RequiredCalls:
                     self._in_arguments = True
                     self._index += 1
                     name = _name_in(self._header)
-                    deltas.append(ToolCallDelta(self._index, openai_call_id(), name, ""))
+                    deltas.append(ToolCallDelta(self._index, self._new_id(), name, ""))
                     piece_start = position
             elif character in "]}":
                 self._nesting -= 1

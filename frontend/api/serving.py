@@ -22,6 +22,7 @@ from ..chat import (
     ModelTemplates,
     ReasoningParser,
     ToolParser,
+    openai_call_id,
     reasoning_parser,
     tool_parser,
 )
@@ -63,6 +64,7 @@ class Serving:
         self.detail = "waiting for the model"
         tools_name = config.frontend.tool_call_parser
         self._tool_parser = tool_parser(tools_name) if tools_name else None
+        self.new_call_id = self._tool_parser().new_id if self._tool_parser else openai_call_id
         reasoning_name = config.frontend.reasoning_parser
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
         self.served_name = config.model.served_names[0]

@@ -5,7 +5,7 @@ from .output import ChatOutputParser, MessageDelta
 from .reasoning import ReasoningParser, reasoning_parser
 from .template import ChatTemplate, ChatTemplateError, ContentFormat, load_chat_template
 from .tool_parsers import tool_parser
-from .tools import ToolCallDelta, ToolParser
+from .tools import ToolCallDelta, ToolParser, openai_call_id
 
 __all__ = [
     "ChatOutputParser",
@@ -18,6 +18,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolParser",
     "load_chat_template",
+    "openai_call_id",
     "reasoning_parser",
     "tool_parser",
 ]

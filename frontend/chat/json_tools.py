@@ -53,6 +53,7 @@ class JsonToolParser:
 
     def __init__(self, format: JsonFormat) -> None:
         self._format = format
+        self.new_id = format.new_id
         self._markers = format.openings + ((format.closing,) if format.closing else ())
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""
@@ -214,9 +215,7 @@ class JsonToolParser:
         return name if has_arguments or ended else None
 
     def _give_out(self, name: str) -> None:
-        self._delta.tool_calls.append(
-            ToolCallDelta(self._num_calls, self._format.new_id(), name, "")
-        )
+        self._delta.tool_calls.append(ToolCallDelta(self._num_calls, self.new_id(), name, ""))
         self._num_calls += 1
         self._calls_in_block += 1
         self._given_chars = 0

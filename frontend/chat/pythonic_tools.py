@@ -28,6 +28,7 @@ class PythonicToolParser:
     """
 
     def __init__(self) -> None:
+        self.new_id = openai_call_id
         self._buffer = ""
         self._position = 0  # how far the buffer has been scanned
         self._call_start = 0
@@ -116,7 +117,7 @@ class PythonicToolParser:
         if call is not None:
             name, arguments = call
             self._delta.tool_calls += [
-                ToolCallDelta(self._num_calls, openai_call_id(), name),
+                ToolCallDelta(self._num_calls, self.new_id(), name),
                 ToolCallDelta(self._num_calls, arguments=arguments),
             ]
             self._num_calls += 1

@@ -6,6 +6,7 @@ piece, so streaming and not give the same calls, wherever the pieces are cut.
 
 import random
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,9 @@ class ToolDelta:
 
 class ToolParser(Protocol):
     """Of one text, which must be made with its special tokens in it."""
+
+    new_id: Callable[[], str]
+    """Makes the ids that the model's template accepts."""
 
     def feed(self, text: str) -> ToolDelta:
         """Take the next piece. What may be the beginning of a call is held back."""

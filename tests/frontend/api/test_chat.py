@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import openai
 import pytest
@@ -271,6 +272,20 @@ def test_required_tools(frontend: FrontendProcess) -> None:
     response = frontend.post("/v1/chat/completions", stream=True, **options)
     calls, content, reason = accumulate(sse_events(response.text))
     assert (calls, content, reason) == (whole, "", "tool_calls")
+
+
+def test_forced_calls_have_ids_that_the_models_template_accepts() -> None:
+    with FrontendProcess(tool_call_parser="mistral") as frontend:
+        for choice, text in (("required", CALLS), (NAMED, '{"city": "Oslo"}')):
+            answer = chat(
+                frontend,
+                messages=user(text),
+                tools=[WEATHER, TIME],
+                tool_choice=choice,
+                max_tokens=num_tokens(frontend, text),
+            )
+            ids = [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]]
+            assert ids and all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids), ids
 
 
 def test_required_tools_constrain_the_core(frontend: FrontendProcess) -> None:
