@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.errors import ParameterError
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import GrammarKind, SamplingParams
 from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
 from ..engine_client import Delta, RequestGroup, Sequence
 from .chat_prompt import render_chat
@@ -116,7 +116,9 @@ class _Choice:
         self.index = index
         self._answer = answer
         # A grammar holds from the first token on, so a constrained answer has no reasoning.
-        is_constrained = prompt.params.structured_output is not None
+        # But that of structural tags begins with free text.
+        output = prompt.params.structured_output
+        is_constrained = output is not None and output.kind is not GrammarKind.STRUCTURAL_TAG
         self._reasoning = (
             None if is_constrained else serving.new_reasoning_parser(prompt.text or "")
         )

@@ -380,3 +380,14 @@ def test_reasoning_is_told_from_content() -> None:
         assert last["usage"] == answer["usage"]
         silent = chat(frontend, include_reasoning=False, **options)["choices"][0]["message"]
         assert "reasoning" not in silent and silent["content"] == "It is four."
+
+
+def test_reasoning_may_come_before_structural_tags() -> None:
+    text = "<think>Let me see.</think>It is <n>4</n>."
+    tag = {"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}
+    form = {"type": "structural_tag", "structures": [tag], "triggers": ["<n>"]}
+    with FrontendProcess(reasoning_parser="qwen3") as frontend:
+        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
+        message = chat(frontend, response_format=form, **options)["choices"][0]["message"]
+        assert message["reasoning"] == "Let me see."
+        assert message["content"] == "It is <n>4</n>."
