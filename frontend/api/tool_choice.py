@@ -41,7 +41,8 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     choice = request.tool_choice
     if choice is None:
         choice = "auto" if schemas else "none"
-    if choice == "none":
+    # Frameworks send a list for what a user has added, which may be nothing, whatever the choice.
+    if choice == "none" or (request.tools == [] and choice in ("auto", "required")):
         return ToolChoice(ToolMode.NONE)
     if not schemas:
         raise bad_request("tool_choice", f"tool_choice {echo(choice)} needs tools")

@@ -193,6 +193,12 @@ CHAT_ONLY = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"logprobs": 3}, "logprobs", "a boolean"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "auto", "tools": None}, "tool_choice", "needs tools"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": []},
+        "tool_choice",
+        "needs tools",
+    ),
     ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice", '"sometimes"'),
     (
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},

@@ -299,6 +299,13 @@ def test_required_tools_constrain_the_core(frontend: FrontendProcess) -> None:
     assert "maxItems" not in json.loads(last_params(frontend).structured_output.spec)
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_choice_among_no_tools_is_none(frontend: FrontendProcess, choice: str) -> None:
+    answer = chat(frontend, tools=[], tool_choice=choice, max_tokens=5)["choices"][0]
+    assert answer["message"]["content"] == TEXT and "tool_calls" not in answer["message"]
+    assert last_params(frontend).structured_output is None
+
+
 def test_auto_tools() -> None:
     text = (
         'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
