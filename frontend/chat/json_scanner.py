@@ -3,7 +3,8 @@
 import json
 import re
 
-_STRUCTURE = re.compile(r'["{}\[\]:,]')
+from .held_text import may_begin
+
 _STRING_END = re.compile(r'["\\]')
 
 
@@ -19,18 +20,26 @@ def decode_string(source: str) -> str | None:
 class JsonObjectScanner:
     """Finds the members of one JSON object, `text` fed in pieces, the first starting with "{".
 
+    One of `markers` outside a string, where JSON has none, ends an object that lacks its own end.
     `members` holds the values that are complete, as JSON text. `open_key` and `open_start` say
     which value is being written and where in `text` it starts, once that is an object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self._markers = markers
+        self._longest_marker = max(map(len, markers))
+        first_chars = re.escape("".join(marker[0] for marker in markers))
+        self._structure = re.compile(rf'["{{}}\[\]:,{first_chars}]')
         self.text = ""
         self.end: int | None = None
         """Where in `text` the object ends, exclusive, once it has."""
         self.failed = False
-        """Whether what has been read cannot be a JSON object."""
+        """Whether what has been read cannot be a JSON object, or a marker has come."""
         self.position = 0
-        """How much of `text` has been read: where it failed, if it has."""
+        """How much of `text` has been read: where it failed, if it has.
+
+        It is before what may be the beginning of a marker, and after an escaped character to come.
+        """
         self.members: dict[str, str] = {}
         self.open_key: str | None = None
         self.open_start: int | None = None
@@ -42,33 +51,34 @@ class JsonObjectScanner:
     def feed(self, text: str) -> None:
         self.text += text
         while self.end is None and not self.failed and self.position < len(self.text):
-            found = (_STRING_END if self._in_string else _STRUCTURE).search(
+            found = (_STRING_END if self._in_string else self._structure).search(
                 self.text, self.position
             )
             if found is None:
                 self.position = len(self.text)
-            elif self._in_string:
-                if not self._read_in_string(found[0], found.start()):
-                    return
-            else:
-                self.position = found.end()
-                self._read_structure(found[0], found.start())
-
-    def _read_in_string(self, char: str, at: int) -> bool:
-        """False if the text must go on first."""
-        if char == "\\":
-            if at + 1 == len(self.text):
+                return
+            char, at = found[0], found.start()
+            if self._in_string:
+                self._read_in_string(char, at)
+            elif self.text.startswith(self._markers, at):
+                self.position, self.failed = at, True
+            elif may_begin(self.text[at : at + self._longest_marker], self._markers):
                 self.position = at
-                return False
+                return
+            else:
+                self.position = at + 1
+                self._read_structure(char, at)
+
+    def _read_in_string(self, char: str, at: int) -> None:
+        if char == "\\":
             self.position = at + 2
-            return True
+            return
         self.position, self._in_string = at + 1, False
         if self._depth == 1:
             if self.open_key is None:
                 self._read_key()
             elif self.text[self._value_start : at].lstrip()[:1] == '"':
                 self._close_value(at + 1)
-        return True
 
     def _read_key(self) -> None:
         self.open_key = decode_string(self.text[self._string_start : self.position])
@@ -95,7 +105,7 @@ class JsonObjectScanner:
             if self.open_key is None or self._value_start is not None:
                 self.failed = True
             self._value_start = at + 1
-        elif self._depth == 1:
+        elif self._depth == 1 and char == ",":
             self._close_member(at, last=False)
 
     def _close_member(self, end: int, last: bool) -> None:

@@ -60,7 +60,7 @@ class JsonToolParser:
         self._raw = ""  # taken off the buffer, to give back if no call comes of it
         self._num_calls = 0
         self._calls_in_block = 0
-        self._scanner = JsonObjectScanner()
+        self._scanner = JsonObjectScanner(self._markers)
         self._is_arguments = False  # the scanner's object is the arguments, not the call
         self._given_chars: int | None = None  # of the scanner's call; None before it is given out
         self._delta = ToolDelta()
@@ -82,15 +82,20 @@ class JsonToolParser:
 
     def finish(self) -> ToolDelta:
         held = self._buffer
+        self._delta = ToolDelta()
         if self._state is _State.OBJECT:
             held = self._scanner.text
+            self._scanner.position = len(held)
+            if self._given_chars is not None:
+                self._give_arguments()
         if self._state in (_State.CALLS, _State.NAME, _State.OBJECT):
             held = "" if self._calls_in_block else self._raw + held
         elif self._state is _State.REST or (self._num_calls and not held.strip()):
             held = ""
         self._buffer = self._raw = ""
         self._state = _State.TEXT
-        return ToolDelta(held)
+        self._delta.content = held
+        return self._delta
 
     # Each step takes something off the buffer or goes to another state; it is False if it can do
     # neither before more text comes.
@@ -176,7 +181,7 @@ class JsonToolParser:
         return True
 
     def _start_object(self, *, is_arguments: bool) -> None:
-        self._scanner = JsonObjectScanner()
+        self._scanner = JsonObjectScanner(self._markers)
         self._is_arguments = is_arguments
         self._given_chars = None
         self._state = _State.OBJECT
@@ -234,7 +239,9 @@ class JsonToolParser:
             return scanner.text[: scanner.position]
         value = next((v for k, v in scanner.members.items() if k in _ARGUMENTS), None)
         if value is None:
-            return "{}" if scanner.open_start is None else scanner.text[scanner.open_start :]
+            if scanner.open_start is None:
+                return "{}"
+            return scanner.text[scanner.open_start : scanner.position]
         if value.startswith('"'):  # JSON written as a string of JSON
             decoded = decode_string(value)
             value = value if decoded is None else decoded

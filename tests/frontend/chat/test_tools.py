@@ -67,6 +67,35 @@ CASES = [
         [("f", '{"a": 1}')],
     ),
     (
+        "hermes",
+        '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"b": 2}}</tool_call> done',
+        " done",
+        [("f", '{"a": "</tool_call>"}'), ("g", '{"b": 2}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": [1]</tool_call> then '
+        '<tool_call>{"name": "g", "arguments": {}}<tool_call>{"name": "h", "arguments": {}}',
+        " then",
+        [("f", '{"a": [1]'), ("g", "{}"), ("h", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{}"<tool_call>{"name": "g"}</tool_call>',
+        None,
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f"</tool_call><tool_call>{"name": "g"}</tool_call>',
+        '<tool_call>{"name": "f"</tool_call>',
+        [("g", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a" < 1}}', None, [("f", '{"a" < 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": <', None, [("f", '{"a": <')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\', None, [("f", '{"a": "\\')]),
+    (
         "llama3_json",
         '{"name": "f", "parameters": ' + NESTED + "}",
         None,
@@ -77,6 +106,12 @@ CASES = [
         '\n<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
         None,
         [("f", "{}"), ("g", '{"b": 2}')],
+    ),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}<|python_tag|>{"name": "g", "parameters": {}} end',
+        " end",
+        [("f", '{"a": 1}'), ("g", "{}")],
     ),
     ("llama3_json", '{"answer": 42, "name": "x"}', '{"answer": 42, "name": "x"}', []),
     ("llama3_json", "[a list](of links) { }", "[a list](of links) { }", []),
@@ -96,6 +131,13 @@ CASES = [
         [("f", '{"a": [1]}'), ("get_it", '{"b": {}}')],
     ),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{"a": 1}', None, [("f", '{"a": 1}')]),
+    (
+        "mistral",
+        '[TOOL_CALLS]f{"a": [1, 2[TOOL_CALLS][{"name": "g", "arguments": {"b": []}}]',
+        None,
+        [("f", '{"a": [1, 2'), ("g", '{"b": []}')],
+    ),
+    ("mistral", '[TOOL_CALLS]f{"a": [', None, [("f", '{"a": [')]),
     ("mistral", "[TOOL_CALLS] oh no, nothing", "[TOOL_CALLS] oh no, nothing", []),
     ("mistral", "[TOOL_CALLS]" + "x" * 400, "[TOOL_CALLS]" + "x" * 400, []),
     ("mistral", "a [1] list [TOOL", "a [1] list [TOOL", []),
@@ -106,6 +148,12 @@ CASES = [
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
     ("granite", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', None, [("f", "{}")]),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}]<|tool_call|>[{"name": "g"}]</tool_call>.',
+        ".",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     (
         "pythonic",
         "[weather(city='Köln', days=[1, 2], deep={'a': None, 'b': (True, -1.5)}), now()]",
@@ -194,6 +242,7 @@ FRAGMENTS = [
     '"parameters"',
     '{"name": "f", ',
     '"arguments": {"a": 1}}',
+    '"arguments": {"a": [1}',
     '{"name": "g", "parameters": {}}',
     "1",
     "null",
