@@ -11,6 +11,7 @@ from .tools import ToolCallDelta, ToolDelta, openai_call_id
 _START, _END = "<|python_start|>", "<|python_end|>"
 _BEGINNING = re.compile(r"\s*(?:\[\s*(?P<name>[A-Za-z_][\w.]*\s*)?)?")
 _STRUCTURE = re.compile(r"""[()\[\]{},"']""")
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class _State(Enum):
@@ -140,6 +141,13 @@ class PythonicToolParser:
         self._state = _State.TEXT
 
 
+class _JsonConstants(ast.NodeTransformer):
+    """Makes JSON's constants, which models mix in, Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
+
+
 def _parse_call(source: str) -> tuple[str, str] | None:
     """Name and arguments, as JSON, of `source` if it is a call with keyword arguments."""
     try:
@@ -150,7 +158,7 @@ def _parse_call(source: str) -> tuple[str, str] | None:
         for keyword in call.keywords:
             if keyword.arg is None:
                 return None
-            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+            arguments[keyword.arg] = ast.literal_eval(_JsonConstants().visit(keyword.value))
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return ast.unparse(call.func), text.encode(errors="replace").decode()
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):

@@ -163,6 +163,13 @@ CASES = [
     ),
     ("pythonic", "<|python_start|>[a.b(x=1)]<|python_end|>", None, [("a.b", '{"x": 1}')]),
     ("pythonic", "[f(x='a, b)]\\'', y=\"(\"),]", None, [("f", '{"x": "a, b)]\'", "y": "("}')]),
+    (
+        "pythonic",
+        "[f(a=true, b=[null, {'c': false, null: 'true'}]), true(x=-1)]",
+        None,
+        [("f", '{"a": true, "b": [null, {"c": false, "null": "true"}]}'), ("true", '{"x": -1}')],
+    ),
+    ("pythonic", "[f(x=nil)]", "[f(x=nil)]", []),
     ("pythonic", "[f(x=1)] then", "then", [("f", '{"x": 1}')]),
     ("pythonic", "[f(1)]", "[f(1)]", []),
     ("pythonic", "[f(x=open('a'))]", "[f(x=open('a'))]", []),
