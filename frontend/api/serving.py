@@ -29,7 +29,7 @@ from ..chat import (
 from ..engine_client import EngineClient
 from ..structured_output import verify_structured_output
 from ..tokenizer import Tokenizer
-from .errors import APIError, bad_request, echo, renamed, unavailable
+from .errors import APIError, bad_request, echo, unavailable
 from .structured import Constraint
 
 T = TypeVar("T")
@@ -164,10 +164,13 @@ class Serving:
         """Raises APIError 400 for one that cannot be compiled."""
         if constraint is None:
             return
-        try:
-            await self._in_thread(verify_structured_output, constraint.structured_output)
-        except ParameterError as error:
-            raise renamed(error, constraint.param) from None
+        for each in (*constraint.parts, constraint):
+            try:
+                await self._in_thread(verify_structured_output, each.structured_output)
+            except ParameterError as error:
+                subject = f"{each.param} of {each.owner}" if each.owner else each.param
+                message = str(error).replace(error.param, subject, 1)
+                raise bad_request(each.param, message) from None
 
     async def off_loop(self, size: int, function: Callable[..., T], *args: object) -> T:
         """Call `function`, in a thread if work on `size` characters would hold up the event loop."""

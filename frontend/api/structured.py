@@ -23,10 +23,15 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be, and the field of the request that says so."""
+    """What an answer must be, and the field of the request that says so.
+
+    `owner` is the tool that the field is of. `parts` must be fit by themselves: an error is then theirs.
+    """
 
     param: str
     structured_output: StructuredOutput
+    owner: str = ""
+    parts: tuple[Constraint, ...] = ()
 
 
 def constraint_of(request: GenerationRequest) -> Constraint | None:

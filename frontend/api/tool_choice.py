@@ -35,32 +35,45 @@ class ToolChoice:
     constraint: Constraint | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    name: str
+    param: str
+    schema: dict[str, Any]
+    is_strict: bool
+
+    def arguments(self) -> Constraint:
+        schema = self.schema if self.is_strict else _lenient(self.schema)
+        return Constraint(self.param, json_schema(schema, self.param), owner=self.name)
+
+
 def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     """Raises APIError 400 for tools or a choice that make no sense."""
-    schemas = _schemas_by_name(request.tools or [])
+    tools = _tools_by_name(request.tools or [])
     choice = request.tool_choice
     if choice is None:
-        choice = "auto" if schemas else "none"
+        choice = "auto" if tools else "none"
     # Frameworks send a list for what a user has added, which may be nothing, whatever the choice.
     if choice == "none" or (request.tools == [] and choice in ("auto", "required")):
         return ToolChoice(ToolMode.NONE)
-    if not schemas:
+    if not tools:
         raise bad_request("tool_choice", f"tool_choice {echo(choice)} needs tools")
     if choice == "auto":
         return ToolChoice(ToolMode.AUTO)
     if choice == "required":
-        schema = _calls_schema(schemas, parallel=request.parallel_tool_calls is not False)
-        return ToolChoice(ToolMode.REQUIRED, constraint=_forced(schema))
+        calls = _calls(tools, parallel=request.parallel_tool_calls is not False)
+        return ToolChoice(ToolMode.REQUIRED, constraint=calls)
     name = _chosen_name(choice)
-    if name not in schemas:
+    if name not in tools:
         raise bad_request(
-            "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(schemas)}"
+            "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(tools)}"
         )
-    return ToolChoice(ToolMode.NAMED, name, _forced(schemas[name]))
+    return ToolChoice(ToolMode.NAMED, name, tools[name].arguments())
 
 
-def _forced(schema: dict[str, Any]) -> Constraint:
-    return Constraint("tools", json_schema(schema, "tools"))
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole document: what cannot be enforced in it is passed over, where it would be refused."""
+    return {"x-guidance": {"lenient": True}} | schema
 
 
 def _chosen_name(choice: str | dict[str, Any]) -> str:
@@ -76,8 +89,8 @@ def _chosen_name(choice: str | dict[str, Any]) -> str:
     )
 
 
-def _schemas_by_name(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    schemas: dict[str, dict[str, Any]] = {}
+def _tools_by_name(tools: list[dict[str, Any]]) -> dict[str, _Tool]:
+    by_name: dict[str, _Tool] = {}
     for i, tool in enumerate(tools):
         kind = tool.get("type", "function")
         if kind != "function":
@@ -89,19 +102,20 @@ def _schemas_by_name(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             expected = "1 to 128 letters, digits, dots, dashes or underscores"
             raise _wrong(f"tools[{i}].function.name", expected, name)
-        parameters = function.get("parameters")
+        param, parameters = f"tools[{i}].function.parameters", function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
-            raise _wrong(f"tools[{i}].function.parameters", "a JSON schema (an object)", parameters)
-        schemas[name] = _ANY_OBJECT | (parameters or {})
-    return schemas
+            raise _wrong(param, "a JSON schema (an object)", parameters)
+        schema = _ANY_OBJECT | (parameters or {})
+        by_name[name] = _Tool(name, param, schema, is_strict=function.get("strict") is True)
+    return by_name
 
 
-def _calls_schema(schemas: dict[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _calls(tools: dict[str, _Tool], parallel: bool) -> Constraint:
     """An array of {"name", "parameters"} objects, one shape for each tool."""
     shapes = []
-    for i, (name, schema) in enumerate(schemas.items()):
-        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", schema)
-        properties = {"name": {"const": name}, "parameters": parameters}
+    for i, tool in enumerate(tools.values()):
+        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", tool.schema)
+        properties = {"name": {"const": tool.name}, "parameters": parameters}
         shapes.append(
             {
                 "type": "object",
@@ -113,7 +127,11 @@ def _calls_schema(schemas: dict[str, dict[str, Any]], parallel: bool) -> dict[st
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
     if not parallel:
         calls["maxItems"] = 1
-    return calls
+    # A document is lenient as a whole, but as a part a strict tool's schema is not.
+    if not all(tool.is_strict for tool in tools.values()):
+        calls = _lenient(calls)
+    parts = tuple(tool.arguments() for tool in tools.values())
+    return Constraint("tools", json_schema(calls, "tools"), parts=parts)
 
 
 def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:

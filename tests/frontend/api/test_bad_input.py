@@ -218,8 +218,27 @@ CHAT_ONLY = [
             "tools": [{"function": {"name": "f", "parameters": {"type": "odd"}}}],
             "tool_choice": "required",
         },
-        "tools",
-        "tools must be a json_schema that can be compiled",
+        "tools[0].function.parameters",
+        "tools[0].function.parameters of f must be a json_schema that can be compiled",
+    ),
+    (
+        {
+            "tools": [
+                {"function": {"name": "f", "parameters": {"not": {}}}},
+                {"function": {"name": "g", "parameters": {"not": {}}, "strict": True}},
+            ],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters",
+        "tools[1].function.parameters of g must be a json_schema that can be compiled",
+    ),
+    (
+        {
+            "tools": [{"function": {"name": "g", "parameters": {"not": {}}, "strict": True}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tools[0].function.parameters",
+        "tools[0].function.parameters of g must be a json_schema that can be compiled",
     ),
     ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
     ({"functions": [{"name": "f"}]}, "functions", "use tools"),

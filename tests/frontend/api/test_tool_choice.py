@@ -22,6 +22,13 @@ def tokenizer() -> LLTokenizer:
     return LLTokenizer(smollm2_tokenizer().path.read_text(encoding="utf-8"))
 
 
+def accepts(tokenizer: LLTokenizer, grammar: str, value: object) -> bool:
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer.tokenize_str(json.dumps(value))
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
 @pytest.mark.parametrize("identifier", [{}, {"$id": "https://example.com/a"}])
 def test_references_are_those_of_each_tools_own_schema(
     tokenizer: LLTokenizer, identifier: dict[str, str]
@@ -43,12 +50,33 @@ def test_references_are_those_of_each_tools_own_schema(
     grammar = grammar_text(choice.constraint.structured_output)
 
     def may_be(name: str, arguments: dict[str, Any]) -> bool:
-        matcher = LLMatcher(tokenizer, grammar)
-        assert not matcher.is_error(), matcher.get_error()
-        text = json.dumps([{"name": name, "parameters": arguments}])
-        token_ids = tokenizer.tokenize_str(text)
-        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+        return accepts(tokenizer, grammar, [{"name": name, "parameters": arguments}])
 
     assert may_be("a", {"x": 1, "y": 2}) and may_be("b", {"x": "1"})
     assert not may_be("a", {"x": "1"}) and not may_be("a", {"y": "2"}) and not may_be("b", {"x": 1})
     assert may_be("c", {"c": {"c": {}}}) and not may_be("c", {"c": []})
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "a"}}], ids=["required", "a"]
+)
+def test_what_cannot_be_enforced_in_a_schema_is_passed_over(
+    tokenizer: LLTokenizer, choice: str | dict[str, Any]
+) -> None:
+    properties = {
+        "list": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "secret": {"type": "string", "format": "password"},
+        "some": {"type": ["integer", "null"], "not": {"const": 1}},
+        "map": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    }
+    tools = [tool("a", properties=properties), tool("b", type="object")]
+    parsed = parse_tool_choice(ChatCompletionRequest(tools=tools, tool_choice=choice))
+    assert parsed.constraint is not None
+    grammar = grammar_text(parsed.constraint.structured_output)
+
+    def may_be(arguments: dict[str, Any]) -> bool:
+        call = [{"name": "a", "parameters": arguments}]
+        return accepts(tokenizer, grammar, call if choice == "required" else arguments)
+
+    assert may_be({"list": [1, 2], "secret": "x", "some": None, "map": {"a": 1}})
+    assert not may_be({"list": ["x"]}) and not may_be({"secret": 1}) and not may_be({"map": []})
