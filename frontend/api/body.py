@@ -7,6 +7,7 @@ import re
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.types import Receive, Scope
 
 from .errors import APIError, bad_request, echo
@@ -64,7 +65,9 @@ class BodyDecoder(Generic[T]):
             decoded = msgspec.defstruct(
                 schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
             )
+        self._schema = decoded
         self._decode = msgspec.json.Decoder(decoded).decode
+        self._type = msgspec.inspect.type_info(decoded)
         self._refused = [name for name in REFUSED if _is_refused(schema, name)]
 
     def decode(self, body: bytes) -> T:
@@ -72,7 +75,7 @@ class BodyDecoder(Generic[T]):
         try:
             request: T = self._decode(body)
         except msgspec.ValidationError as error:
-            raise _invalid(str(error), body) from None
+            request = self._decode_doubles(body, error)
         except RecursionError:
             raise bad_request(None, "the request body is nested too deeply") from None
         except (msgspec.DecodeError, ValueError) as error:
@@ -82,6 +85,34 @@ class BodyDecoder(Generic[T]):
             if value is not None and value not in HARMLESS.get(name, ()):
                 raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
         return request
+
+    def _decode_doubles(self, body: bytes, error: msgspec.ValidationError) -> T:
+        """Clients that know only doubles write integers as `100.0`, which is the `error` if they do."""
+        try:
+            meant = _with_integers(msgspec.json.decode(body), self._type)
+            request: T = msgspec.convert(meant, self._schema)
+        except msgspec.ValidationError as other:
+            raise _invalid(str(other), body) from None
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            # Beyond the wrong field the body may not even be JSON.
+            raise _invalid(str(error), body) from None
+        return request
+
+
+def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
+    """`value` with integers for integral floats, but only where `wanted` has integers."""
+    for kind in wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,):
+        match kind, value:
+            case msgspec.inspect.IntType(), float() if value.is_integer():
+                return int(value)
+            case msgspec.inspect.ListType(), list():
+                return [_with_integers(item, kind.item_type) for item in value]
+            case msgspec.inspect.StructType(), dict():
+                types = {field.encode_name: field.type for field in kind.fields}
+                return {
+                    k: _with_integers(v, types[k]) if k in types else v for k, v in value.items()
+                }
+    return value
 
 
 def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:

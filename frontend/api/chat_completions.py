@@ -75,7 +75,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     def _params(
         self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
     ) -> SamplingParams:
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
         for modality in request.modalities or ():
             if modality != "text":

@@ -42,6 +42,8 @@ BAD_FIELDS = [
     ({"n": 0}, "n", "between 1 and 128, got 0"),
     ({"n": 10**6}, "n", "got 1000000"),
     ({"n": 1.5}, "n", "an integer or null, got 1.5"),
+    ({"n": 1.5, "max_tokens": 1.0}, "n", "an integer or null, got 1.5"),
+    ({"n": 1e300}, "n", "an integer <= 9223372036854775807, got 1e300"),
     ({"n": True}, "n", "an integer or null, got true"),
     ({"n": [1]}, "n", "got [1]"),
     ({"max_tokens": -1}, "max_tokens", "at least 1, got -1"),

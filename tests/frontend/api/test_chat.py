@@ -119,6 +119,12 @@ def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
     assert [token for piece in pieces for token in piece] == content
 
 
+def test_no_top_logprobs_need_no_logprobs(frontend: FrontendProcess) -> None:
+    for fields in ({}, {"logprobs": False}):
+        answer = chat(frontend, top_logprobs=0, max_tokens=1, **fields)
+        assert answer["choices"][0]["logprobs"] is None
+
+
 def test_token_ids(frontend: FrontendProcess) -> None:
     ids = frontend.tokenizer.encode(TEXT)
     whole = chat(frontend, max_tokens=5, return_token_ids=True)

@@ -284,6 +284,28 @@ def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
     assert (request.priority, request.tenant) == (3, "tenant")
 
 
+def test_integers_may_be_written_as_doubles(frontend: FrontendProcess) -> None:
+    before = len(frontend.core.received)
+    schema = {"type": "number", "multipleOf": 2.0, "const": 4.0}
+    ids = [float(token_id) for token_id in frontend.tokenizer.encode(PROMPT)]
+    answer = frontend.complete(
+        ids,
+        n=2.0,
+        max_tokens=3.0,
+        stop_token_ids=[1.0],
+        seed=-(2.0**63),
+        temperature=1.0,
+        logit_bias={"5": 2.0},
+        metadata={"n": 2.0},
+        structured_outputs={"json": schema},
+    )
+    assert [choice["text"] for choice in answer["choices"]] == ["One two three"] * 2
+    [added] = [m for m in frontend.core.received[before:] if hasattr(m, "requests")]
+    params = added.requests[0].sampling_params
+    assert (params.max_tokens, params.stop_token_ids, params.seed) == (3, (1,), -(2**63))
+    assert params.structured_output.spec == '{"type":"number","multipleOf":2.0,"const":4.0}'
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("fields", "kind", "spec"),
