@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
 from .errors import ParameterError
-from .sampling_params import GrammarKind, StructuredOutput
+from .sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 
 PARAM: Final = "structured_outputs"
 
@@ -21,6 +22,8 @@ MAX_SPEC_LENGTH: Final = 1 << 20
 
 MAX_ERROR_LENGTH: Final = 500
 """Characters of a grammar's error that a client gets to see."""
+
+_FREE_TEXT: Final = r"TEXT: /(.|\n)*/"
 
 
 class _TagStructure(msgspec.Struct, frozen=True):
@@ -41,22 +44,30 @@ def grammar_text(structured_output: StructuredOutput) -> str:
         raise ParameterError(
             PARAM, f"must have at most {MAX_SPEC_LENGTH} characters, got {len(spec)}"
         )
-    match structured_output.kind:
+    answer = _constraint(structured_output.kind, spec)
+    if structured_output.reasoning is None:
+        return json.dumps({"grammars": [answer]})
+    whole = {"lark_grammar": _after_reasoning(structured_output.reasoning)}
+    return json.dumps({"grammars": [whole, {"name": "answer", **answer}]})
+
+
+def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
+    match kind:
         case GrammarKind.JSON_OBJECT:
-            return _grammar("json_schema", {"type": "object"})
+            return {"json_schema": {"type": "object"}}
         case GrammarKind.JSON_SCHEMA:
-            return _grammar("json_schema", _decode(spec, dict[str, Any] | bool))
+            return {"json_schema": _decode(spec, dict[str, Any] | bool)}
         case GrammarKind.REGEX:
-            return _grammar("lark_grammar", f"start: {_regex_literal(spec)}")
+            return {"lark_grammar": f"start: {_regex_literal(spec)}"}
         case GrammarKind.CHOICE:
             choices = _decode(spec, list[str])
             if not choices:
                 raise ParameterError(PARAM, "must offer at least one choice, got []")
-            return _grammar("lark_grammar", "start: " + " | ".join(map(json.dumps, choices)))
+            return {"lark_grammar": "start: " + _any_of(choices)}
         case GrammarKind.LARK:
-            return _grammar("lark_grammar", _lark(spec))
+            return {"lark_grammar": _lark(spec)}
         case GrammarKind.STRUCTURAL_TAG:
-            return _grammar("lark_grammar", _tags(_decode(spec, _StructuralTag)))
+            return {"lark_grammar": _tags(_decode(spec, _StructuralTag))}
 
 
 def shorten_error(message: str) -> str:
@@ -67,8 +78,33 @@ def shorten_error(message: str) -> str:
     return message[: MAX_ERROR_LENGTH - 1] + "…"
 
 
-def _grammar(notation: str, content: object) -> str:
-    return json.dumps({"grammars": [{notation: content}]})
+def _after_reasoning(reasoning: FreeReasoning) -> str:
+    """Free text up to the first end, then the answer.
+
+    A mark that is one token, as <think> mostly is, may not match as text. Marks are lazy, so they are not
+    mistaken for the beginning of an answer.
+    """
+    starts = ["start_text", *_tokens(reasoning.start_token_ids)]
+    ends = ["text_to_end", *(f"TEXT {token}" for token in _tokens(reasoning.end_token_ids))]
+    prefix = "start_mark? reasoning" if reasoning.is_open else "(start_mark reasoning)?"
+    return "\n".join(
+        [
+            f"start: {prefix} @answer",
+            f"start_mark: {' | '.join(starts)}",
+            f"start_text[lazy]: {_any_of(reasoning.starts)}",
+            f"reasoning: {' | '.join(ends)}",
+            f"text_to_end[lazy]: TEXT ({_any_of(reasoning.ends)})",
+            _FREE_TEXT,
+        ]
+    )
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return " | ".join(map(json.dumps, texts))
+
+
+def _tokens(token_ids: Iterable[int]) -> list[str]:
+    return [f"<[{token_id}]>" for token_id in token_ids]
 
 
 def _decode(spec: str, expected: Any) -> Any:
@@ -125,7 +161,7 @@ def _tags(structural_tag: _StructuralTag) -> str:
         "%llguidance {}",
         f"start: ({' | '.join(f'tag_{i}' for i in range(len(bodies)))})* TEXT",
     ]
-    rules.append(r"TEXT: /(.|\n)*/")
+    rules.append(_FREE_TEXT)
     for i, (trigger, tags) in enumerate(bodies.items()):
         rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
         rules.append(f"tag_{i}: trigger_{i} ({' | '.join(tags)})")

@@ -30,8 +30,22 @@ class GrammarKind(StrEnum):
     STRUCTURAL_TAG = "structural_tag"
 
 
+class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Reasoning that may come before a constrained text: from one of the starts to the first end.
+
+    Starts and ends are texts, and those of the texts that are one token also have its id here.
+    `is_open` means that no start is needed, for the prompt has it or the format implies it; then there must be an end.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    is_open: bool
+
+
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A constraint on the generated text.
+    """A constraint on the generated text, or on what comes after the `reasoning` in it.
 
     `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the
     structural tag as JSON; empty for `JSON_OBJECT`.
@@ -39,6 +53,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     kind: GrammarKind
     spec: str = ""
+    reasoning: FreeReasoning | None = None
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
