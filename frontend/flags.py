@@ -243,7 +243,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--reasoning-parser",
             "frontend.reasoning_parser",
-            "how the model marks its reasoning: qwen3, deepseek_r1, …",
+            "how the model marks its reasoning: qwen3, deepseek_r1, …; a constraint (a JSON schema, a forced call) holds for the answer after it",
             metavar="NAME",
         ),
         Flag("--response-role", "frontend.response_role", "role of the answer"),

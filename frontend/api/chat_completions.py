@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from ...protocol.errors import ParameterError
-from ...protocol.sampling_params import GrammarKind, SamplingParams
-from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta
+from ...protocol.sampling_params import SamplingParams
+from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta, ToolParser
 from ..engine_client import Delta, RequestGroup, Sequence
 from .chat_prompt import render_chat
 from .chunks import Chunks
@@ -67,9 +67,12 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             max_model_len=serving.config.model.max_model_len,
             max_tokens_param=_max_tokens_param(request),
         )
-        prompt = PreparedPrompt(
-            token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), chat.text
+        params = msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            structured_output=serving.leave_reasoning_free(params.structured_output, chat.text),
         )
+        prompt = PreparedPrompt(token_ids, params, chat.text)
         return [prompt], partial(_Answer, serving, request, tools, prompt)
 
     def _params(
@@ -93,6 +96,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             # There must be a parser. What it looks for are special tokens of some models.
             self._serving.new_tool_parser()
             params.skip_special_tokens = False
+        if self._serving.has_special_reasoning_marks:
+            params.skip_special_tokens = False
         return params
 
     def _verify(self, params: SamplingParams, request: ChatCompletionRequest) -> None:
@@ -115,26 +120,26 @@ class _Choice:
         serving, prompt = answer.serving, answer.prompt
         self.index = index
         self._answer = answer
-        # A grammar holds from the first token on, so a constrained answer has no reasoning.
-        # But that of structural tags begins with free text.
-        output = prompt.params.structured_output
-        is_constrained = output is not None and output.kind is not GrammarKind.STRUCTURAL_TAG
-        self._reasoning = (
-            None if is_constrained else serving.new_reasoning_parser(prompt.text or "")
+        is_constrained = prompt.params.structured_output is not None
+        self._reasoning = serving.new_reasoning_parser(
+            prompt.text or "", constrained=is_constrained
         )
-        self._parser = self._new_parser(answer.tools)
+        self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
         self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
         self._called_tools = False
         self._token_ids: list[int] = []
 
-    def _new_parser(self, tools: ToolChoice) -> ChatOutputParser | ForcedCallParser:
-        serving = self._answer.serving
-        if tools.mode is ToolMode.NAMED:
-            return ForcedCallParser(NamedCall(tools.name, serving.new_call_id))
-        if tools.mode is ToolMode.REQUIRED:
-            return ForcedCallParser(RequiredCalls(serving.new_call_id))
-        calls = serving.new_tool_parser() if tools.mode is ToolMode.AUTO else None
-        return ChatOutputParser(self._reasoning, calls)
+    def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
+        new_id = self._answer.serving.new_call_id
+        match tools.mode:
+            case ToolMode.NAMED:
+                return ForcedCallParser(NamedCall(tools.name, new_id))
+            case ToolMode.REQUIRED:
+                return ForcedCallParser(RequiredCalls(new_id))
+            case ToolMode.AUTO:
+                return self._answer.serving.new_tool_parser()
+            case ToolMode.NONE:
+                return None
 
     @property
     def num_reasoning_tokens(self) -> int | None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from ..chat import MessageDelta, ToolCallDelta
+from ..chat import ToolCallDelta
+from ..chat.tools import ToolDelta
 
 
 class ForcedCallParser:
-    """Reads a text that is calls and nothing else, as `ChatOutputParser` reads any other."""
+    """The tool parser of a text that is calls and nothing else."""
 
     def __init__(self, calls: NamedCall | RequiredCalls) -> None:
         self._calls = calls
+        self.new_id = calls.new_id
 
-    def feed(self, text: str, finished: bool = False) -> MessageDelta:
-        return MessageDelta(tool_calls=self._calls.read(text))
+    def feed(self, text: str) -> ToolDelta:
+        return ToolDelta(tool_calls=self._calls.read(text))
+
+    def finish(self) -> ToolDelta:
+        return ToolDelta()
 
 
 class NamedCall:
@@ -26,7 +31,7 @@ class NamedCall:
 
     def __init__(self, name: str, new_id: Callable[[], str]) -> None:
         self._name = name
-        self._new_id = new_id
+        self.new_id = new_id
         self._started = False
 
     def read(self, text: str) -> list[ToolCallDelta]:
@@ -36,14 +41,14 @@ class NamedCall:
         if not text:
             return []
         self._started = True
-        return [ToolCallDelta(0, self._new_id(), self._name, text)]
+        return [ToolCallDelta(0, self.new_id(), self._name, text)]
 
 
 class RequiredCalls:
     """The text is `[{"name": ..., "parameters": {...}}, ...]`, with any white space between."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
+        self.new_id = new_id
         self._index = -1
         self._nesting = 0
         self._in_string = False
@@ -67,7 +72,7 @@ class RequiredCalls:
                     self._in_arguments = True
                     self._index += 1
                     name = _name_in(self._header)
-                    deltas.append(ToolCallDelta(self._index, self._new_id(), name, ""))
+                    deltas.append(ToolCallDelta(self._index, self.new_id(), name, ""))
                     piece_start = position
             elif character in "]}":
                 self._nesting -= 1

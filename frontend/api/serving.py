@@ -15,7 +15,7 @@ import msgspec
 from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
     ChatTemplate,
@@ -142,9 +142,27 @@ class Serving:
             )
         return self._tool_parser()
 
-    def new_reasoning_parser(self, prompt: str) -> ReasoningParser | None:
+    def new_reasoning_parser(
+        self, prompt: str, *, constrained: bool = False
+    ) -> ReasoningParser | None:
         """For the answer to `prompt`; None if the server was started without one."""
-        return None if self._reasoning_parser is None else self._reasoning_parser(prompt)
+        if self._reasoning_parser is None:
+            return None
+        return self._reasoning_parser(prompt, constrained=constrained)
+
+    @property
+    def has_special_reasoning_marks(self) -> bool:
+        """Whether the reasoning of a text can only be told by special tokens in it."""
+        parser = self.new_reasoning_parser("")
+        return parser is not None and parser.has_special_marks(self.tokenizer)
+
+    def leave_reasoning_free(
+        self, constraint: StructuredOutput | None, prompt: str
+    ) -> StructuredOutput | None:
+        """The constraint on the answer to `prompt`, which holds after the reasoning if that can be told."""
+        if constraint is None or self._reasoning_parser is None:
+            return constraint
+        return self._reasoning_parser(prompt).leave_free(constraint, self.tokenizer)
 
     def verify_serving(self) -> None:
         """Raise APIError 503 while there is no engine to send a request to."""

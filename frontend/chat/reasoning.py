@@ -1,12 +1,16 @@
 """The reasoning of a model, apart from its answer, and the parsers by name."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import accumulate
 
+import msgspec
+
 from ...protocol.errors import ConfigError
+from ...protocol.sampling_params import FreeReasoning, StructuredOutput
 from ..tokenizer import Tokenizer
 from .held_text import find_first, may_begin, start_of_held
 
@@ -44,18 +48,24 @@ class _State(Enum):
 class ReasoningParser:
     """Splits one text, taken in pieces: reasoning first, then content.
 
-    Whitespace at both ends of the reasoning, and before the content after it, is dropped.
+    Whitespace at both ends of the reasoning, and before the content after it, is dropped; not before content that
+    is `constrained`, for there it is part of the answer.
     `prompt` is the rendered chat: templates open the reasoning, or open and close it, themselves.
     """
 
-    def __init__(self, format: ReasoningFormat, prompt: str = "") -> None:
+    def __init__(
+        self, format: ReasoningFormat, prompt: str = "", *, constrained: bool = False
+    ) -> None:
         self._format = format
+        self._after_end = _State.CONTENT if constrained else _State.CONTENT_START
         self._buffer = ""
         prompt = prompt.rstrip()
-        closed = prompt.endswith(format.ends)
-        self._begins_opened = not closed and (format.implied or prompt.endswith(format.starts))
+        self._begins_closed = prompt.endswith(format.ends)
+        self._begins_opened = not self._begins_closed and (
+            format.implied or prompt.endswith(format.starts)
+        )
         self._opened = self._begins_opened
-        self._state = _State.CONTENT if closed else _State.START
+        self._state = _State.CONTENT if self._begins_closed else _State.START
 
     def feed(self, text: str) -> ReasoningDelta:
         self._buffer += text
@@ -79,8 +89,29 @@ class ReasoningParser:
             return ReasoningDelta(reasoning=rest.rstrip())
         return ReasoningDelta(content="" if self._state is _State.CONTENT_START else rest)
 
+    def has_special_marks(self, tokenizer: Tokenizer) -> bool:
+        """Whether a text without its special tokens does not show where the reasoning ends."""
+        marks = _token_ids(self._format.starts + self._format.ends, tokenizer)
+        return not tokenizer.special_ids.isdisjoint(marks)
+
+    def leave_free(self, constraint: StructuredOutput, tokenizer: Tokenizer) -> StructuredOutput:
+        """The constraint of a text in which reasoning may come before what is constrained."""
+        if self._begins_closed:
+            return constraint
+        starts, ends = self._format.starts, self._format.ends
+        reasoning = FreeReasoning(
+            starts,
+            ends,
+            _token_ids(starts, tokenizer),
+            _token_ids(ends, tokenizer),
+            is_open=self._begins_opened,
+        )
+        return msgspec.structs.replace(constraint, reasoning=reasoning)
+
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
         """How many of the text's `token_ids` come before the end of the reasoning."""
+        if self._begins_closed:
+            return 0
         pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
         text = b"".join(pieces)
         starts = tuple(start.encode() for start in self._format.starts)
@@ -116,7 +147,13 @@ class ReasoningParser:
         delta.reasoning = self._buffer[:at].rstrip()
         self._buffer = self._buffer[at + len(end) :]
         self._opened = False
-        self._state = _State.CONTENT_START
+        self._state = self._after_end
+
+
+def _token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Of those texts that are one token."""
+    found = map(tokenizer.token_to_id, texts)
+    return tuple(token_id for token_id in found if token_id is not None)
 
 
 _PARSERS = {
@@ -129,7 +166,7 @@ _PARSERS = {
 }
 
 
-def reasoning_parser(name: str) -> Callable[[str], ReasoningParser]:
+def reasoning_parser(name: str) -> partial[ReasoningParser]:
     """Makes, for a rendered prompt, the parsers of `--reasoning-parser NAME`.
 
     Raises ConfigError for a name that is not known.
@@ -140,4 +177,4 @@ def reasoning_parser(name: str) -> Callable[[str], ReasoningParser]:
         raise ConfigError(
             f"--reasoning-parser {name!r} is not known; choose one of {', '.join(_PARSERS)}"
         ) from None
-    return lambda prompt: ReasoningParser(format, prompt)
+    return partial(ReasoningParser, format)

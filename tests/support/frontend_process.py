@@ -50,12 +50,14 @@ class FrontendProcess:
         send_buffer: int = 0,
         scheduler: SchedulerConfig | None = None,
         epoch: int = FIRST_EPOCH,
+        tokenizer_path: str | None = None,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
         self.run_dir = Path(tempfile.mkdtemp(prefix="frontend-"))
         path = default_model()
-        tokenizer = load_tokenizer(path)
+        tokenizer_path = tokenizer_path or path
+        tokenizer = load_tokenizer(tokenizer_path)
         assert tokenizer.eos_token_id is not None
         self.tokenizer = tokenizer
         frontend.setdefault("chat_template", ECHO_TEMPLATE)
@@ -65,7 +67,7 @@ class FrontendProcess:
             model=ModelConfig(
                 model="echo-model",
                 path=path,
-                tokenizer_path=path,
+                tokenizer_path=tokenizer_path,
                 served_names=served_names,
                 architecture="llama",
                 vocab_size=tokenizer.vocab_size,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
+from engine.frontend.tokenizer import tokenizer_json_path
 from support.frontend_process import MODEL, FrontendProcess, sse_events
+from support.server import default_model
 
 TEXT = "One two three four five"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
@@ -415,3 +420,113 @@ def test_reasoning_may_come_before_structural_tags() -> None:
         message = chat(frontend, response_format=form, **options)["choices"][0]["message"]
         assert message["reasoning"] == "Let me see."
         assert message["content"] == "It is <n>4</n>."
+
+
+THOUGHT = "I take 2 and 3."
+JSON_ANSWER = '\n{"sum": 5}'
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[FrontendProcess]:
+    with FrontendProcess(reasoning_parser="qwen3") as frontend:
+        yield frontend
+
+
+def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict, dict]:
+    """The message, which a stream must give alike, and the usage. The core's answer is `text`."""
+    options = {"messages": user(text), "max_tokens": num_tokens(frontend, text), **fields}
+    answer = chat(frontend, **options)
+    message = answer["choices"][0]["message"]
+    response = frontend.post(
+        "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **options
+    )
+    *events, last = sse_events(response.text)
+    calls, content, _ = accumulate(events)
+    assert content == (message["content"] or "")
+    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
+    assert last["usage"] == answer["usage"]
+    return message, answer["usage"]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": r"\s*\{.*\}"}},
+        {"structured_outputs": {"choice": [JSON_ANSWER]}},
+    ],
+    ids=["format", "regex", "choice"],
+)
+def test_reasoning_before_a_constrained_answer(thinking: FrontendProcess, wish: dict) -> None:
+    message, usage = ask_both_ways(thinking, f"<think>{THOUGHT}</think>{JSON_ANSWER}", **wish)
+    assert message["reasoning"] == message["reasoning_content"] == THOUGHT
+    assert message["content"] == JSON_ANSWER
+    counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == num_tokens(thinking, f"<think>{THOUGHT}")
+    constraint = last_params(thinking).structured_output
+    assert constraint.reasoning.ends == ("</think>",) and not constraint.reasoning.is_open
+    silent = chat(
+        thinking,
+        messages=user(f"<think>{THOUGHT}</think>{JSON_ANSWER}"),
+        include_reasoning=False,
+        max_tokens=usage["completion_tokens"],
+        **wish,
+    )
+    assert "reasoning" not in silent["choices"][0]["message"]
+    assert silent["choices"][0]["message"]["content"] == JSON_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "names"),
+    [
+        ("required", CALLS, ["get_weather", "get_time"]),
+        ({"type": "function", "function": {"name": "get_weather"}}, '{"city": "Oslo"}', None),
+    ],
+    ids=["required", "named"],
+)
+def test_reasoning_before_forced_calls(
+    thinking: FrontendProcess, choice: object, text: str, names: list[str] | None
+) -> None:
+    thought = 'I could [{"name": "get_time"}] or not.'
+    fields = {"tools": [WEATHER, TIME], "tool_choice": choice}
+    message, usage = ask_both_ways(thinking, f"<think>{thought}</think>{text}", **fields)
+    assert message["reasoning"] == thought and message["content"] is None
+    calls = [call["function"] for call in message["tool_calls"]]
+    assert [call["name"] for call in calls] == (names or ["get_weather"])
+    if names is None:
+        assert calls[0]["arguments"] == text
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+    assert last_params(thinking).structured_output.reasoning is not None
+
+
+@pytest.mark.parametrize("wish", [{}, {"response_format": {"type": "json_object"}}])
+def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path, wish: dict) -> None:
+    original = tokenizer_json_path(default_model())
+    shutil.copytree(original.parent, tmp_path, dirs_exist_ok=True)
+    content = original.read_text().replace('"<repo_name>"', '"<think>"')
+    (tmp_path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
+    with FrontendProcess(reasoning_parser="qwen3", tokenizer_path=str(tmp_path)) as frontend:
+        message, usage = ask_both_ways(frontend, '<think>Hmm.</think>{"sum": 5}', **wish)
+        assert message["reasoning"] == "Hmm." and message["content"] == '{"sum": 5}'
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == 4
+        if wish:
+            reasoning = last_params(frontend).structured_output.reasoning
+            assert (reasoning.start_token_ids, reasoning.end_token_ids) == ((3,), (4,))
+
+
+def test_a_constraint_holds_from_the_first_token_where_no_reasoning_can_come(
+    thinking: FrontendProcess, frontend: FrontendProcess
+) -> None:
+    closed = "<think>\n\n</think>"
+    message, usage = ask_both_ways(thinking, closed, response_format={"type": "json_object"})
+    assert message["content"] == closed and "reasoning" not in message
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert last_params(thinking).structured_output.reasoning is None
+    # Without a parser nothing is known of reasoning.
+    text = f"<think>{THOUGHT}</think>{JSON_ANSWER}"
+    message, _ = ask_both_ways(frontend, text, response_format={"type": "json_object"})
+    assert message["content"] == text
+    assert last_params(frontend).structured_output.reasoning is None

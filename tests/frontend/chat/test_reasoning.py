@@ -7,6 +7,7 @@ import tokenizers
 from engine.frontend.chat import ChatOutputParser, reasoning_parser, tool_parser
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.protocol.errors import ConfigError
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
@@ -41,8 +42,10 @@ CASES = [
 ]
 
 
-def read(name: str, prompt: str, pieces: list[str]) -> tuple[str, str]:
-    parser = reasoning_parser(name)(prompt)
+def read(
+    name: str, prompt: str, pieces: list[str], *, constrained: bool = False
+) -> tuple[str, str]:
+    parser = reasoning_parser(name)(prompt, constrained=constrained)
     deltas = [*map(parser.feed, pieces), parser.finish()]
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)
 
@@ -62,11 +65,28 @@ FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
     pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=10),
     prompt=st.sampled_from(["", OPEN, CLOSED]),
 )
+@pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "granite"])
-def test_cuts_make_no_difference(name, pieces, prompt) -> None:
-    whole = read(name, prompt, ["".join(pieces)])
-    assert read(name, prompt, pieces) == whole
-    assert read(name, prompt, list("".join(pieces))) == whole
+def test_cuts_make_no_difference(name, pieces, prompt, constrained) -> None:
+    whole = read(name, prompt, ["".join(pieces)], constrained=constrained)
+    assert read(name, prompt, pieces, constrained=constrained) == whole
+    assert read(name, prompt, list("".join(pieces)), constrained=constrained) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "reasoning", "content"),
+    [
+        ("qwen3", "", "<think>\nHmm \n</think>\n\n yes ", "Hmm", "\n\n yes "),
+        ("qwen3", OPEN, "Hmm</think>\n", "Hmm", "\n"),
+        ("qwen3", OPEN, "\n</think>", "", ""),
+        ("qwen3", "", "\n yes", "", "\n yes"),
+        ("qwen3", CLOSED, "\n yes", "", "\n yes"),
+        ("deepseek_r1", "", "Hmm</think>\nyes", "Hmm", "\nyes"),
+    ],
+)
+def test_a_constrained_answer_is_kept_whole(name, prompt, text, reasoning, content) -> None:
+    for pieces in ([text], list(text)):
+        assert read(name, prompt, pieces, constrained=True) == (reasoning, content)
 
 
 def test_reasoning_streams() -> None:
@@ -110,6 +130,39 @@ def test_reasoning_tokens(tokenizer: Tokenizer, name, prompt, text, count) -> No
     parser.feed(text)
     parser.finish()
     assert parser.num_reasoning_tokens(tokenizer.encode(text), tokenizer) == count
+
+
+CHOICE = StructuredOutput(GrammarKind.CHOICE, '["a"]')
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "is_open"),
+    [
+        ("qwen3", "", False),
+        ("qwen3", OPEN, True),
+        ("qwen3", CLOSED, None),
+        ("qwen3", "<think>a</think>b\nuser\nc\nassistant\n", False),
+        ("deepseek_r1", "", True),
+        ("deepseek_r1", CLOSED, None),
+        ("granite", "", False),
+    ],
+)
+def test_a_constraint_knows_of_the_reasoning_before_it(
+    tokenizer: Tokenizer, name, prompt, is_open
+) -> None:
+    left = reasoning_parser(name)(prompt).leave_free(CHOICE, tokenizer)
+    assert (left.kind, left.spec) == (CHOICE.kind, CHOICE.spec)
+    if is_open is None:
+        assert left == CHOICE
+        return
+    assert left.reasoning.is_open is is_open
+    if name == "granite":
+        assert "Here is my thought process:" in left.reasoning.starts
+        assert left.reasoning.end_token_ids == ()
+    else:
+        assert (left.reasoning.starts, left.reasoning.ends) == (("<think>",), ("</think>",))
+        assert left.reasoning.start_token_ids == ()
+        assert left.reasoning.end_token_ids == (tokenizer.token_to_id("</think>"),)
 
 
 def test_tool_calls_after_reasoning() -> None:
