@@ -169,7 +169,6 @@ def _parse(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 def _checked(parser: _Parser, argv: Sequence[str]) -> Iterator[str]:
     """`argv` with dashes for underscores in names, and without what is accepted but says nothing."""
-    only = {name: value for names, value in ONLY_VALUE.items() for name in names.split()}
     arguments = iter(argv)
     for argument in arguments:
         if not argument.startswith("-") or argument == "--":
@@ -182,14 +181,11 @@ def _checked(parser: _Parser, argv: Sequence[str]) -> Iterator[str]:
             continue
         if name in UNSUPPORTED:
             parser.error(f"{name} is not supported by this version")
-        if name in only:
+        if name in ONLY_VALUE:
             value = value if equals else next(arguments, "")
-            if value != only[name]:
-                parser.error(
-                    f"{name} {value} is not supported by this version (only {only[name]} is)".replace(
-                        "  ", " "
-                    )
-                )
+            if value not in ONLY_VALUE[name]:
+                offered = " or ".join(ONLY_VALUE[name])
+                parser.error(f"{name}: {value!r} is not supported by this version; use {offered}")
             continue
         yield name + equals + value
 

@@ -32,6 +32,7 @@ from ..protocol.config import (
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .arguments import Settings
+from .flag_values import OfReplica
 from .model_options import ResolvedModel
 
 DEVICE_FILES = Path("/dev")
@@ -41,9 +42,9 @@ MAX_PORT = 65535
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
     """Raises ConfigError, naming both flags, if two settings contradict each other."""
     device = make_device_config(settings)
-    cache = CacheConfig(**settings["cache"])
-    _check_prefix_hash(cache)
     parallel = _as_first_node(make_parallel_config(settings))
+    cache = _make_cache_config(settings, parallel)
+    _check_prefix_hash(cache)
     scheduler = _make_scheduler_config(
         settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
     )
@@ -149,6 +150,13 @@ def _make_scheduler_config(
             f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the one or lower the other"
         )
     return config
+
+
+def _make_cache_config(settings: Settings, parallel: ParallelConfig) -> CacheConfig:
+    given = dict(settings["cache"])
+    if isinstance(given.get("host_gib"), OfReplica):
+        given["host_gib"] /= parallel.workers_per_core
+    return CacheConfig(**given)
 
 
 def _check_prefix_hash(cache: CacheConfig) -> None:

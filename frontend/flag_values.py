@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.config import KVEventsConfig, PrefixHash, ProposerMethod, SpeculativeConfig
+from ..protocol.config import KVEventsConfig, PrefixHash, SpeculativeConfig
 
 _SIZE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -45,6 +45,14 @@ def number(low: float, high: float | None = None) -> Callable[[str], float]:
         return _in_range(value, low, high)
 
     return parse
+
+
+class OfReplica(float):
+    """What all workers of a replica have together, where the field is what each has."""
+
+
+def of_replica(text: str) -> OfReplica:
+    return OfReplica(number(0)(text))
 
 
 def size(low: int) -> Callable[[str], int]:
@@ -112,12 +120,16 @@ def speculative(text: str) -> SpeculativeConfig | None:
     """Our own fields, which are vLLM's. The longest match counts in any case, so `prompt_lookup_max` says nothing."""
     fields = json_object(text)
     fields.pop("prompt_lookup_max", None)
+    # First, since the fields of the other methods are unknown here.
+    if (method := fields.get("method", "ngram")) != "ngram" or "model" in fields:
+        what = f"method {method!r}" if method != "ngram" else "a draft model"
+        raise ArgumentTypeError(
+            f"{what} is not offered, only ngram is, which has the fields num_speculative_tokens and prompt_lookup_min"
+        )
     try:
         config = msgspec.convert(fields, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ArgumentTypeError(str(error)) from None
-    if config.method is not ProposerMethod.NGRAM:
-        raise ArgumentTypeError(f"method must be ngram, got {config.method}")
     for name, low in (("num_speculative_tokens", 0), ("prompt_lookup_min", 1)):
         try:
             _in_range(getattr(config, name), low, 64)

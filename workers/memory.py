@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from ..protocol.config import CacheConfig, EngineConfig
+from ..protocol.config import EngineConfig
 from ..protocol.errors import ConfigError
 from ..protocol.kv_cache_groups import (
     FULL_ATTENTION,
@@ -85,22 +86,28 @@ def _larger_share(profile: MemoryProfile, needed: int) -> str:
     return f"--gpu-memory-utilization {utilization:g}"
 
 
-def count_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
-    """Blocks of the host tier; 0 without one.
+def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers: int) -> int:
+    """Blocks of a worker's host tier; 0 without one.
 
-    Raises ConfigError when it is larger than the machine's free memory, or too small for a block.
+    Raises ConfigError when those of a replica are larger than this machine's free memory, when those of all its workers
+    are larger than all its memory (other replicas may have theirs already), or when one is too small for a block.
     """
-    if not cache.host_gib:
+    host_gib = config.cache.host_gib
+    if not host_gib:
         return 0
-    num_bytes = int(cache.host_gib * GIB)
-    free = available_bytes()
-    if num_bytes > free:
-        raise ConfigError(
-            f"--kv-host-gib {cache.host_gib:g} is more than the {free / GIB:.2f} GiB of free memory"
-        )
+    num_bytes = int(host_gib * GIB)
+    for num_workers, limit, what in (
+        (min(num_local_workers, config.parallel.workers_per_core), available_bytes(), "the free"),
+        (num_local_workers, total_bytes(), "the machine's"),
+    ):
+        if num_workers * num_bytes > limit:
+            share = f" for each of the {num_workers} workers here" if num_workers > 1 else ""
+            raise ConfigError(
+                f"--kv-host-gib {host_gib:g}{share} is more than {what} memory of {limit / GIB:.2f} GiB"
+            )
     if num_bytes < block_bytes:
         raise ConfigError(
-            f"--kv-host-gib {cache.host_gib:g} holds no KV-cache block: one takes {block_bytes} bytes"
+            f"--kv-host-gib {host_gib:g} holds no KV-cache block: one takes {block_bytes} bytes"
         )
     return num_bytes // block_bytes
 
@@ -110,20 +117,34 @@ def free_host_bytes(config: EngineConfig) -> int:
     return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
 
 
+def total_bytes(cgroups: Path = CGROUPS) -> int:
+    """The machine's memory, or the least that a control group (v2) of this process may have."""
+    return _least(psutil.virtual_memory().total, _limit_of, cgroups)
+
+
 def available_bytes(cgroups: Path = CGROUPS) -> int:
     """Of the machine's memory, and of what the control groups (v2) that this process is in leave of theirs."""
-    available = [psutil.virtual_memory().available]
+    return _least(psutil.virtual_memory().available, _left_of, cgroups)
+
+
+def _least(of_machine: int, of_group: Callable[[Path], int], cgroups: Path) -> int:
+    amounts = [of_machine]
     with suppress(OSError, ValueError):
         groups = control_groups(cgroups)
-        available += [_left_of(group) for group in groups if (group / "memory.max").exists()]
-    return min(available)
+        amounts += [of_group(group) for group in groups if (group / "memory.max").exists()]
+    return min(amounts)
+
+
+def _limit_of(group: Path) -> int:
+    limit = (group / "memory.max").read_text().strip()
+    return sys.maxsize if limit == "max" else int(limit)
 
 
 def _left_of(group: Path) -> int:
-    limit = (group / "memory.max").read_text().strip()
-    if limit == "max":
-        return sys.maxsize
+    limit = _limit_of(group)
+    if limit == sys.maxsize:
+        return limit
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     # The page cache is counted, and given back where memory is wanted.
     page_cache = int(statistics["active_file"]) + int(statistics["inactive_file"])
-    return max(0, int(limit) - int((group / "memory.current").read_text()) + page_cache)
+    return max(0, limit - int((group / "memory.current").read_text()) + page_cache)

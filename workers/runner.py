@@ -99,7 +99,9 @@ def open_runner(
         if profile is not None:
             logger.info("GPU memory, %s", profile)
         num_blocks = count_kv_blocks(config, block_bytes, groups, profile)
-        num_host_blocks = count_host_blocks(config.cache, block_bytes)
+        num_host_blocks = count_host_blocks(
+            config, block_bytes, _num_local_workers(config.parallel)
+        )
         yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
         leave_replica()
 
@@ -109,3 +111,10 @@ def _local_rank(parallel: ParallelConfig, core_index: int, rank: int) -> int:
     if parallel.is_external:
         return int(os.environ["LOCAL_RANK"])
     return (core_index * parallel.workers_per_core + rank) % parallel.workers_per_node
+
+
+def _num_local_workers(parallel: ParallelConfig) -> int:
+    """The workers of this machine, of all replicas."""
+    if parallel.is_external:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return parallel.workers_per_node

@@ -83,7 +83,7 @@ def test_version_and_unknown_command() -> None:
 
 def test_every_flag_is_documented_once() -> None:
     names = [name for flags in FLAGS.values() for flag in flags for name in flag.names.split()]
-    names += [*HARMLESS, *UNSUPPORTED, *(n for many in ONLY_VALUE for n in many.split())]
+    names += [*HARMLESS, *UNSUPPORTED, *ONLY_VALUE]
     assert len(names) == len(set(names))
     text = run("serve", "--help").stdout
     for flags in FLAGS.values():
@@ -215,14 +215,26 @@ def test_values_and_the_spellings_of_the_peers(
             ["prompt_lookup_min", "between 1 and 64", "got 0"],
         ),
         (
-            ["--speculative-config", '{"num_speculative_tokens": 4, "method": "eagle"}'],
-            ["method must be ngram, got eagle"],
+            [
+                "--speculative-config",
+                '{"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 1}',
+            ],
+            ["method 'eagle3'", "only ngram", "num_speculative_tokens", "prompt_lookup_min"],
+        ),
+        (
+            ["--speculative-config", '{"model": "m", "num_speculative_tokens": 4}'],
+            ["a draft model is not offered", "only ngram"],
         ),
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
         (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
+        (["--logprobs-mode=processed_logprobs"], ["--logprobs-mode", "use raw_logprobs"]),
+        (["--kv-offloading-size", "-1"], ["--kv-offloading-size", "at least 0", "got -1"]),
         (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),
-        (["--tokenizer-mode", "slow"], ["--tokenizer-mode slow is not supported", "only auto"]),
+        (
+            ["--tokenizer-mode", "slow"],
+            ["--tokenizer-mode: 'slow' is not supported", "use auto or hf"],
+        ),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
         (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
         (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
@@ -237,8 +249,29 @@ def test_bad_arguments_get_one_line_with_flag_value_and_limit(
 
 
 def test_flags_of_the_peers_that_change_nothing_are_accepted() -> None:
-    same = ["--trust-remote-code", "--tokenizer-mode", "auto"]
+    same = [
+        "--trust-remote-code",
+        "--tokenizer-mode",
+        "auto",
+        "--runner=generate",
+        "--task",
+        "auto",
+    ]
+    same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
+    same += ["--model-impl", "auto", "--config-format=auto", "--guided-decoding-backend", "auto"]
     assert parse(*same) == parse()
+
+
+def test_memory_for_offloading_is_of_each_worker_or_of_all_of_a_replica() -> None:
+    workers = ["--device=cpu", "-tp=2", "-pp=2", "-dp=2"]
+    for flag, host_gib in (
+        ("--kv-host-gib=8", 8),
+        ("--swap-space=8", 8),
+        ("--kv-offloading-size=8", 2),
+    ):
+        assert configure(*workers, flag).cache.host_gib == host_gib
+    last_wins = [*workers, "--kv-offloading-size=8", "--kv-host-gib=8"]
+    assert configure(*last_wins).cache.host_gib == 8
 
 
 def test_keys_from_file_and_environment(tmp_path: Path) -> None:

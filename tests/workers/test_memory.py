@@ -5,10 +5,21 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from engine.protocol.errors import ConfigError
 from engine.workers.device import usable_cores
-from engine.workers.memory import available_bytes, count_kv_blocks
+from engine.workers.memory import (
+    available_bytes,
+    count_host_blocks,
+    count_kv_blocks,
+    total_bytes,
+)
 
 MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
 CONFIG = EngineConfig("/run", 1, MODEL, CacheConfig(block_size=16), SchedulerConfig(max_num_seqs=4))
@@ -61,3 +72,32 @@ def test_too_little_memory_names_what_would_do() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len 32\b.*") as caught:
         count_kv_blocks(config(kv_cache_memory_bytes=300), block_bytes=100)
     assert "--kv-cache-memory-bytes 500" in str(caught.value)
+
+
+def test_host_memory_is_counted_for_all_workers_of_the_machine() -> None:
+    memory = psutil.virtual_memory()
+
+    def blocks(share: float, of: int, **parallel: int) -> int:
+        with_tier = msgspec.structs.replace(
+            config(host_gib=share * of / (1 << 30)), parallel=ParallelConfig(**parallel)
+        )
+        return count_host_blocks(with_tier, 1 << 20, with_tier.parallel.workers_per_node)
+
+    one = blocks(0.3, memory.available)
+    assert one == int(0.3 * memory.available) >> 20
+    assert blocks(0.3, memory.available, tensor_parallel_size=8, nnodes=4) == one
+    with pytest.raises(ConfigError, match=r"for each of the 4 workers here .* the free memory of"):
+        blocks(0.3, memory.available, tensor_parallel_size=2, pipeline_parallel_size=2)
+    # The others' may be taken already, when a replica starts anew; it is of the machine's all the same.
+    assert blocks(0.3, memory.available, data_parallel_size=3) == one
+    with pytest.raises(
+        ConfigError, match=r"for each of the 20 workers here .* the machine's memory"
+    ):
+        blocks(0.08, memory.total, data_parallel_size=20)
+
+
+def test_the_memory_of_a_control_group_is_all_there_is(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert total_bytes(tmp_path) == 9000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total
