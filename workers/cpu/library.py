@@ -246,7 +246,7 @@ def native_library() -> ctypes.CDLL:
     spec = importlib.util.find_spec("._native", __package__)
     if spec is None or spec.origin is None:
         raise NotSupportedNatively(
-            "the native CPU backend was not built; install a C++ compiler and reinstall engine"
+            "the native CPU backend was not built; install a C++ compiler (Debian: g++), then engine again"
         )
     loaded = ctypes.CDLL(spec.origin)
     for name, (result, arguments) in _SIGNATURES.items():
