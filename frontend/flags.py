@@ -303,7 +303,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--tenant-weights",
             "scheduler.tenant_weights",
-            "shares under fair by tenant, 1 for others",
+            'shares under fair by tenant, 1 for others: with several API keys, {"key 1": 2, "key 2": 1} in their order, '
+            "else by the user that requests name",
             json_object,
             metavar="JSON",
         ),

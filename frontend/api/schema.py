@@ -49,6 +49,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    # The tenant, where the server has not several API keys.
+    user: str | None = None
 
     # Constraints as SGLang and llama.cpp call them.
     regex: str | None = None
@@ -57,7 +59,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
 
     # Accepted because clients send them; they change nothing here.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
