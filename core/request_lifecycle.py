@@ -202,6 +202,9 @@ class RequestLifecycle:
         if self.manager.prefix_cache.is_read_for(request) and not prefix.is_reserved:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += prefix.num_tokens
+            if prefix.blocks.loads:
+                num_present = prefix.num_cached_blocks * self.manager.block_size
+                self.stats.host_cache_hits += prefix.num_tokens - num_present
         if self.transfers is not None:
             stats = self.transfers.stats
             stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
@@ -344,6 +347,7 @@ class RequestLifecycle:
         stats, self.stats = self.stats, SchedulerStats()
         stats.num_running = num_running = len(self.running)
         stats.num_waiting = len(self.requests) - num_running
+        stats.num_deferred = stats.num_waiting - len(self.queue)
         pool, host = self.manager.pool, self.manager.host
         stats.kv_cache_usage = pool.usage
         if pool.lifetimes.has_news:

@@ -153,13 +153,13 @@ class EngineClient:
         for request in requests:
             request.request_id = request_id
         cores = self._route(sequences, requests)
-        self._record_n(sequences, cores)
         started = [
             self._start_sequence(*each) for each in zip(sequences, requests, cores, strict=True)
         ]
         return RequestGroup(
             request_id,
             started,
+            [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))],
             stream_interval=self._config.frontend.stream_interval,
             on_abort=self._abort_group,
         )
@@ -298,12 +298,6 @@ class EngineClient:
         core.load.submitted(len(prompt), keys)
         core.add(request)
         return sequence
-
-    def _record_n(self, sequences: list[SequenceRequest], cores: list[CoreConnection]) -> None:
-        pairs = zip(sequences, cores, strict=True)
-        for _, same_prompt in groupby(pairs, key=lambda pair: id(pair[0].prompt_token_ids)):
-            [(_, core), *others] = same_prompt
-            self.metrics.record_request(core.core_index, 1 + len(others))
 
     def _next_request_index(self) -> int:
         index = self._last_index

@@ -7,8 +7,9 @@ Everything is counted once, in `CoreMetrics`; a scrape adds up those of all fron
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -22,7 +23,7 @@ from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
 
 if TYPE_CHECKING:
-    from .request_group import Sequence
+    from .request_group import RequestGroup, Sequence
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
@@ -33,6 +34,11 @@ GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
         "Share of the KV-cache blocks in use, 0 to 1.",
         lambda s: s.kv_cache_usage,
     ),
+}
+
+WAITING_REASONS: Final[dict[str, Callable[[SchedulerStats], float]]] = {
+    "capacity": lambda s: s.num_waiting - s.num_deferred,
+    "deferred": lambda s: s.num_deferred,
 }
 
 OLD_GAUGES: Final = {"gpu_cache_usage_perc": GAUGES["kv_cache_usage_perc"]}
@@ -58,6 +64,35 @@ COUNTERS: Final = {
     "generation_tokens": "Tokens generated.",
 }
 
+CounterValue: TypeAlias = Callable[[Mapping[str, int]], int]
+
+
+def _found_on_device(counters: Mapping[str, int]) -> int:
+    return counters["prefix_cache_hits"] - counters["host_cache_hits"]
+
+
+VLLM_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
+    "prefix_cache_hits": ("Prompt tokens found on the device.", _found_on_device),
+    "gpu_prefix_cache_hits": ("The same, as it was called before.", _found_on_device),
+    "gpu_prefix_cache_queries": (
+        "prefix_cache_queries, as it was called before.",
+        itemgetter("prefix_cache_queries"),
+    ),
+}
+"""Counters that vLLM counts in another way, or called otherwise before."""
+
+VLLM_HOST_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
+    "external_prefix_cache_queries": (
+        "Prompt tokens looked up in the host tier: those that were not on the device.",
+        lambda counters: counters["prefix_cache_queries"] - _found_on_device(counters),
+    ),
+    "external_prefix_cache_hits": (
+        "Prompt tokens found in the host tier.",
+        itemgetter("host_cache_hits"),
+    ),
+}
+"""To vLLM, too, memory for offloading is a cache outside its own."""
+
 REJECTIONS: Final = {
     FinishReason.REJECTED: "queue_full",
     FinishReason.THROTTLED: "tenant_limit",
@@ -68,6 +103,7 @@ REJECTIONS: Final = {
 OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps that the scheduler made.",
     "scheduled_tokens": "Tokens computed in all steps.",
+    "host_cache_hits": "Those of the prompt tokens found in the prefix cache that were in its host tier.",
     "conservation_violations": "Blocks or requests that the core's own checks found miscounted.",
     "kv_blocks_copied_out": "KV-cache blocks copied to the host tier.",
     "kv_blocks_copied_in": "KV-cache blocks copied back from the host tier.",
@@ -106,6 +142,7 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKEN_BOUNDS),
     "request_prompt_tokens": ("Prompt tokens of a sequence.", None),
     "request_generation_tokens": ("Tokens generated for a sequence.", None),
+    "request_max_num_generation_tokens": ("Tokens of the longest of a request's n outputs.", None),
     "request_params_max_tokens": ("The max_tokens of a sequence.", None),
     "request_params_n": ("The n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "kv_block_lifetime_seconds": (
@@ -194,8 +231,14 @@ class Metrics(Collector):
                 decode_time / (num_tokens - 1)
             )
 
-    def record_request(self, core_index: int, n: int) -> None:
-        self._cores[core_index].histograms["request_params_n"].observe(n)
+    def record_group(self, group: RequestGroup) -> None:
+        """All sequences of a group have ended: those of each prompt are what vLLM calls a request."""
+        for outputs in group.outputs_by_prompt():
+            observed = self._cores[outputs[0].core_index].histograms
+            observed["request_params_n"].observe(len(outputs))
+            observed["request_max_num_generation_tokens"].observe(
+                max(sequence.num_generated_tokens for sequence in outputs)
+            )
 
     def record_rejection(self, core_index: int, reason: str) -> None:
         self._cores[core_index].num_rejected[reason] += 1
@@ -206,6 +249,7 @@ class Metrics(Collector):
         counters = core.counters
         counters["prefix_cache_queries"] += stats.prefix_cache_queries
         counters["prefix_cache_hits"] += stats.prefix_cache_hits
+        counters["host_cache_hits"] += stats.host_cache_hits
         counters["num_preemptions"] += stats.num_preemptions
         counters["corrupted_requests"] += stats.num_corrupted_requests
         core.num_frames_dropped_there += stats.num_dropped_frames
@@ -242,11 +286,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         cores = self._shared.total(self._recorded())
         yield from self._families(
-            "engine", cores, {**GAUGES, **OWN_GAUGES}, {**COUNTERS, **OWN_COUNTERS}
+            "engine", cores, {**GAUGES, **OWN_GAUGES}, _counted({**COUNTERS, **OWN_COUNTERS})
         )
         yield self._dropped_frames(cores)
         if "vllm" in self._config.frontend.metrics_compat:
-            yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, COUNTERS)
+            counters = _counted(COUNTERS) | VLLM_COUNTERS
+            if self._config.cache.host_gib:
+                counters |= VLLM_HOST_COUNTERS
+            yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
 
     def describe(self) -> Iterator[Family]:
@@ -264,7 +311,7 @@ class Metrics(Collector):
         prefix: str,
         all_cores: list[CoreMetrics],
         gauges: dict[str, tuple[str, Callable[[SchedulerStats], float]]],
-        counters: dict[str, str],
+        counters: dict[str, tuple[str, CounterValue]],
     ) -> Iterator[Family]:
         labels = ["model_name", "engine"]
         cores = [([self._model_name, str(index)], core) for index, core in enumerate(all_cores)]
@@ -274,10 +321,19 @@ class Metrics(Collector):
             for values, core in cores:
                 family.add_metric(values, value_of(core.stats))
             yield family
-        for name, documentation in counters.items():
+        family = GaugeMetricFamily(
+            f"{prefix}:num_requests_waiting_by_reason",
+            "Sequences that wait for room, or first for a grammar or for blocks from elsewhere.",
+            labels=[*labels, "reason"],
+        )
+        for values, core in cores:
+            for reason, number_of in WAITING_REASONS.items():
+                family.add_metric([*values, reason], number_of(core.stats))
+        yield family
+        for name, (documentation, count_of) in counters.items():
             family = CounterMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
             for values, core in cores:
-                family.add_metric(values, core.counters[name])
+                family.add_metric(values, count_of(core.counters))
             yield family
         family = CounterMetricFamily(
             f"{prefix}:request_success",
@@ -352,6 +408,10 @@ class Metrics(Collector):
                     1.0,
                 )
         return family
+
+
+def _counted(documentation: dict[str, str]) -> dict[str, tuple[str, CounterValue]]:
+    return {name: (text, itemgetter(name)) for name, text in documentation.items()}
 
 
 def _new_core_metrics(max_model_len: int) -> CoreMetrics:

@@ -104,6 +104,8 @@ class OutputProcessor:
         sequence.load.finished(sequence.block_keys)
         self._metrics.record_finished(sequence)
         sequence.group.num_unfinished -= 1
+        if not sequence.group.num_unfinished:
+            self._metrics.record_group(sequence.group)
         self._have_news([sequence])
 
     def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:

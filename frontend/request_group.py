@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -275,9 +275,10 @@ class Sequence:
 
 
 class RequestGroup:
-    """The sequences of one request. One task reads it, by `next` or by `result`, or `on_news` does by `take_news`."""
+    """The sequences of one request, `num_outputs` of each prompt. One task reads it, by `next` or by `result`, or `on_news` does by `take_news`."""
 
     __slots__ = (
+        "_num_outputs",
         "_on_abort",
         "_waiter",
         "news",
@@ -292,12 +293,14 @@ class RequestGroup:
         self,
         request_id: str,
         sequences: list[Sequence],
+        num_outputs: list[int],
         *,
         stream_interval: int,
         on_abort: Callable[[RequestGroup], None],
     ) -> None:
         self.request_id = request_id
         self.sequences = sequences
+        self._num_outputs = num_outputs
         self.stream_interval = stream_interval
         self.num_unfinished = len(sequences)
         self.news: list[Sequence] = []
@@ -307,6 +310,12 @@ class RequestGroup:
         for position, sequence in enumerate(sequences):
             sequence.group = self
             sequence.position = position
+
+    def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
+        start = 0
+        for count in self._num_outputs:
+            yield self.sequences[start : start + count]
+            start += count
 
     async def next(self) -> list[Sequence]:
         """Wait until something is new; the sequences to read it from, [] once all ends have been taken.

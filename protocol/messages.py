@@ -240,6 +240,9 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Gauges are values at the end of the step; the rest counts since the last message with stats.
 
+    Of the `num_waiting`, `num_deferred` wait not for room but for a grammar or for blocks from elsewhere. Of the tokens
+    of `prefix_cache_hits`, `host_cache_hits` are in the host tier.
+
     Of a sample of cached blocks, float32 seconds: how long those lived that were evicted, how long they had idled
     by then, and how long those idled that were used again.
     """
@@ -263,6 +266,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_lifetimes: F32 = b""
     block_idle_times: F32 = b""
     block_reuse_gaps: F32 = b""
+    num_deferred: int = 0
+    host_cache_hits: int = 0
 
 
 class EngineCoreOutputs(

@@ -56,6 +56,8 @@ def test_3_10_a_prefix_may_be_found_in_both_tiers():
     assert len(int32_view(step.host_copies_in)) == 2 * 3
     harness.drain()
     assert num_cached(harness, again) == 20
+    found = [stats for stats in harness.stats if stats.prefix_cache_hits]
+    assert [(stats.prefix_cache_hits, stats.host_cache_hits) for stats in found] == [(20, 12)]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,9 @@ def test_8_2_others_go_on_during_a_load():
     while not harness.heard[quick].is_over:
         harness.step()
     assert harness.request(slow).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert (harness.stats[-1].num_waiting, harness.stats[-1].num_deferred) == (1, 1)
     harness.drain()
+    assert (harness.stats[-1].num_waiting, harness.stats[-1].num_deferred) == (0, 0)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -8,7 +8,7 @@ from engine.frontend.engine_client import EngineDraining, SequenceRequest
 from engine.frontend.histogram import Histogram, decimal_bounds
 from engine.frontend.metrics import Metrics
 from engine.protocol.arrays import float32_bytes
-from engine.protocol.config import EngineConfig, ParallelConfig, SchedulerConfig
+from engine.protocol.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.protocol.messages import SchedulerStats, SpecDecodingStats
 from engine.protocol.sampling_params import SamplingParams
 from hypothesis import given
@@ -69,6 +69,8 @@ async def test_a_request_leaves_its_traces(tmp_path: Path) -> None:
         assert value(samples, "engine:request_params_max_tokens_bucket", le="10.0") == 2
         assert value(samples, "engine:request_params_n_count") == 1
         assert value(samples, "engine:request_params_n_sum") == 2
+        assert value(samples, "engine:request_max_num_generation_tokens_count") == 1
+        assert value(samples, "engine:request_max_num_generation_tokens_sum") == 8
         assert value(samples, "engine:iteration_tokens_total_count") >= 8
         assert value(samples, "engine:iteration_tokens_total_sum") == 16
         for name in (
@@ -84,6 +86,22 @@ async def test_a_request_leaves_its_traces(tmp_path: Path) -> None:
             assert value(samples, f"engine:{name}_count") == 2, name
         [info] = samples["engine:cache_config_info"]
         assert {("block_size", "16"), ("num_gpu_blocks", "64"), ("engine", "0")} <= {*info}
+
+
+@on_event_loop
+async def test_each_prompt_of_a_batch_is_a_request_with_its_longest_output(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        prompts = [PROMPT, PROMPT[:5], list(PROMPT)]
+        wanted = [
+            SequenceRequest(prompts[prompt], SamplingParams(max_tokens=length))
+            for prompt, length in ((0, 3), (0, 9), (1, 4), (2, 6), (2, 2))
+        ]
+        await drive(core, (await client.submit(wanted, request_id="r")).result())
+        samples = scrape(client.metrics)
+        assert value(samples, "engine:request_params_n_sum") == 5
+        assert value(samples, "engine:request_params_n_count") == 3
+        assert value(samples, "engine:request_max_num_generation_tokens_count") == 3
+        assert value(samples, "engine:request_max_num_generation_tokens_sum") == 9 + 4 + 6
 
 
 @on_event_loop
@@ -149,6 +167,7 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
         stats = SchedulerStats(
             num_running=2,
             num_waiting=4,
+            num_deferred=1,
             kv_cache_usage=0.5,
             prefix_cache_queries=100,
             prefix_cache_hits=32,
@@ -163,6 +182,9 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
         assert value(samples, f"{prefix}:num_requests_running") == 2
         assert value(samples, f"{prefix}:num_requests_running", engine="1") == 1
         assert value(samples, f"{prefix}:num_requests_waiting") == 4
+        for reason, number in (("capacity", 3), ("deferred", 1)):
+            name = f"{prefix}:num_requests_waiting_by_reason"
+            assert value(samples, name, reason=reason) == number
         assert value(samples, f"{prefix}:kv_cache_usage_perc") == 0.5
         assert value(samples, f"{prefix}:prefix_cache_queries_total") == 200
         assert value(samples, f"{prefix}:prefix_cache_hits_total") == 64
@@ -236,6 +258,30 @@ def test_the_old_names_of_vllm_metrics_are_there_too(tmp_path: Path) -> None:
     assert value(samples, "vllm:time_per_output_token_seconds_count") == 2
     assert value(samples, "vllm:time_per_output_token_seconds_bucket", le="0.2") == 1
     assert "engine:gpu_cache_usage_perc" not in samples
+
+
+def test_what_is_found_in_host_memory_is_outside_to_vllm(tmp_path: Path) -> None:
+    stats = SchedulerStats(prefix_cache_queries=100, prefix_cache_hits=60, host_cache_hits=40)
+    without, with_tier = tmp_path / "without", tmp_path / "with"
+    without.mkdir()
+    with_tier.mkdir()
+    metrics = Metrics(with_compat(engine_config(without)))
+    metrics.record_stats(0, msgspec.structs.replace(stats, host_cache_hits=0))
+    samples = scrape(metrics)
+    for name in ("prefix_cache", "gpu_prefix_cache"):
+        assert value(samples, f"vllm:{name}_queries_total") == 100
+        assert value(samples, f"vllm:{name}_hits_total") == 60
+    assert "vllm:external_prefix_cache_hits_total" not in samples
+    metrics = Metrics(with_compat(engine_config(with_tier, cache=CacheConfig(host_gib=1.0))))
+    metrics.record_stats(0, stats)
+    samples = scrape(metrics)
+    assert value(samples, "engine:prefix_cache_hits_total") == 60
+    assert value(samples, "engine:host_cache_hits_total") == 40
+    for name in ("prefix_cache", "gpu_prefix_cache"):
+        assert value(samples, f"vllm:{name}_queries_total") == 100
+        assert value(samples, f"vllm:{name}_hits_total") == 20
+    assert value(samples, "vllm:external_prefix_cache_queries_total") == 80
+    assert value(samples, "vllm:external_prefix_cache_hits_total") == 40
 
 
 def test_vllm_names_only_on_request(tmp_path: Path) -> None:

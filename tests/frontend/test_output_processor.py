@@ -55,6 +55,7 @@ class Harness:
         return RequestGroup(
             "r",
             [self._sequence(p) for p in params],
+            [len(params)],
             stream_interval=1,
             on_abort=lambda group: None,
         )
