@@ -36,6 +36,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 }
 
 API_KEY_VARIABLES = ("ENGINE_API_KEY", "VLLM_API_KEY")
+"""All variables of vLLM's that are read are among them."""
 
 Settings: TypeAlias = dict[str, dict[str, Any]]
 """Section -> field -> value, of what was said only."""
@@ -44,6 +45,13 @@ Settings: TypeAlias = dict[str, dict[str, Any]]
 def api_keys_of(environ: Mapping[str, str]) -> list[str]:
     """The key that the environment gives, if any."""
     return [environ[name] for name in API_KEY_VARIABLES if environ.get(name)][:1]
+
+
+def unread_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that say something to vLLM and nothing here."""
+    return sorted(
+        name for name in environ if name.startswith("VLLM_") and name not in API_KEY_VARIABLES
+    )
 
 
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -141,7 +149,7 @@ def _default(field: str) -> object:
 
 def _help(flag: Flag) -> str:
     if flag.const is not None:
-        return flag.help or argparse.SUPPRESS
+        return flag.help
     shown = flag.default_text or _shown(_default(flag.field))
     return f"{flag.help} (default: {shown})".lstrip() if shown else flag.help
 

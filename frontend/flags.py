@@ -35,12 +35,12 @@ MAX_SEED = 2**63 - 1
 @dataclass(frozen=True, slots=True)
 class Flag:
     """`names` are separated by spaces, the shown one first. `type` bool makes a pair with `--no-…`; `const`
-    is stored by a flag without a value; `many` takes several values at once; `default_text` is shown where the
+    is stored by a flag without a value, of which no default is shown; `many` takes several values at once; `default_text` is shown where the
     field's default would mislead."""
 
     names: str
     field: str
-    help: str = ""
+    help: str
     type: Callable[[str], Any] = str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
@@ -238,13 +238,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--tool-call-parser",
             "frontend.tool_call_parser",
-            "how the model writes tool calls: hermes, …",
+            "how the model writes tool calls: hermes, qwen3, llama3_json, llama4_json, mistral, granite, pythonic, "
+            "llama4_pythonic",
             metavar="NAME",
         ),
         Flag(
             "--reasoning-parser",
             "frontend.reasoning_parser",
-            "how the model marks its reasoning: qwen3, deepseek_r1, …; a constraint (a JSON schema, a forced call) holds for the answer after it",
+            "how the model marks its reasoning: deepseek_r1, qwen3, granite; a constraint (a JSON schema, a forced call) holds for the answer after it",
             metavar="NAME",
         ),
         Flag("--response-role", "frontend.response_role", "role of the answer"),
@@ -420,7 +421,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             of_replica,
             metavar="GIB",
         ),
-        Flag("--disable-radix-cache", "cache.enable_prefix_caching", const=False),
+        Flag(
+            "--disable-radix-cache",
+            "cache.enable_prefix_caching",
+            "--no-enable-prefix-caching, as SGLang calls it",
+            const=False,
+        ),
         Flag(
             "--kv-events-config",
             "cache.kv_events",
@@ -572,7 +578,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             choices=("debug", "info", "warning", "error", "critical"),
         ),
         Flag("--enable-log-requests", "frontend.log_requests", "log each request", bool),
-        Flag("--disable-log-requests", "frontend.log_requests", const=False),
+        Flag(
+            "--disable-log-requests",
+            "frontend.log_requests",
+            "--no-enable-log-requests, as vLLM calls it",
+            const=False,
+        ),
         Flag(
             "--dump-dir",
             "frontend.dump_dir",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Sequence
 
 from .. import __version__
 from ..protocol.errors import ConfigError, EngineError
 from ..protocol.process import name_process
-from .arguments import Settings, parse_settings
+from .arguments import Settings, parse_settings, unread_variables
 from .console import Console, StartupProgress, format_bytes
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
@@ -26,6 +27,8 @@ def serve(argv: Sequence[str]) -> int:
     when a second one cut the drain short; exits with 2 on bad arguments."""
     settings = parse_settings(argv)
     console = Console()
+    if unread := unread_variables(os.environ):
+        console.line(f"set in the environment, and not read: {', '.join(unread)}")
     name_process("supervisor")
     _raise_open_file_limit()
     with StopSignals() as signals:

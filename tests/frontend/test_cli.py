@@ -1,6 +1,7 @@
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from engine.frontend import engine_config
-from engine.frontend.arguments import Settings, _default, _shown, parse_settings
+from engine.frontend.arguments import Settings, _default, _make_parser, _shown, parse_settings
+from engine.frontend.chat import reasoning, tool_parsers
 from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS
 from engine.frontend.model_options import ResolvedModel
@@ -88,8 +90,7 @@ def test_every_flag_is_documented_once() -> None:
     text = run("serve", "--help").stdout
     for flags in FLAGS.values():
         for flag in flags:
-            if flag.const is None:
-                assert flag.names.split()[0] in text
+            assert flag.names.split()[0] in text
 
 
 def flag_table() -> list[str]:
@@ -98,13 +99,13 @@ def flag_table() -> list[str]:
     for title, flags in FLAGS.items():
         rows.append(f"| **{title}** | | |")
         for flag in flags:
-            if flag.const is not None:
-                continue
             names = [f"`{name}`" for name in flag.names.split()]
             if flag.type is bool:
-                names[0] = f"`--[no-]{flag.names.split()[0][2:]}`"
+                names = [name.replace("--", "--[no-]") for name in names]
             meaning = flag.help + (f": {', '.join(flag.choices)}" if flag.choices else "")
             default = flag.default_text or _shown(_default(flag.field))
+            if flag.const is not None:
+                default = ""
             rows.append(f"| {' '.join(names)} | {meaning} | {default} |".replace("|  |", "| |"))
     return rows
 
@@ -113,6 +114,24 @@ def test_the_readme_has_every_flag_as_it_is() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith(("| `-", "| **"))]
     assert rows == flag_table()
+
+
+def test_the_readme_names_whatever_is_accepted() -> None:
+    text = (ROOT / "README.md").read_text()
+    said = set(re.findall(r"`(-[^` ]*)", text))
+    said |= {name.replace("[no-]", part) for name in said for part in ("", "no-")}
+    assert {*_make_parser()._option_string_actions, *HARMLESS, *ONLY_VALUE} - said == {
+        "-h",
+        "--help",
+    }
+    for name, values in ONLY_VALUE.items():
+        assert f"`{name} {values[0]}`" in text
+    help_of = {flag.names: flag.help for flag in FLAGS["chat"]}
+    for flag, parsers in (
+        ("--tool-call-parser", tool_parsers._PARSERS),
+        ("--reasoning-parser", reasoning._PARSERS),
+    ):
+        assert help_of[flag].partition(": ")[2].split(", ") == list(parsers)
 
 
 def test_every_flag_does_something() -> None:
@@ -468,6 +487,13 @@ def test_a_port_in_use_ends_the_start_with_one_line() -> None:
     assert last.startswith("engine: error: cannot listen on 127.0.0.1")
     assert str(port) in last
     assert "--port" in last
+
+
+def test_variables_of_vllm_that_are_not_read_are_named(tmp_path: Path) -> None:
+    env = {"VLLM_PORT": "1", "VLLM_API_KEY": "k", "VLLM_ATTENTION_BACKEND": "x"}
+    result = run("serve", "./no-such-model", "--port", "0", XDG_RUNTIME_DIR=str(tmp_path), **env)
+    [line] = [line for line in result.stderr.splitlines() if "VLLM" in line]
+    assert line.endswith("not read: VLLM_ATTENTION_BACKEND, VLLM_PORT")
 
 
 def test_an_unknown_model_ends_the_start_with_one_line(tmp_path: Path) -> None:
