@@ -327,8 +327,8 @@ class Metrics(Collector):
             labels=[*labels, "reason"],
         )
         for values, core in cores:
-            for reason, number_of in WAITING_REASONS.items():
-                family.add_metric([*values, reason], number_of(core.stats))
+            for why, number_of in WAITING_REASONS.items():
+                family.add_metric([*values, why], number_of(core.stats))
         yield family
         for name, (documentation, count_of) in counters.items():
             family = CounterMetricFamily(f"{prefix}:{name}", documentation, labels=labels)

@@ -1,12 +1,14 @@
 """Chooses the attention backend at start."""
 
+from typing import Literal, TypeAlias
+
 import torch
 
 from ...protocol.errors import ConfigError
 from .interface import AttentionBackend
 from .torch_paged import TorchPagedAttention
 
-NAMES = ("torch_paged", "triton_paged", "triton_batch_invariant")
+BackendName: TypeAlias = Literal["torch_paged", "triton_paged", "triton_batch_invariant"]
 
 
 def attention_backend(
@@ -17,11 +19,11 @@ def attention_backend(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    name: str | None = None,
+    name: BackendName | None = None,
 ) -> AttentionBackend:
     """Return the backend `name` for these layers, or the device's best.
 
-    Raises `ConfigError` for an unknown name, or one that cannot be had.
+    Raises `ConfigError` if Triton, which it needs, is not there.
     """
     name = name or ("triton_paged" if device.type == "cuda" else "torch_paged")
     return _backend_class(name)(
@@ -34,13 +36,9 @@ def attention_backend(
     )
 
 
-def _backend_class(name: str) -> type[AttentionBackend]:
+def _backend_class(name: BackendName) -> type[AttentionBackend]:
     if name == "torch_paged":
         return TorchPagedAttention
-    if name not in NAMES:
-        raise ConfigError(
-            f"the attention backend {name!r} does not exist; choose {', '.join(NAMES)}"
-        )
     try:
         from .batch_invariant import BatchInvariantAttention
         from .triton_paged import TritonPagedAttention
@@ -48,4 +46,8 @@ def _backend_class(name: str) -> type[AttentionBackend]:
         raise ConfigError(
             f"the attention backend {name} needs {error.name}: pip install 'engine[cuda]'"
         ) from error
-    return TritonPagedAttention if name == "triton_paged" else BatchInvariantAttention
+    triton = {
+        "triton_paged": TritonPagedAttention,
+        "triton_batch_invariant": BatchInvariantAttention,
+    }
+    return triton[name]

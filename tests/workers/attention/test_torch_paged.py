@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, attention_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,18 +116,3 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
         metadata = backend.build(batch, {None})
         out = backend.forward(q, kv, kv, kv_cache, metadata, layer)
     torch.testing.assert_close(out, torch.ones(1, 2, 8))
-
-
-def test_unknown_backend():
-    with pytest.raises(
-        ConfigError, match="'flash' does not exist; choose torch_paged, triton_paged"
-    ):
-        attention_backend(
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
-            block_size=4,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            name="flash",
-        )
