@@ -245,7 +245,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--reasoning-parser",
             "frontend.reasoning_parser",
-            "how the model marks its reasoning: deepseek_r1, qwen3, granite; a constraint (a JSON schema, a forced call) holds for the answer after it",
+            "how the model marks its reasoning (a JSON schema or forced call holds for the answer after it): deepseek_r1, qwen3, granite",
             metavar="NAME",
         ),
         Flag("--response-role", "frontend.response_role", "role of the answer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from engine.frontend.arguments import parse_settings
+from engine.frontend import metrics
+from engine.frontend.arguments import API_KEY_VARIABLES, parse_settings
 from engine.protocol.cluster_key import ClusterKey
 
-DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
 KUBERNETES_VERSION = "1.31"
 VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
 
@@ -103,3 +106,36 @@ def test_slurm_starts_what_the_command_line_understands(tmp_path: Path) -> None:
     for line in lines:
         args = shlex.split(line.replace('"${common[@]}"', common))
         assert settings_of(args, tmp_path)["parallel"]["nnodes"] == 2
+
+
+def test_the_page_has_every_route_metric_and_variable() -> None:
+    page = (DEPLOY.parent / "deploy.md").read_text()
+    routes = re.findall(r'Route\("([^"]+)"', (ROOT / "frontend/api/app.py").read_text())
+    said = set(re.findall(r"(?:GET|POST) (/[^`]*)", page))
+    named = {"{name:path}": "NAME", "{index}/{action}": "I/drain"}
+    for path in routes:
+        for pattern, name in named.items():
+            path = path.replace(pattern, name)
+        assert path in said
+    for names in (
+        *(metrics.GAUGES, metrics.OWN_GAUGES, metrics.HISTOGRAMS),
+        *(metrics.COUNTERS, metrics.OWN_COUNTERS),
+    ):
+        assert {name for name in names if f"`{name}`" not in page} == set()
+    source = "".join(
+        path.read_text()
+        for part in ("frontend", "core", "workers", "protocol")
+        for path in (ROOT / part).rglob("*.py")
+    )
+    variables = re.findall(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"', source)
+    variables += re.findall(r'_variable\("([A-Z_]+)"', source)
+    own = {"TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY"}
+    assert {name for name in (*variables, *API_KEY_VARIABLES) if f"`{name}`" not in page} == own
+
+
+def test_the_image_is_made_of_what_there_is() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = [found[1] for line in lines if (found := re.search(r"whl\)\[(.*)\]", line))]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert lines[-1] == f'ENTRYPOINT ["{next(iter(project["scripts"]))}"]'
