@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "bf16_block.h"
 #include "packed_layout.h"
 
 namespace engine {
@@ -33,6 +34,11 @@ int widest_tile(const PackedWeight& w, int tiles) {
   const int unit = unit_columns(w, tiles);
   const int units = (w.n + unit - 1) / unit;
   return (units + tiles - 1) / tiles * unit;
+}
+
+const uint8_t* weights_at(const PackedWeight& w, int column) {
+  return w.format == WeightFormat::bf16 ? bf16_block(w, column / kBF16BlockColumns)
+                                        : w.data + tile_at(w.format, w.k, column / kColumnTile);
 }
 
 }  // namespace
@@ -312,7 +318,27 @@ void Program::embed(const Op& op, int row) {
   }
 }
 
+// Where the weights begin that the thread reads after those of a tile: threads take them in turn, most of the time, of
+// this product and of those that follow, which are shared out as in the step before.
+const uint8_t* Program::weights_after(const Op& op_of_tile, const Shares& shares, const Tile& tile) const {
+  if (shares.row_blocks > 1) return nullptr;
+  int index = tile.index + pool_.num_threads();
+  for (const Op* op = &op_of_tile; op <= &ops_.back(); op++) {
+    const bool has_weights = op->kind == OpKind::linear || op->kind == OpKind::gated_linear || op == &ops_.back();
+    const int num_parts = !has_weights ? 0 : op->kind == OpKind::linear ? op->num_parts : 1;
+    for (int part = 0; part < num_parts; part++) {
+      const PackedWeight& weight = *op->parts[part];
+      const int tiles = shares_[op - ops_.data()].column_tiles[part];
+      if (tiles == 0) return nullptr;
+      if (index < tiles) return weights_at(weight, column_bound(weight, index, tiles));
+      index -= tiles;
+    }
+  }
+  return nullptr;
+}
+
 // The sums of some rows and columns, side by side in the thread's memory.
+
 float* Program::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) {
   const PackedWeight& weight = *op.parts[columns.part];
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
@@ -351,7 +377,10 @@ void Program::run_linear(const Op& op, const Shares& shares, Tile& tile) {
   const PackedWeight& weight = *op.parts[columns.part];
   columns.begin = column_bound(weight, index, shares.column_tiles[columns.part]);
   columns.end = column_bound(weight, index + 1, shares.column_tiles[columns.part]);
-  float* sums = product(op, slice_rows_, columns, *scratch_[tile.thread]);
+  Scratch& scratch = *scratch_[tile.thread];
+  scratch.readahead.next_weights = weights_after(op, shares, tile);
+  float* sums = product(op, slice_rows_, columns, scratch);
+  scratch.readahead.next_weights = nullptr;
   if (tile.commit()) write_product(op, slice_rows_, columns, sums);
 }
 
@@ -362,7 +391,10 @@ float* Program::gated_product(const Op& op, const Rows& rows, const Columns& col
   float* gate = scratch.tile.get();
   float* up = gate + kTileFloats;
   if (size) {
+    const uint8_t* const then = scratch.readahead.next_weights;
+    if (then) scratch.readahead.next_weights = weights_at(*op.parts[1], begin);
     linear_rows(*op.parts[0], op.input_kind, x, columns.num_rows, begin, columns.end, gate, size, scratch.readahead);
+    scratch.readahead.next_weights = then;
     linear_rows(*op.parts[1], op.input_kind, x, columns.num_rows, begin, columns.end, up, size, scratch.readahead);
   }
   for (int r = 0; r < columns.num_rows; r++) {
@@ -392,7 +424,10 @@ void Program::run_gated(const Op& op, const Shares& shares, Tile& tile) {
   columns.part = 0;
   columns.begin = column_bound(weight, index, shares.column_tiles[0]);
   columns.end = column_bound(weight, index + 1, shares.column_tiles[0]);
-  float* gate = gated_product(op, slice_rows_, columns, *scratch_[tile.thread]);
+  Scratch& scratch = *scratch_[tile.thread];
+  scratch.readahead.next_weights = weights_after(op, shares, tile);
+  float* gate = gated_product(op, slice_rows_, columns, scratch);
+  scratch.readahead.next_weights = nullptr;
   if (tile.commit()) write_gated(op, slice_rows_, columns, gate);
 }
 
@@ -417,10 +452,13 @@ void Program::run_head(const Op& op, const Shares& shares, Tile& tile) {
   const int end = column_bound(weight, index + 1, shares.column_tiles[0]);
   const int columns = end - begin;
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
-  float* out = scratch_[tile.thread]->tile.get();
+  Scratch& scratch = *scratch_[tile.thread];
+  float* out = scratch.tile.get();
+  scratch.readahead.next_weights = weights_after(op, shares, tile);
   if (columns)
     linear_rows(weight, op.input_kind, head_activations_.bytes() + row * row_bytes, rows, begin, end,
-                out, columns, scratch_[tile.thread]->readahead);
+                out, columns, scratch.readahead);
+  scratch.readahead.next_weights = nullptr;
   if (!tile.commit()) return;
   for (int r = 0; r < rows; r++, out += columns) {
     if (op.scale != 1.0f) rows_.scale(out, op.scale, columns);

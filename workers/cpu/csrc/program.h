@@ -264,6 +264,7 @@ class Program final : private Phases {
   int share_columns(const Op& op, int rows, int num_parts, Shares& shares);
   void run_row(const Op& op, const Rows& rows, int row);
   void run_rows(const Op& op, const Shares& shares, Tile& tile);
+  const uint8_t* weights_after(const Op& op_of_tile, const Shares& shares, const Tile& tile) const;
   void run_linear(const Op& op, const Shares& shares, Tile& tile);
   void run_gated(const Op& op, const Shares& shares, Tile& tile);
   float* product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch);

@@ -29,6 +29,9 @@ class Readahead {
   // At most kMostLines at a time.
   Readahead(const Runs& first, const Runs& second, int lines) : runs_(first), others_(second), lines_(lines) {}
 
+  // Where the thread reads weights once it is through those of a product; nullptr if that is not known.
+  const uint8_t* next_weights = nullptr;
+
   // To what is left of the second runs, and from there back to the first.
   void turn() {
     std::swap(runs_, others_);
