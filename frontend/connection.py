@@ -16,12 +16,13 @@ MIN_BYTES_PER_S: Final = 1000
 """A request may take longer than the limit if it keeps coming at this pace, as large ones do on slow lines."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
+"""Of a request's head, and of what else is not its body: trailers, and what chunks say of themselves."""
 
 _REASONS: Final = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds on what a client may keep: a head of a certain size, and time.
+    """uvicorn's, with bounds on what a client may keep: a head and trailers of a certain size, and time.
 
     A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
     what runs for it is aborted as after any disconnect.
@@ -40,6 +41,7 @@ class Connection(HttpToolsProtocol):
         self._slow_client_s = slow_client_s
         self._began = 0.0
         self._num_received = 0
+        self._num_since_body = 0
         self._in_head = False
         self._in_request = False
         self._offers_upgrade = False
@@ -55,16 +57,15 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
         # uvicorn tells the last request only, which may still be waiting for the answer to another.
-        for cycle in self._cycles:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        for cycle in self._due():
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
         # What comes with the first byte of a request is not counted: some of it may belong to the one before.
         self._num_received += len(data)
-        self._unset_keepalive_if_required()
+        self._num_since_body += len(data)
         try:
             while data:
                 data = self._parse(data)
@@ -72,10 +73,13 @@ class Connection(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request received.")
             return
-        if self._in_head and self._num_received > MAX_HEAD_BYTES:
-            self._refuse(431, f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
+        if self._in_request and self._num_since_body > MAX_HEAD_BYTES:
+            part = "head" if self._in_head else "trailers and chunk extensions"
+            self._refuse(431, f"the {part} of a request must have at most {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
+        # Not for an empty line, which may be all that ever comes.
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         self.scope["state"]["connection"] = self
         self._in_head = self._in_request = True
@@ -104,6 +108,15 @@ class Connection(HttpToolsProtocol):
         fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join((request, *fields, b"\r\n"))
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A trailer is no header: it comes after what headers decide."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_since_body = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._offers_upgrade = (
             self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -112,8 +125,7 @@ class Connection(HttpToolsProtocol):
             return
         self._in_head = False
         super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
-        self._cycles.append(self.cycle)
+        self._cycles = [*self._due(), self.cycle]
         if len(self.pipeline) == 1:
             # One request may come ahead of its time: who does not read does not hear of a client that leaves.
             self.flow.resume_reading()
@@ -126,6 +138,19 @@ class Connection(HttpToolsProtocol):
             self._request_timer.cancel()
             self._request_timer = None
         super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle is a connection with neither a request that is coming nor an answer that is due."""
+        if self._in_request or self._due():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _due(self) -> list[RequestResponseCycle]:
+        """The answers that are not complete."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -151,7 +176,7 @@ class Connection(HttpToolsProtocol):
 
     def _expect_request(self) -> None:
         self._began = self.loop.time()
-        self._num_received = 0
+        self._num_received = self._num_since_body = 0
         if self._request_timer is None:
             self._request_timer = self.loop.call_later(self._slow_client_s, self._check_pace)
 
@@ -169,10 +194,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the request was not complete after {allowed:.0f} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, if no other answer has begun and there is a request, and close."""
+        """Answer, if there is a request and no other answer has begun or is due before, and close."""
         self._stop_waiting()
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if self._in_request and not is_answered:
+        due = self._due()
+        is_next = not due if self._in_head else due == [self.cycle]
+        if self._in_request and is_next and not any(cycle.response_started for cycle in due):
             body = msgspec.json.encode(APIError(status, message).body)
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

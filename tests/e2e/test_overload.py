@@ -1,6 +1,8 @@
 """What a server does to those who want too much of it, and that the others do not notice."""
 
+import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -9,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from engine.frontend.connection import MAX_HEAD_BYTES
 from support.program import wait_until
 from support.server import Server, default_model
 
@@ -163,6 +166,76 @@ def test_an_endless_head_is_refused(server: Server) -> None:
         time.sleep(0.2)
         client.sendall(b"x" * 65 * 1024)
         assert read_all(client).startswith(b"HTTP/1.1 431 ")
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def send_until_refused(client: socket.socket, piece: bytes) -> bytes:
+    """Send `piece` again and again until the server answers; what it says."""
+    for _ in range(200):
+        client.sendall(piece)
+        if select.select([client], [], [], 0.01)[0]:
+            return read_all(client)
+    pytest.fail(f"{200 * len(piece)} bytes were taken")
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"1\r\n{\r\n0\r\n", b"X-Trailer: " + b"z" * 4096 + b"\r\n"),
+        (b"1\r\n{\r\n0\r\nX-Trailer: ", b"z" * 4096),
+        (b"1\r\n{\r\n1;", b"z" * 4096),
+    ],
+    ids=["trailers", "trailer", "chunk-extension"],
+)
+def test_what_is_endless_and_no_body_is_refused(server: Server, begin: bytes, piece: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(CHUNKED + begin)
+        answer = send_until_refused(client, piece)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert "65536 bytes" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_body_of_many_chunks_may_say_something_of_each(server: Server) -> None:
+    body = json.dumps({"prompt": [10], "max_tokens": 2}).encode()
+    chunks = b"".join(b"1;note=%b\r\n%c\r\n" % (b"z" * 4096, byte) for byte in body)
+    assert len(chunks) > 2 * MAX_HEAD_BYTES
+    with connect(server) as client:
+        client.sendall(CHUNKED + chunks + b"0\r\nX-Checksum: 1\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_refusal_is_no_part_of_the_answer_to_another_request(server: Server) -> None:
+    fields = {"prompt": [10], "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    body = json.dumps(fields).encode()
+    with connect(server) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(head % len(body) + body)
+        answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        client.sendall(CHUNKED + b"1\r\n{\r\n0\r\nX-Trailer: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                client.sendall(b"z" * 4096)
+            answer += read_all(client)
+    assert b"431" not in answer
+
+
+def test_a_second_request_on_a_connection_is_refused_with_an_answer(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
+        assert send_until_refused(client, b"x" * 4096).startswith(b"HTTP/1.1 431 ")
+
+
+def test_empty_lines_do_not_keep_a_connection(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"\r\n")
+        assert read_all(client) == b""
 
 
 def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Server) -> None:
