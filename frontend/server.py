@@ -21,6 +21,7 @@ import uvloop
 from ..protocol.config import FIRST_EPOCH, EngineConfig
 from ..protocol.errors import ConfigError, EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
+from ..protocol.messages import FinishReason
 from ..protocol.sampling_params import SamplingParams
 from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import StatusReporter
@@ -28,7 +29,7 @@ from .api.app import create_app
 from .api.serving import Serving
 from .chat import ChatTemplateError, ContentFormat, ModelTemplates
 from .connection import connection_factory
-from .engine_client import EngineClient, SequenceRequest
+from .engine_client import EngineClient, Overloaded, SequenceRequest
 from .tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,16 @@ DRAIN_POLL_S = 0.02
 HOLD_BACK_S = 5.0
 """How long one that takes another's place may take to be ready before it answers that it is not."""
 
+NO_ROOM_S = 0.5
+"""How long after it found a queue full the first token is tried again."""
+
 PUBLISH_METRICS_S = 1.0
 LAST_WRITES_S = 2.0
 """What a client may take to read the end of its answer once the drain is over."""
 
 FORCED_EXIT_CODE = 1
+
+_NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 
 class _HTTPServer(uvicorn.Server):
@@ -116,21 +122,35 @@ class Frontend:
     async def _start(self) -> None:
         await self._engine.start()
         self._enter(Stage.WARMING, "generating the first token")
-        await self._generate_one_token()
+        await self._prove_the_way()
         gc.collect()
         gc.freeze()
         self._enter(Stage.READY, "")
 
-    async def _generate_one_token(self) -> None:
-        """The proof of readiness: every process and socket on the way of a token works."""
+    async def _prove_the_way(self) -> None:
+        """The proof of readiness: every process and socket on the way of a token works.
+
+        That there is no room is an answer, too, from an engine that has generated tokens before.
+        """
+        while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
+            await asyncio.sleep(NO_ROOM_S)
+
+    async def _generate_one_token(self) -> bool:
+        """Whether there was room for it. Raises EngineError if it could not be generated."""
         request = SequenceRequest(
             prompt_token_ids=np.zeros(1, np.int32),
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         )
-        group = await self._engine.submit([request], request_id="warm-up")
+        try:
+            group = await self._engine.submit([request], request_id="warm-up")
+        except Overloaded:
+            return False
         [output] = await group.result()
+        if output.finish_reason in _NO_ROOM:
+            return False
         if len(output.token_ids) != 1:
             raise EngineError(f"the first token could not be generated: {output.error}")
+        return True
 
     async def _drain(self) -> None:
         """Refuse what is new, let what runs finish, end the rest after the shutdown timeout."""

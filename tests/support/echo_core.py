@@ -66,12 +66,16 @@ class EchoedRequest:
 
 
 class EchoCore:
-    """`running` holds the live requests of each client by request index; `received` every message."""
+    """`running` holds the live requests of each client by request index; `received` every message.
+
+    The first `num_refusals` requests find no room.
+    """
 
     def __init__(self, config: EngineConfig, core_index: int = 0, epoch: int | None = None) -> None:
         self.config = config
         self.core_index = core_index
         self.is_greeting = True
+        self.num_refusals = 0
         self.callers: list[bytes] = []
         self.dump_answer = (True, "/dumps/core0")
         self.ready = CoreReady(
@@ -192,6 +196,11 @@ class EchoCore:
     ) -> tuple[list[int], FinishedRequest | None]:
         new: list[int] = []
         finished = None
+        if self.num_refusals:
+            self.num_refusals -= 1
+            finished = FinishedRequest(
+                echo.request.request_index, FinishReason.REJECTED, message="the queue is full"
+            )
         while len(new) < count and finished is None:
             new.append(echo.next_token())
             finished = echo.end(new[-1])

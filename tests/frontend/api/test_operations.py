@@ -15,7 +15,7 @@ import psutil
 import pytest
 from engine.frontend.server import HOLD_BACK_S
 from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
-from engine.protocol.messages import AddRequests
+from engine.protocol.messages import AddRequests, ClientHello
 from engine.protocol.supervisor_messages import Stage
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
@@ -53,6 +53,31 @@ def test_a_frontend_in_the_place_of_another_lets_clients_wait_but_not_for_ever()
         assert frontend.http.get("/readyz").status_code == 503
         assert time.monotonic() - began >= HOLD_BACK_S
         assert frontend.stop() == 0
+
+
+def warm_ups(frontend: FrontendProcess) -> int:
+    return sum(
+        len(message.requests)
+        for message in frontend.core.received
+        if isinstance(message, ClientHello | AddRequests)
+    )
+
+
+def test_a_full_queue_lets_the_first_token_wait() -> None:
+    frontend = FrontendProcess()
+    frontend.core.num_refusals = 2
+    with frontend:
+        assert warm_ups(frontend) == 3
+        assert frontend.http.get("/readyz").status_code == 200
+
+
+def test_a_full_queue_keeps_no_frontend_from_taking_the_place_of_another() -> None:
+    frontend = FrontendProcess(epoch=FIRST_EPOCH + 1)
+    frontend.core.num_refusals = 1000
+    with frontend:
+        assert warm_ups(frontend) == 1
+        assert frontend.http.get("/readyz").status_code == 200
+        assert frontend.post("/v1/completions", prompt=PROMPT).status_code == 503
 
 
 def test_a_ready_frontend_needs_no_more_threads() -> None:
