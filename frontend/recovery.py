@@ -51,6 +51,7 @@ class RecoveryUnit:
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_fruitless_deaths = 0
         self.is_down = False
+        self._awaits_ends = False
         self._is_renewed = False
         # Several workers may be left in different steps, unless they can read what the leader has written down.
         self._outlives_leader = len(followers) == 1 or all(spec.node is None for spec in followers)
@@ -133,9 +134,10 @@ class RecoveryUnit:
 
     def recover(self, now: float) -> list[Child]:
         """Do the next thing towards running again. Returns the processes that were started."""
-        if not self.is_down:
-            return []
         dead = [child for child in self.children.values() if not child.alive]
+        if not self.is_down or not all(child.is_known_dead for child in dead):
+            # An end that nobody has seen to yet may say why, and somebody watches for it.
+            return []
         if (
             self._is_renewed
             or not self._outlives_leader
@@ -145,7 +147,8 @@ class RecoveryUnit:
             for child in self.children.values():
                 if child.spec is not self.leader:
                     child.kill()
-            if len(dead) < len(self.children):
+            self._awaits_ends = len(dead) < len(self.children)
+            if self._awaits_ends:
                 return []
         if now < self._start_at:
             return []
@@ -175,5 +178,10 @@ class RecoveryUnit:
 
     @property
     def next_action(self) -> float | None:
-        """When `recover` has something to do even if nothing happens before."""
-        return self._start_at if self.is_down else None
+        """When there is something to do even if nothing happens before."""
+        if not self.is_down:
+            return None
+        if self._awaits_ends:
+            kill_at = self.children[self.leader.name].kill_at
+            return kill_at if kill_at is not None and kill_at > time.monotonic() else None
+        return self._start_at

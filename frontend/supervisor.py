@@ -239,7 +239,8 @@ class Supervisor:
 
     def _wait(self, timeout_s: float | None) -> None:
         """Sleep until something happens, it is time to look, or `timeout_s` passes, and handle it."""
-        actions = [unit.next_action for unit in self._units]
+        recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
+        actions = [unit.next_action for unit in recovering]
         wake_at = min((at for at in actions if at is not None), default=math.inf)
         interval_s = STATUS_INTERVAL_S if HAS_EXIT_FD else WATCH_INTERVAL_S
         interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
@@ -254,7 +255,7 @@ class Supervisor:
             for child in list(unit.children.values()):
                 if not child.alive and not child.is_known_dead:
                     self._on_exit(unit, child)
-            if unit.leader.role not in self._ending:
+            if unit in recovering:
                 self._watch_exits(unit.recover(time.monotonic()))
             if self._ready_since is not None and not self._ending:
                 unit.keep_spare(time.monotonic(), self._ready_since)

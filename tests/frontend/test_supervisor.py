@@ -1,6 +1,7 @@
 """The life of an engine's processes, with small real processes in the place of the heavy ones."""
 
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import zmq
 from engine.frontend import supervisor as supervisor_module
-from engine.frontend.local_process import ProcessSpec, Role
+from engine.frontend.child import Child
+from engine.frontend.local_process import LocalProcess, ProcessSpec, Role
+from engine.frontend.recovery import RecoveryUnit
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import (
@@ -228,6 +231,51 @@ def test_a_process_that_dies_again_and_again_ends_the_engine(run_dir: str) -> No
         with pytest.raises(ProcessFailed, match=r"SIGSEGV.* produced nothing in 3 lives: giving"):
             supervisor.watch()
     assert lives(run_dir, "core 0") == 3
+
+
+def dead(child: Child) -> bool:
+    return not child.alive
+
+
+@pytest.fixture
+def unit(run_dir: str) -> Iterator[RecoveryUnit]:
+    worker, core = make_specs(make_config(run_dir), {"worker 0": "ready", "core 0": "deaf"})
+    unit = RecoveryUnit(core, [worker], 1, LocalProcess)
+    unit.start()
+    yield unit
+    for child in unit.children.values():
+        child.kill()
+        child.close()
+
+
+def test_nobody_takes_the_place_of_one_whose_end_has_not_been_seen_to(unit: RecoveryUnit) -> None:
+    worker, core = unit.children["worker 0"], unit.children["core 0"]
+    worker.kill()
+    assert eventually(lambda: dead(worker))
+    worker.is_known_dead = True
+    unit.died(worker, 5)
+    core.kill()
+    assert eventually(lambda: dead(core))
+    assert unit.recover(math.inf) == [] and core.exit_fd is not None
+    core.is_known_dead = True
+    unit.died(core, 5)
+    assert [child.spec.name for child in unit.recover(math.inf)] == ["worker 0", "core 0"]
+    assert unit.num_fruitless_deaths == 1
+
+
+def test_while_a_core_says_its_last_words_there_is_nothing_to_do(
+    run_dir: str, unit: RecoveryUnit
+) -> None:
+    assert eventually(lambda: "core 0 is deaf" in events(run_dir))
+    worker, core = unit.children["worker 0"], unit.children["core 0"]
+    worker.kill()
+    assert eventually(lambda: dead(worker))
+    worker.is_known_dead = True
+    unit.died(worker, 5)
+    assert unit.recover(math.inf) == [] and core.alive
+    assert unit.next_action == core.kill_at
+    core.kill()
+    assert eventually(lambda: dead(core))
 
 
 @pytest.mark.parametrize("name", ["frontend 0", "core 0", "worker 0"])

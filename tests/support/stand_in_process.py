@@ -29,6 +29,8 @@ def main() -> int:
     config = load_config(config_path)
     die_with_parent(config.run_dir)
     stop = StopSignal()
+    if behaviour == "deaf":
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     run_dir = Path(config.run_dir)
     cores_stopped = run_dir / "cores-stopped"
 
@@ -40,6 +42,8 @@ def main() -> int:
     reporter = StatusReporter(context, config, name)
     reporter.report(Stage.STARTING)
     record("started")
+    if behaviour == "deaf":
+        record("is deaf")
     if behaviour == "load":
         for done in (0, 40, 100):
             reporter.report(Stage.LOADING, done=done, total=100)
