@@ -275,6 +275,8 @@ class Supervisor:
                 self._take_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
             if isinstance(report, ReplicaCommand):
+                if not self.was_ready:
+                    continue
                 self._tell(f"replica {report.replica}: {report.action}")
                 self._rotation.obey(report, time.monotonic())
                 self._publish()
@@ -344,7 +346,8 @@ class Supervisor:
             for unit in reversed(self._units)
             for name, child in unit.children.items()
         ]
-        self._publisher.publish(EngineStatus(processes, self._rotation.infos()))
+        replicas = self._rotation.infos() if self.was_ready else []
+        self._publisher.publish(EngineStatus(processes, replicas))
 
     def _tell(self, text: str) -> None:
         if self._on_recovery is not None:

@@ -119,7 +119,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 
 
 class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, the frontends first, and every replica in order."""
+    """Every process of the engine, the frontends first, and every replica in order once the engine was ready."""
 
     processes: list[ProcessInfo]
     replicas: list[ReplicaInfo] = []

@@ -48,7 +48,7 @@ class Replicas:
         return json_response(msgspec.to_builtins(info))
 
     def _watch(self) -> EngineWatch:
-        """Raises APIError 503 while the supervisor has not said anything."""
+        """Raises APIError 503 before the supervisor has said that the engine is ready."""
         watch = self._serving.engine.watch
         if watch is None or not watch.status.replicas:
             raise unavailable("The server is starting", self._serving.retry_after_s)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 from engine.frontend.server import PUBLISH_METRICS_S
 from support.mixed_streams import Streams, bodies
@@ -155,6 +159,34 @@ def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_oth
         assert complete(server, "1")[0] == 503
         server.child("worker 1").resume()
         wait_until(lambda: complete(server, "1")[0] == 200, what="the other one serves as well")
+        assert server.stop() == 0
+
+
+def test_replicas_are_not_restarted_before_they_are_there() -> None:
+    args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
+    with Server(default_model(), *args, wait=False) as server:
+        worker = server.child("worker 1")
+        worker.suspend()
+        listening = psutil.CONN_LISTEN
+        frontend = server.child("frontend 0")
+        ports: list[int] = []
+
+        def find_port() -> bool:
+            found = frontend.net_connections("tcp")
+            ports[:] = [each.laddr.port for each in found if each.status == listening]
+            return bool(ports)
+
+        wait_until(find_port, what="the frontend listens")
+        url = f"http://127.0.0.1:{ports[0]}/replicas/0/restart"
+        request = urllib.request.Request(url, data=b"{}")
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=30)
+        with refusal.value as answer:
+            assert answer.code == 503 and "is starting" in json.load(answer)["error"]["message"]
+            assert int(answer.headers["retry-after"]) > 0
+        worker.resume()
+        server.wait_for("ready at")
+        assert epochs(server) == [1, 1]
         assert server.stop() == 0
 
 

@@ -20,10 +20,10 @@ from engine.frontend.recovery import RecoveryUnit
 from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_processes
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import (
+    EngineStatus,
     ProcessStatus,
     ReplicaAction,
     ReplicaCommand,
-    ReplicaState,
     Stage,
 )
 from engine.protocol.transport import StatusReporter, StatusSubscriber
@@ -323,17 +323,25 @@ class Operator:
         config = make_config(run_dir)
         self._reporter = StatusReporter(self._context, config, "operator")
         self._subscriber = StatusSubscriber(self._context, config)
-        self._states: list[ReplicaState] = []
+        self._status = EngineStatus([])
 
     def command(self, replica: int, action: ReplicaAction) -> None:
         self._reporter.command(ReplicaCommand(replica, action))
 
     def sees(self, *states: str) -> bool:
+        return self._sees(lambda status: [r.state for r in status.replicas] == list(states))
+
+    def sees_stage(self, name: str, stage: Stage) -> bool:
+        return self._sees(
+            lambda status: any((p.name, p.stage) == (name, stage) for p in status.processes)
+        )
+
+    def _sees(self, condition: Callable[[EngineStatus], bool]) -> bool:
         def look() -> bool:
             self._supervisor.poll()
             if (status := self._subscriber.receive()) is not None:
-                self._states = [replica.state for replica in status.replicas]
-            return self._states == list(states)
+                self._status = status
+            return condition(self._status)
 
         return eventually(look)
 
@@ -382,6 +390,25 @@ def test_a_drained_replica_stays_out_until_it_is_undrained(
     operator.command(0, ReplicaAction.UNDRAIN)
     assert operator.sees("serving", "serving")
     assert supervisor.pids == before
+
+
+def test_a_restart_that_is_asked_for_while_the_engine_starts_is_ignored(run_dir: str) -> None:
+    told: list[str] = []
+    seen: list[str] = []
+    behaviours = TWO_REPLICAS | {"frontend 0": "restarts-a-replica:1"}
+    with supervisor_of(
+        run_dir,
+        behaviours,
+        on_status=lambda status: seen.append(status.detail),
+        on_recovery=told.append,
+    ) as supervisor:
+        supervisor.start()
+        operator = Operator(supervisor, run_dir)
+        assert eventually(lambda: supervisor.poll() or "has asked for a restart" in seen)
+        assert told == []
+        # Nor is there any that a frontend could offer to restart.
+        assert operator.sees_stage("frontend 0", Stage.WARMING) and operator.sees()
+        operator.close()
 
 
 def test_streams_that_outlast_the_shutdown_timeout_are_cut(

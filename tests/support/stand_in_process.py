@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 from engine.protocol.config import EngineConfig, load_config
 from engine.protocol.process import StopSignal, die_with_parent
-from engine.protocol.supervisor_messages import Heartbeat, Stage
+from engine.protocol.supervisor_messages import Heartbeat, ReplicaAction, ReplicaCommand, Stage
 from engine.protocol.transport import StatusReporter
 
 
@@ -56,7 +56,10 @@ def main() -> int:
         return int(args[0])
     elif behaviour == "die":
         os.kill(os.getpid(), signal.Signals[args[0]])
-    elif behaviour == "starting":
+    elif behaviour in ("starting", "restarts-a-replica"):
+        if behaviour == "restarts-a-replica":
+            reporter.command(ReplicaCommand(int(args[0]), ReplicaAction.RESTART))
+            reporter.report(Stage.WARMING, "has asked for a restart")
         while not stop.requested:
             time.sleep(0.005)
         return 0
@@ -71,10 +74,10 @@ def main() -> int:
     reporter.report(Stage.READY)
     busy_s = float(args[0]) if behaviour == "busy" else 0.0
     threading.Thread(target=beat, args=(config, name, busy_s), daemon=True).start()
-    if behaviour == "die-when-told":
-        while not Path(f"{config.run_dir}.die").exists():
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGSEGV)
+    while behaviour == "die-when-told" and not stop.requested:
+        if Path(f"{config.run_dir}.die").exists() or Path(f"{config.run_dir}.die {name}").exists():
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(0.005)
     while behaviour == "stubborn" or not stop.requested:
         if name.startswith("worker") and cores_stopped.exists():
             break
