@@ -81,6 +81,7 @@ class EngineClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
         self.watch: EngineWatch | None = None
+        self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
         self._last_index = -1
 
@@ -330,10 +331,13 @@ class EngineClient:
     def _resubmit(self, sequence: Sequence, core: CoreConnection) -> None:
         core.add(self._output.resubmit(sequence, self._next_request_index()))
 
+    def _is_up(self, replica: int) -> bool:
+        return self.watch is not None and self.watch.is_up(replica)
+
     def _status_is_known(self, status: EngineStatus) -> None:
         """Sequences of a core that is gone go on at another one, if there is one and their own is not about to."""
         for core, replica in zip(self._cores, status.replicas, strict=False):
-            core.is_serving = replica.state is ReplicaState.SERVING
+            core.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
             if replica.epoch > core.epoch:
                 core.ready = False
         if not self.ready:

@@ -64,6 +64,11 @@ class EngineWatch:
                 if (info.state is ReplicaState.SERVING) == is_to_serve:
                     return info
 
+    def is_up(self, replica: int) -> bool:
+        """Whether the supervisor has said of a replica that it can compute."""
+        self._read()
+        return bool(self.status.replicas) and self.status.replicas[replica].is_up
+
     def find_trouble(self) -> str:
         """Which process does not make progress, and since when; "" when enough do: of several replicas one.
 
@@ -72,13 +77,21 @@ class EngineWatch:
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
-        serving = {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
+        hindered, serving = self.find_hindered(), self._serving()
+        return hindered[min(serving)] if serving and serving == hindered.keys() else ""
+
+    def find_hindered(self) -> dict[int, str]:
+        """The replicas that should serve and make no progress, with the process of each that does not."""
+        age_s, serving = self._read(), self._serving()
         hindered: dict[int, str] = {}
         # Who has no machine to run on is waited for by others.
         for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
             if process.replica in serving and (trouble := _trouble_of(process, age_s)):
                 hindered.setdefault(process.replica, trouble)
-        return hindered[min(serving)] if serving and serving == hindered.keys() else ""
+        return hindered
+
+    def _serving(self) -> set[int]:
+        return {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
 
     @property
     def is_beyond_help(self) -> bool:

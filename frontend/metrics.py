@@ -172,6 +172,7 @@ class Metrics(Collector):
         ]
         self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
+        self._is_up: Callable[[int], bool] = lambda _: False
         self._config = config
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
@@ -183,6 +184,10 @@ class Metrics(Collector):
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
         """`count` tells how many messages of a core this frontend has dropped."""
         self._count_dropped_frames[core_index] = count
+
+    def watch_replicas(self, is_up: Callable[[int], bool]) -> None:
+        """`is_up` tells whether a replica can compute."""
+        self._is_up = is_up
 
     def record_ready(self, ready: CoreReady) -> None:
         """A core has nothing to do as yet."""
@@ -289,6 +294,7 @@ class Metrics(Collector):
             "engine", cores, {**GAUGES, **OWN_GAUGES}, _counted({**COUNTERS, **OWN_COUNTERS})
         )
         yield self._dropped_frames(cores)
+        yield self._replicas_up(len(cores))
         if "vllm" in self._config.frontend.metrics_compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
             if self._config.cache.host_gib:
@@ -381,6 +387,16 @@ class Metrics(Collector):
             labels = [self._model_name, str(index)]
             family.add_metric([*labels, "core"], core.num_frames_dropped_there)
             family.add_metric([*labels, "frontend"], core.num_frames_dropped_here)
+        return family
+
+    def _replicas_up(self, num_replicas: int) -> Family:
+        family = GaugeMetricFamily(
+            "engine:replica_up",
+            "1 while the replica's core and workers are ready, else 0.",
+            labels=["model_name", "engine"],
+        )
+        for index in range(num_replicas):
+            family.add_metric([self._model_name, str(index)], self._is_up(index))
         return family
 
     def _cache_config(self, prefix: str, cores: list[CoreMetrics]) -> Family:

@@ -24,8 +24,8 @@ SPARE_DELAY_S: Final = 2.0
 RESUMING_S: Final = 1.0
 """How long the streams of a core that died wait for the next one, rather than begin anew at another replica."""
 
-STABLE_S: Final = 10.0
-"""A frontend that was ready for so long has done its work."""
+STABLE_S: Final = {Role.FRONTEND: 10.0, Role.CORE: 600.0}
+"""A leader that was ready for so long has done its work, though it may have produced nothing."""
 
 
 class RecoveryUnit:
@@ -51,6 +51,7 @@ class RecoveryUnit:
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_fruitless_deaths = 0
         self.is_down = False
+        self._is_exhausted = False
         self._awaits_ends = False
         self._is_renewed = False
         # Several workers may be left in different steps, unless they can read what the leader has written down.
@@ -102,14 +103,16 @@ class RecoveryUnit:
         return spare
 
     def restart(self, now: float) -> None:
-        """End every process, to start them anew: not a death that counts."""
+        """End every process, to start them anew: not a death that counts, nor do those before."""
+        self.num_fruitless_deaths = 0
         self.is_down = self._is_renewed = True
+        self._is_exhausted = False
         self._start_at = now
         for child in self.children.values():
             child.kill()
 
-    def died(self, child: Child, max_restarts: int) -> bool:
-        """A process is gone; False when it is one time too many."""
+    def died(self, child: Child, max_restarts: int) -> None:
+        """A process is gone. After more fruitless deaths than `max_restarts` there is no hurry to try again."""
         now = time.monotonic()
         leader = self.children[self.leader.name]
         if self._has_made_progress(leader):
@@ -120,17 +123,20 @@ class RecoveryUnit:
         if not self.is_down:
             self.is_down = True
             self.num_fruitless_deaths += 1
-            backoff_s = FIRST_BACKOFF_S * 2 ** (self.num_fruitless_deaths - 2)
-            self._start_at = now
-            if self.num_fruitless_deaths > 1:
-                self._start_at += min(backoff_s, MAX_BACKOFF_S)
-        return self.num_fruitless_deaths <= max_restarts
+            self._is_exhausted = self.num_fruitless_deaths > max_restarts
+            self._start_at = now + self._backoff_s()
+
+    def _backoff_s(self) -> float:
+        if self._is_exhausted:
+            return MAX_BACKOFF_S
+        if self.num_fruitless_deaths == 1:
+            return 0.0
+        return min(FIRST_BACKOFF_S * 2 ** (self.num_fruitless_deaths - 2), MAX_BACKOFF_S)
 
     def _has_made_progress(self, leader: Child) -> bool:
-        if leader.spec.role is Role.FRONTEND:
-            since = leader.ready_since
-            return since is not None and time.monotonic() - since > STABLE_S
-        return leader.progress.num_tokens > 0
+        since = leader.ready_since
+        was_stable = since is not None and time.monotonic() - since > STABLE_S[leader.spec.role]
+        return was_stable or leader.progress.num_tokens > 0
 
     def recover(self, now: float) -> list[Child]:
         """Do the next thing towards running again. Returns the processes that were started."""
@@ -173,8 +179,13 @@ class RecoveryUnit:
         return time.monotonic() - self._resumed_at < RESUMING_S
 
     @property
-    def has_restarted(self) -> bool:
+    def is_up(self) -> bool:
         return not self.is_down and self.is_ready
+
+    @property
+    def is_lost(self) -> bool:
+        """It has died too often, and does not serve."""
+        return self._is_exhausted and not self.is_up
 
     @property
     def next_action(self) -> float | None:

@@ -13,7 +13,7 @@ NEWS_S: Final = 2 * BEAT_INTERVAL_S
 
 
 class Rotation:
-    """The states of all replicas. What frontends ask for is done unless no replica would be left that serves."""
+    """The states of all replicas. What frontends ask for is done unless no replica would be left that serves and is up."""
 
     def __init__(self, units: list[RecoveryUnit], timeout_s: float) -> None:
         self._places = [_Place(unit) for unit in units]
@@ -23,11 +23,10 @@ class Rotation:
         if not 0 <= command.replica < len(self._places):
             return
         place = self._places[command.replica]
-        serving = [other for other in self._places if other.state is ReplicaState.SERVING]
         if command.action is ReplicaAction.UNDRAIN:
             if place.state is not ReplicaState.RESTARTING:
                 place.enter(ReplicaState.SERVING, now)
-        elif serving != [place]:
+        elif any(other.can_serve for other in self._places if other is not place):
             place.will_restart |= command.action is ReplicaAction.RESTART
             if place.state is ReplicaState.SERVING:
                 place.enter(ReplicaState.DRAINING, now)
@@ -46,7 +45,7 @@ class Rotation:
                 place.will_restart = False
                 place.unit.restart(now)
                 place.enter(ReplicaState.RESTARTING, now)
-            elif place.state is ReplicaState.RESTARTING and place.unit.has_restarted:
+            elif place.state is ReplicaState.RESTARTING and place.unit.is_up:
                 place.enter(ReplicaState.SERVING, now)
 
     def infos(self) -> list[ReplicaInfo]:
@@ -65,6 +64,10 @@ class _Place:
     def enter(self, state: ReplicaState, now: float) -> None:
         self.state, self.since = state, now
         self.will_restart &= state is not ReplicaState.SERVING
+
+    @property
+    def can_serve(self) -> bool:
+        return self.state is ReplicaState.SERVING and self.unit.is_up
 
     @property
     def is_idle(self) -> bool:
@@ -86,4 +89,5 @@ class _Place:
             num_running=progress.num_running if progress else 0,
             num_waiting=progress.num_waiting if progress else 0,
             is_resuming=self.unit.is_resuming,
+            is_up=self.unit.is_up,
         )

@@ -29,6 +29,7 @@ from ..protocol.supervisor_messages import (
     Stage,
 )
 from ..protocol.transport import StatusPublisher, StatusReceiver
+from . import recovery
 from .child import Child
 from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
 from .nodes import Nodes
@@ -46,6 +47,9 @@ STATUS_INTERVAL_S = 0.5
 
 LAST_WORDS_S = 0.3
 """A process that ends by itself may have said why; its message can arrive after its end is seen."""
+
+TELL_EVERY = 50
+"""After so many more deaths of a process in whose place others serve, it is told again."""
 
 DRAIN_GRACE_S = 5.0
 """What a frontend may take beyond the shutdown timeout, and cores and workers each."""
@@ -97,9 +101,9 @@ class Supervisor:
     """The life of one engine: `start`, `wait_until_ready`, `watch` or `poll`, `drain`, `close`.
 
     Every wait ends early with `StopRequested` when `signals` receives one, and with `ProcessFailed` when the engine
-    cannot go on: a process fails before the engine was ready, or again and again. Later, what dies or hangs is
-    started anew, and `on_recovery` is told in a line. Leaving the `with` block kills what still runs. `run_dir` is
-    the caller's.
+    cannot go on: a process fails before the engine was ready, or again and again with no other to serve in its place.
+    Later, what dies or hangs is started anew, and `on_recovery` is told in a line. Leaving the `with` block kills what
+    still runs. `run_dir` is the caller's.
     """
 
     def __init__(
@@ -308,13 +312,38 @@ class Supervisor:
             self._read_reports()
         if not self.was_ready:
             raise ProcessFailed(child.obituary())
-        if not unit.is_down:
-            self._tell(f"{child.obituary()}; starting it again")
+        is_first = not unit.is_down
+        unit.died(child, self._limits.max_restarts)
+        if unit.is_lost:
+            self._give_up_if_alone(unit, child)
+        if is_first:
+            self._tell_of_death(unit, child)
         self._publish()
-        if not unit.died(child, self._limits.max_restarts):
+
+    def _give_up_if_alone(self, unit: RecoveryUnit, child: Child) -> None:
+        """Raise ProcessFailed if no other can serve in the place of a unit that is lost."""
+        others = [
+            other
+            for other in self._units
+            if other is not unit and other.leader.role is unit.leader.role
+        ]
+        if all(other.is_lost for other in others):
+            lives = " and ".join(
+                f"{lost.leader.name} produced nothing in {lost.num_fruitless_deaths} lives"
+                for lost in (unit, *others)
+            )
             raise ProcessFailed(
-                f"{child.obituary()}, and {unit.leader.name} produced nothing in "
-                f"{unit.num_fruitless_deaths} lives: giving up (--max-restarts {self._limits.max_restarts})"
+                f"{child.obituary()}, and {lives}: giving up (--max-restarts {self._limits.max_restarts})"
+            )
+
+    def _tell_of_death(self, unit: RecoveryUnit, child: Child) -> None:
+        num_more = unit.num_fruitless_deaths - self._limits.max_restarts - 1
+        if num_more < 0:
+            self._tell(f"{child.obituary()}; starting it again")
+        elif num_more % TELL_EVERY == 0:
+            self._tell(
+                f"{child.obituary()}; {unit.leader.name} produced nothing in {unit.num_fruitless_deaths} lives: "
+                f"others serve, and it is tried again every {recovery.MAX_BACKOFF_S:.0f} s"
             )
 
     def _forget_exit(self, child: Child) -> None:

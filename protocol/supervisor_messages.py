@@ -105,7 +105,7 @@ class ReplicaState(enum.StrEnum):
 
 
 class ReplicaInfo(msgspec.Struct, gc=False):
-    """One replica. `epoch` counts its lives.
+    """One replica. `epoch` counts its lives. It `is_up` while its core and workers are ready.
 
     One that `is_resuming` has lost its core alone, a moment ago: with the next one, streams go on where they were.
     """
@@ -116,6 +116,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     num_running: int
     num_waiting: int
     is_resuming: bool = False
+    is_up: bool = True
 
 
 class EngineStatus(msgspec.Struct, gc=False):

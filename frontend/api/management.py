@@ -55,7 +55,7 @@ class Management:
         return json_response(
             {
                 "stage": self._serving.stage,
-                "trouble": self._serving.trouble,
+                "trouble": self._serving.concerns,
                 "processes": [msgspec.to_builtins(process) for process in processes],
             }
         )
@@ -67,7 +67,7 @@ class Management:
         body = {
             "state": "ready" if is_ready else "not ready",
             "stage": "failed" if dead else serving.stage,
-            "detail": public(dead) if dead else serving.detail or serving.trouble,
+            "detail": public(dead) if dead else serving.detail or serving.concerns,
         }
         if good:
             return json_response(body)

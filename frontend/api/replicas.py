@@ -35,8 +35,8 @@ class Replicas:
         if action is not ReplicaAction.UNDRAIN and not _others_serve(index, replicas):
             raise APIError(
                 409,
-                f"Replica {index} is the only one that serves: "
-                "undrain another first, or start the server with more (--data-parallel-size)",
+                f"Replica {index} is the only one that serves: undrain another first, wait until one is up, "
+                "or start the server with more (--data-parallel-size)",
                 type="conflict_error",
             )
         try:
@@ -65,4 +65,5 @@ def parse_rank(text: str, param: str, num_replicas: int) -> int:
 
 
 def _others_serve(index: int, replicas: list[ReplicaInfo]) -> bool:
-    return any(info.state is ReplicaState.SERVING for info in replicas if info.replica != index)
+    others = (info for info in replicas if info.replica != index)
+    return any(info.is_up and info.state is ReplicaState.SERVING for info in others)

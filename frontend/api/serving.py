@@ -106,6 +106,13 @@ class Serving:
             return ""
         return self.engine.watch.find_trouble()
 
+    @property
+    def concerns(self) -> str:
+        """What a person should look at, though the server may be ready: what each replica waits for."""
+        if self.stage is not Stage.READY or self.engine.watch is None:
+            return ""
+        return self.trouble or "; ".join(self.engine.watch.find_hindered().values())
+
     def verify_model(self, name: str | None) -> str:
         """The name to answer with. Raises APIError 404 for a model that is not served here."""
         if not name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -159,6 +160,36 @@ def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_oth
         assert complete(server, "1")[0] == 503
         server.child("worker 1").resume()
         wait_until(lambda: complete(server, "1")[0] == 200, what="the other one serves as well")
+        assert server.stop() == 0
+
+
+def test_a_replica_that_dies_again_and_again_is_no_matter_of_the_other() -> None:
+    args = ("--device", "null", "--data-parallel-size", "2", "--max-restarts", "1")
+    with Server(default_model(), *args) as server:
+        other = server.child("worker 0")
+        for _ in range(2):
+            server.wait_until_whole()
+            server.child("worker 1").kill()
+            wait_until(
+                lambda: server.metric("engine:replica_up", engine="1") == 0, what="it is down"
+            )
+        server.wait_for("others serve, and it is tried again every 8 s")
+        assert server.metric("engine:replica_up", engine="0") == 1
+        assert [replica["is_up"] for replica in server.get("/replicas")[1]["replicas"]] == [
+            True,
+            False,
+        ]
+        status, health = server.get("/readyz")
+        assert status == 200 and re.search("(core|worker) 1: stopped", health["detail"])
+        assert health["detail"] == server.get("/engine/status")[1]["trouble"]
+        assert complete(server)[0] == 200
+        status, body = server.post("/replicas/0/restart", {})
+        assert status == 409 and "only one that serves" in body["error"]["message"]
+        server.wait_until_whole()
+        wait_until(lambda: complete(server, "1")[0] == 200, what="it serves again")
+        assert server.metric("engine:replica_up") == 2
+        assert server.get("/readyz")[1]["detail"] == ""
+        assert other.is_running() and other.pid == server.child("worker 0").pid
         assert server.stop() == 0
 
 

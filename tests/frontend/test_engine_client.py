@@ -608,6 +608,16 @@ async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replic
         await arrived(5, 5)
         with pytest.raises(ReplicaUnavailable, match="replica 0"):
             await client.submit([replace(request(), data_parallel_rank=0)], request_id="by name")
+        downs = [
+            ReplicaInfo(i, ReplicaState.SERVING, config.epoch, 0, 0, is_up=i == 1) for i in (0, 1)
+        ]
+        down = EngineStatus([], downs)
+        await until(
+            lambda: client.watch is not None and client.watch.status.replicas == downs,
+            lambda: (publisher.publish(down), receive()),
+        )
+        await client.submit([request()], request_id="0 is down")
+        await arrived(5, 6)
         publisher.close()
 
 

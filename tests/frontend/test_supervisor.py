@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
+from engine.frontend import recovery
 from engine.frontend import supervisor as supervisor_module
 from engine.frontend.child import Child
 from engine.frontend.local_process import LocalProcess, ProcessSpec, Role
@@ -233,6 +234,81 @@ def test_a_process_that_dies_again_and_again_ends_the_engine(run_dir: str) -> No
     assert lives(run_dir, "core 0") == 3
 
 
+TWO_REPLICAS = ALL_READY | {"worker 1": "ready", "core 1": "ready"}
+TWO_OF_ALL = TWO_REPLICAS | {"frontend 1": "ready"}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long before a process is tried again, and its deaths are told of more often."""
+    monkeypatch.setattr(recovery, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "TELL_EVERY", 3)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("name", ["core 1", "frontend 1"])
+def test_one_that_dies_again_and_again_is_tried_on_while_another_serves(
+    run_dir: str, name: str
+) -> None:
+    told: list[str] = []
+    behaviours = TWO_OF_ALL | {name: "die-when-told"}
+    limits = RecoveryConfig(max_restarts=1)
+    with supervisor_of(run_dir, behaviours, recovery=limits, on_recovery=told.append) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        before = supervisor.pids
+        told_to_die = Path(f"{run_dir}.die")
+        told_to_die.touch()
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, name) >= 8, 30.0)
+        told_to_die.unlink()
+        operator = Operator(supervisor, run_dir)
+        assert operator.sees_ready({name, "core 1", "worker 1"})
+        after = supervisor.pids
+        operator.close()
+    others = before.keys() - {name, "core 1", "worker 1"}
+    assert {other: after[other] for other in others} == {other: before[other] for other in others}
+    assert told[0].endswith("; starting it again")
+    tried = [int(found[1]) for text in told[1:] if (found := re.search(r"in (\d+) lives", text))]
+    assert tried == list(range(2, 2 + 3 * len(tried), 3)) and len(tried) == len(told) - 1
+    assert "others serve" in told[1] and "tried again every" in told[1]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("role", ["core", "frontend"])
+def test_when_the_last_one_dies_again_and_again_the_engine_ends(run_dir: str, role: str) -> None:
+    first, last = f"{role} 0", f"{role} 1"
+    behaviours = TWO_OF_ALL | {first: "die-when-told", last: "die-when-told"}
+    limits = RecoveryConfig(max_restarts=1)
+    with supervisor_of(run_dir, behaviours, recovery=limits) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        Path(f"{run_dir}.die {first}").touch()
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, first) >= 5, 30.0)
+        Path(f"{run_dir}.die {last}").touch()
+        nothing = r"produced nothing in \d+ lives"
+        with pytest.raises(
+            ProcessFailed, match=f"and {role} . {nothing} and {role} . {nothing}: giving up"
+        ):
+            supervisor.watch()
+
+
+def test_a_replica_that_was_ready_for_long_has_done_its_work_though_nobody_asked(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(recovery.STABLE_S, Role.CORE, 0.0)
+    limits = RecoveryConfig(max_restarts=1)
+    with supervisor_of(run_dir, ALL_READY, recovery=limits) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        for _ in range(3):
+            assert operator.sees_ready({"core 0"})
+            os.kill(supervisor.pids["core 0"], signal.SIGKILL)
+            assert operator.sees_not_ready("core 0")
+        assert lives(run_dir, "worker 0") == 1
+        operator.close()
+
+
 def dead(child: Child) -> bool:
     return not child.alive
 
@@ -311,9 +387,6 @@ def test_a_step_that_takes_too_long_is_a_hang_though_its_process_lives(run_dir: 
             supervisor.watch()
 
 
-TWO_REPLICAS = ALL_READY | {"worker 1": "ready", "core 1": "ready"}
-
-
 class Operator:
     """Gives commands and sees what is published, as a frontend does."""
 
@@ -331,9 +404,27 @@ class Operator:
     def sees(self, *states: str) -> bool:
         return self._sees(lambda status: [r.state for r in status.replicas] == list(states))
 
+    def sees_ready(self, names: set[str]) -> bool:
+        """The processes, as they are now, and all replicas."""
+        return self._sees(
+            lambda status: (
+                {p.name for p in status.processes if p.stage is Stage.READY} >= names
+                and all(replica.is_up for replica in status.replicas)
+                and {p.name: p.pid for p in status.processes} == self._supervisor.pids
+            )
+        )
+
     def sees_stage(self, name: str, stage: Stage) -> bool:
         return self._sees(
             lambda status: any((p.name, p.stage) == (name, stage) for p in status.processes)
+        )
+
+    def sees_not_ready(self, name: str) -> bool:
+        return self._sees(
+            lambda status: (
+                any(p.name == name and p.stage is not Stage.READY for p in status.processes)
+                and not all(replica.is_up for replica in status.replicas)
+            )
         )
 
     def _sees(self, condition: Callable[[EngineStatus], bool]) -> bool:
@@ -409,6 +500,21 @@ def test_a_restart_that_is_asked_for_while_the_engine_starts_is_ignored(run_dir:
         # Nor is there any that a frontend could offer to restart.
         assert operator.sees_stage("frontend 0", Stage.WARMING) and operator.sees()
         operator.close()
+
+
+def test_a_replica_stays_as_long_as_no_other_is_up(
+    run_dir: str, operated: tuple[Supervisor, Operator]
+) -> None:
+    supervisor, operator = operated
+    before = supervisor.pids["core 0"]
+    assert operator.sees_ready({"core 0", "core 1"})
+    os.kill(supervisor.pids["core 1"], signal.SIGSTOP)
+    os.kill(supervisor.pids["worker 1"], signal.SIGKILL)
+    assert operator.sees_not_ready("worker 1")
+    operator.command(0, ReplicaAction.RESTART)
+    assert operator.sees_ready({"core 1", "worker 1"})
+    assert operator.sees("serving", "serving")
+    assert supervisor.pids["core 0"] == before
 
 
 def test_streams_that_outlast_the_shutdown_timeout_are_cut(
