@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from engine.frontend.connection import MAX_HEAD_BYTES
 from support.program import wait_until
@@ -253,3 +254,42 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Serv
         with pytest.raises(ConnectionError):
             while client.recv(65536):
                 pass
+
+
+def test_a_frontend_is_replaced_while_the_queue_is_full() -> None:
+    args = ("--device", "null", "-np", "1", "--max-num-queued-reqs", "1")
+    with (
+        Server("--model", default_model(), *args, "--api-server-count", "2") as server,
+        contextlib.ExitStack() as stack,
+    ):
+        frontends = [server.child(f"frontend {index}") for index in (0, 1)]
+        of_each: list[list[socket.socket]] = [[], []]
+
+        def accept() -> bool:
+            client = stack.enter_context(connect(server))
+            port = client.getsockname()[1]
+
+            def ports(frontend: psutil.Process) -> list[int]:
+                return [c.raddr.port for c in frontend.net_connections("tcp") if c.raddr]
+
+            wait_until(lambda: any(port in ports(f) for f in frontends), what="it is accepted")
+            of_each[port in ports(frontends[1])].append(client)
+            return max(map(len, of_each)) == 2
+
+        wait_until(accept, what="a frontend has two connections")
+        most = max((0, 1), key=lambda index: len(of_each[index]))
+        body = json.dumps({"prompt": [10], "max_tokens": 8000, "ignore_eos": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for client in of_each[most]:
+            client.sendall(head + body)
+        waiting(server, 1)
+        frontends[1 - most].kill()
+
+        def restarts() -> int:
+            processes = server.get("/engine/status")[1]["processes"]
+            return sum(process["num_restarts"] for process in processes)
+
+        wait_until(lambda: restarts() == 1, what="another one takes its place")
+        server.wait_until_whole()
+        assert restarts() == 1
+        waiting(server, 1)
