@@ -24,6 +24,7 @@ from .engine_watch import EngineWatch
 from .input_processor import InputProcessor
 from .logprobs import PositionLogprobs
 from .metrics import Metrics
+from .off_loop import OffLoop
 from .output_processor import OutputProcessor
 from .request_group import Delta, RequestGroup, Sequence, SequenceRequest
 from .routing import choose
@@ -65,7 +66,7 @@ class ReplicaUnavailable(EngineError):
 class EngineClient:
     """One frontend's access to every core.
 
-    `draining` is set by the server. `dead_reason` is None as long as the engine lives. All methods
+    `draining` is set by the server, `off_loop` is for its work, too. `dead_reason` is None as long as the engine lives. All methods
     belong to the event loop that ran `start`.
     """
 
@@ -76,7 +77,8 @@ class EngineClient:
         self._config = config
         self._client_index = client_index
         self._tokenizer = tokenizer
-        self._input = InputProcessor(config, tokenizer)
+        self.off_loop = OffLoop()
+        self._input = InputProcessor(config, tokenizer, self.off_loop)
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
@@ -127,6 +129,7 @@ class EngineClient:
             self.watch.close()
             self.watch = None
         self._context.term()
+        self.off_loop.close()
 
     def fail(self, reason: str) -> None:
         """The engine is dead: fail everything in flight and refuse what comes."""
@@ -148,7 +151,7 @@ class EngineClient:
         """
         arrival_time = time.monotonic()
         self._check_open()
-        requests = [self._input.process(sequence, arrival_time) for sequence in sequences]
+        requests = await self._input.process(sequences, arrival_time)
         await self._hash_prompts(sequences, requests)
         self._check_open()
         for request in requests:

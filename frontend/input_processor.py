@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -12,43 +14,92 @@ import numpy.typing as npt
 from ..protocol.arrays import Int32Array, int32_bytes
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ParameterError
+from ..protocol.grammar import PARAM as STRUCTURED_OUTPUTS
 from ..protocol.messages import EngineCoreRequest
-from ..protocol.sampling_params import MAX_SEED
+from ..protocol.sampling_params import MAX_SEED, SamplingParams
+from .off_loop import OffLoop
 from .request_group import SequenceRequest
 from .tokenizer import Tokenizer
+
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
+
+MAX_ENTRIES_IN_ALL: Final = 1 << 22
+"""Entries of the lists of a request, which every sequence takes along."""
+
+MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
+"""Characters of its schema or grammar, which every sequence takes along, too."""
+
+CHARACTERS_A_WORD: Final = 32
+"""A word to encode costs as much as so many characters of a text."""
 
 
 class InputProcessor:
     """Checks requests against the model and fills in what they leave open."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, off_loop: OffLoop) -> None:
         self._model = config.model
         self._max_logprobs = config.frontend.max_logprobs
         self._tokenizer = tokenizer
+        self._off_loop = off_loop
         self._default_max_tokens = config.frontend.default_sampling.get("max_tokens")
         self._seeds = _Seeds(config.model.seed)
 
-    def process(self, request: SequenceRequest, arrival_time: float) -> EngineCoreRequest:
-        """The message for the core, but for its index and block hashes.
+    async def process(
+        self, sequences: list[SequenceRequest], arrival_time: float
+    ) -> list[EngineCoreRequest]:
+        """The messages for the core, but for their indices and block hashes.
 
-        Raises ParameterError for whatever this model cannot serve.
+        What sequences have in common (the same objects) is looked at once. Raises ParameterError for whatever this
+        model cannot serve.
         """
-        prompt = self._prompt(request.prompt_token_ids)
+        prompts: dict[int, tuple[int, bytes]] = {}
+        bad_words: dict[tuple[int, ...], TokenSequences] = {}
+        counts = Counter(_lists_of(sequence.params) for sequence in sequences)
+        for sequence in sequences:
+            prompt, params = sequence.prompt_token_ids, sequence.params
+            if id(prompt) not in prompts:
+                token_ids = self._prompt(prompt)
+                prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
+            lists = _lists_of(params)
+            if lists not in bad_words:
+                params.verify_lists(vocab_size=self._model.vocab_size)
+                bad_words[lists] = await self._bad_words(params)
+                _verify_volume(params, bad_words[lists], counts[lists])
+        return [
+            self._message(
+                sequence,
+                *prompts[id(sequence.prompt_token_ids)],
+                bad_words[_lists_of(sequence.params)],
+                arrival_time,
+            )
+            for sequence in sequences
+        ]
+
+    def _message(
+        self,
+        request: SequenceRequest,
+        num_prompt_tokens: int,
+        prompt: bytes,
+        bad_words: TokenSequences,
+        arrival_time: float,
+    ) -> EngineCoreRequest:
         params = request.params
-        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
         if params.stop and not params.detokenize:
             raise ParameterError("stop", "strings need detokenize=true")
         params = msgspec.structs.replace(
             params,
-            max_tokens=max_tokens,
+            n=1,
+            stop=(),
+            bad_words=(),
+            bad_words_token_ids=bad_words,
+            max_tokens=self._max_tokens(num_prompt_tokens, params.max_tokens),
             seed=self._seeds.draw() if params.seed is None else params.seed,
-            bad_words_token_ids=params.bad_words_token_ids + self._bad_words(params.bad_words),
         )
-        params.verify(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
+        params.verify_numbers(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
         return EngineCoreRequest(
             request_index=0,
-            prompt_token_ids=int32_bytes(prompt),
-            sampling_params=msgspec.structs.replace(params, n=1, stop=(), bad_words=()),
+            prompt_token_ids=prompt,
+            sampling_params=params,
             arrival_time=arrival_time,
             eos_token_ids=self._model.eos_token_ids,
             priority=request.priority,
@@ -100,7 +151,15 @@ class InputProcessor:
             )
         return given
 
-    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    async def _bad_words(self, params: SamplingParams) -> TokenSequences:
+        words = params.bad_words
+        if not words:
+            return params.bad_words_token_ids
+        size = sum(map(len, words)) + CHARACTERS_A_WORD * len(words)
+        encoded = await self._off_loop.run(size, self._encode_bad_words, words)
+        return params.bad_words_token_ids + encoded
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> TokenSequences:
         """Each word as it begins a text and as it follows a space, which are other tokens."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -110,6 +169,43 @@ class InputProcessor:
             for spelling in (bare, " " + bare):
                 sequences[tuple(self._tokenizer.encode(spelling, add_special_tokens=False))] = None
         return tuple(sequences)
+
+
+def _lists_of(params: SamplingParams) -> tuple[int, ...]:
+    """The identity of everything in the parameters that may be long."""
+    return (
+        id(params.stop),
+        id(params.stop_token_ids),
+        id(params.allowed_token_ids),
+        id(params.logit_bias),
+        id(params.bad_words),
+        id(params.bad_words_token_ids),
+        id(params.structured_output),
+    )
+
+
+def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequences: int) -> None:
+    """Raise ParameterError for lists that are too much if each of the sequences takes them along."""
+    constraint = params.structured_output
+    sizes = (
+        ("stop_token_ids", len(params.stop_token_ids), MAX_ENTRIES_IN_ALL, "entries"),
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ENTRIES_IN_ALL, "entries"),
+        ("logit_bias", len(params.logit_bias or ()), MAX_ENTRIES_IN_ALL, "entries"),
+        ("bad_words", sum(map(len, bad_words)), MAX_ENTRIES_IN_ALL, "tokens"),
+        (
+            STRUCTURED_OUTPUTS,
+            0 if constraint is None else len(constraint.spec),
+            MAX_SPEC_CHARACTERS_IN_ALL,
+            "characters",
+        ),
+    )
+    for name, size, limit, unit in sizes:
+        if size * num_sequences > limit:
+            raise ParameterError(
+                name,
+                f"has {size} {unit} for each of {num_sequences} sequences, "
+                f"{size * num_sequences} in all, at most {limit} are allowed",
+            )
 
 
 class _Seeds:

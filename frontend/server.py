@@ -108,10 +108,10 @@ class Frontend:
         finally:
             publish_task.cancel()
             beat_task.cancel()
-            self._engine.close()
+            self._engine.fail("the server has stopped")
             http.should_exit = True
             await http_task
-            self._serving.close()
+            self._engine.close()
 
     async def _answer(self, http: _HTTPServer, until: set[asyncio.Task[Any]]) -> None:
         if self._config.epoch != FIRST_EPOCH:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from enum import StrEnum
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -16,6 +18,10 @@ MAX_SEED: Final = 2**63 - 1
 MAX_STOP_STRINGS: Final = 64
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1024
+MAX_BAD_WORDS_CHARACTERS: Final = 16384
+"""Of all bad words together."""
+
+MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_N: Final = 128
 
 
@@ -93,6 +99,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of its range."""
+        self.verify_numbers(vocab_size=vocab_size, max_logprobs=max_logprobs)
+        self.verify_lists(vocab_size=vocab_size)
+
+    def verify_numbers(self, *, vocab_size: int, max_logprobs: int) -> None:
+        """The part of `verify` that takes as long for every request."""
         _integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -114,22 +125,28 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _verify_logprobs(name, count, vocab_size, max_logprobs)
+
+    def verify_lists(self, *, vocab_size: int) -> None:
+        """The part of `verify` that takes the longer the more was asked for."""
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
         if "" in self.stop:
             raise ParameterError("stop", "must not contain an empty string")
         _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        _length("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORDS_CHARACTERS, "characters")
+        _length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids", "must not be empty")
+            _length("allowed_token_ids", len(self.allowed_token_ids), vocab_size)
             _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if self.logit_bias is not None:
             _length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
-            _token_ids("logit_bias", tuple(self.logit_bias), vocab_size)
+            _token_ids("logit_bias", self.logit_bias, vocab_size)
             for token, bias in self.logit_bias.items():
-                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        for word in self.bad_words_token_ids:
-            _token_ids("bad_words", word, vocab_size)
+                if not -100.0 <= bias <= 100.0:
+                    _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        _token_ids("bad_words", tuple(chain.from_iterable(self.bad_words_token_ids)), vocab_size)
 
 
 def _integer(name: str, value: int, low: int, high: int | None) -> None:
@@ -145,17 +162,20 @@ def _number(name: str, value: float, low: float, high: float, *, open_low: bool 
         raise ParameterError(name, f"must be in {left}{low:g}, {high:g}], got {value}")
 
 
-def _length(name: str, length: int, limit: int) -> None:
+def _length(name: str, length: int, limit: int, unit: str = "entries") -> None:
     if length > limit:
-        raise ParameterError(name, f"must have at most {limit} entries, got {length}")
+        raise ParameterError(name, f"must have at most {limit} {unit}, got {length}")
 
 
-def _token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise ParameterError(
-                name, f"token id {token} is outside the vocabulary [0, {vocab_size})"
-            )
+def _token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if not token_ids:
+        return
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ParameterError(
+            name,
+            f"token id {low if low < 0 else high} is outside the vocabulary [0, {vocab_size})",
+        )
 
 
 def _verify_logprobs(name: str, count: int, vocab_size: int, max_logprobs: int) -> None:

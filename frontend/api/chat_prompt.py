@@ -61,7 +61,7 @@ async def render_chat(
         return RenderedChat(text, serving.tokenizer.encode(text, add_special_tokens))
 
     try:
-        return await serving.off_loop(body_size, render)
+        return await serving.off_loop.run(body_size, render)
     except ValueError as error:  # ChatTemplateError and ParameterError as well
         raise _refused(str(error)) from None
 

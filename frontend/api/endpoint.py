@@ -18,6 +18,7 @@ from .generation import (
     PreparedPrompt,
     collect,
     find_data_parallel_rank,
+    find_tenant,
     submit,
     verify_streaming,
 )
@@ -56,6 +57,7 @@ class Endpoint(ABC, Generic[Request]):
         model = serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
+        tenant = find_tenant(request, state["tenant"])
         rank = find_data_parallel_rank(scope, serving.num_replicas)
         prompts, new_answer = await self._prepare(request, len(body))
         request_id = state["request_id"]
@@ -64,7 +66,7 @@ class Endpoint(ABC, Generic[Request]):
             request,
             prompts,
             request_id,
-            tenant=state["tenant"] or request.user or "",
+            tenant=tenant,
             deadline=deadline,
             data_parallel_rank=rank,
         )

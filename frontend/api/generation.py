@@ -35,6 +35,8 @@ from .sampling import params_for_output
 from .schema import GenerationRequest
 from .serving import Serving
 
+MAX_USER_CHARACTERS: Final = 256
+
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
 
@@ -54,6 +56,16 @@ def verify_streaming(request: GenerationRequest) -> None:
         raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
+
+
+def find_tenant(request: GenerationRequest, of_key: str) -> str:
+    """Whom the request counts for: the tenant `of_key`, or its user. Raises APIError 400 for a name that is too long."""
+    user = request.user or ""
+    if len(user) > MAX_USER_CHARACTERS:
+        raise bad_request(
+            "user", f"user must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}"
+        )
+    return of_key or user
 
 
 def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
 
 import msgspec
 
@@ -31,13 +26,6 @@ from ..structured_output import verify_structured_output
 from ..tokenizer import Tokenizer
 from .errors import APIError, bad_request, echo, unavailable
 from .structured import Constraint
-
-T = TypeVar("T")
-
-OFF_LOOP_CHARACTERS: Final = 2048
-"""Up to this size, texts are handled on the event loop: a thread switch would cost more."""
-
-_NUM_THREADS: Final = 2
 
 
 class Serving:
@@ -69,10 +57,7 @@ class Serving:
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
         self.served_name = config.model.served_names[0]
         self.fingerprint = _fingerprint(config)
-        self._threads = _start_threads()
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.off_loop = engine.off_loop
 
     def enter(self, stage: Stage, detail: str) -> None:
         now = time.monotonic()
@@ -191,35 +176,17 @@ class Serving:
             return
         for each in (*constraint.parts, constraint):
             try:
-                await self._in_thread(verify_structured_output, each.structured_output)
+                await self.off_loop.in_thread(verify_structured_output, each.structured_output)
             except ParameterError as error:
                 subject = f"{each.param} of {each.owner}" if each.owner else each.param
                 message = str(error).replace(error.param, subject, 1)
                 raise bad_request(each.param, message) from None
 
-    async def off_loop(self, size: int, function: Callable[..., T], *args: object) -> T:
-        """Call `function`, in a thread if work on `size` characters would hold up the event loop."""
-        if size <= OFF_LOOP_CHARACTERS:
-            return function(*args)
-        return await self._in_thread(function, *args)
-
-    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
-        return await self.off_loop(sum(map(len, texts)), encode_all)
-
-
-def _start_threads() -> ThreadPoolExecutor:
-    """All of them run from the beginning: where memory is limited, no more may be had later."""
-    threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
-    all_run = threading.Barrier(_NUM_THREADS)
-    for _ in range(_NUM_THREADS):
-        threads.submit(all_run.wait)
-    return threads
+        return await self.off_loop.run(sum(map(len, texts)), encode_all)
 
 
 def _fingerprint(config: EngineConfig) -> str:

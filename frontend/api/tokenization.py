@@ -57,7 +57,7 @@ class Tokenization:
             raise bad_request("tokens", "tokens is required")
         if request.tokens:
             parse_token_ids(request.tokens, "tokens", serving.config.model.vocab_size)
-        text = await serving.off_loop(
+        text = await serving.off_loop.run(
             len(request.tokens),
             serving.tokenizer.decode,
             request.tokens,

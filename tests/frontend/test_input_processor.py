@@ -1,3 +1,5 @@
+import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -5,14 +7,24 @@ import msgspec
 import numpy as np
 import pytest
 from engine.frontend.input_processor import InputProcessor
+from engine.frontend.off_loop import OffLoop
 from engine.frontend.request_group import SequenceRequest
 from engine.protocol.arrays import int32_view
+from engine.protocol.config import EngineConfig
 from engine.protocol.errors import ParameterError
 from engine.protocol.messages import EngineCoreRequest
-from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from support.engine_fixtures import MAX_MODEL_LEN, engine_config, smollm2_tokenizer
 
 CONFIG = engine_config(Path("unused"))
+
+
+def process_all(
+    *sequences: SequenceRequest, config: EngineConfig = CONFIG
+) -> list[EngineCoreRequest]:
+    with closing(OffLoop()) as off_loop:
+        processor = InputProcessor(config, smollm2_tokenizer(), off_loop)
+        return asyncio.run(processor.process(list(sequences), 1.0))
 
 
 def process(prompt: Any = (1, 2, 3), default: Any = None, **params: Any) -> EngineCoreRequest:
@@ -20,8 +32,8 @@ def process(prompt: Any = (1, 2, 3), default: Any = None, **params: Any) -> Engi
     if default is not None:
         frontend = msgspec.structs.replace(config.frontend, default_sampling=default)
         config = msgspec.structs.replace(config, frontend=frontend)
-    processor = InputProcessor(config, smollm2_tokenizer())
-    return processor.process(SequenceRequest(prompt, SamplingParams(**params)), 1.0)
+    [sent] = process_all(SequenceRequest(prompt, SamplingParams(**params)), config=config)
+    return sent
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, np.uint16)])
@@ -124,10 +136,73 @@ def test_a_server_with_a_seed_draws_the_same_seeds_again() -> None:
         config = msgspec.structs.replace(
             CONFIG, model=msgspec.structs.replace(CONFIG.model, seed=base)
         )
-        processor = InputProcessor(config, smollm2_tokenizer())
         wanted = SequenceRequest([1], SamplingParams())
-        return [processor.process(wanted, 1.0).sampling_params.seed for _ in range(3)]
+        return [sent.sampling_params.seed for sent in process_all(*[wanted] * 3, config=config)]
 
     assert draws(5) == draws(5) != draws(6)
     assert draws(0) != draws(0)
     assert len({*draws(5)}) == 3
+
+
+WORDS = tuple(f"unspeakable {i:04}" for i in range(1024))
+
+
+def test_what_sequences_have_in_common_is_made_once() -> None:
+    prompt, params = [1, 2, 3], SamplingParams(bad_words=WORDS)
+    wanted = [
+        SequenceRequest(prompt, msgspec.structs.replace(params, seed=seed)) for seed in range(256)
+    ]
+    first, *others = process_all(*wanted)
+    assert len(first.sampling_params.bad_words_token_ids) == 2048
+    for other in others:
+        assert other.prompt_token_ids is first.prompt_token_ids
+        first_ids = first.sampling_params.bad_words_token_ids
+        assert other.sampling_params.bad_words_token_ids is first_ids
+
+
+def test_others_get_their_turn_while_many_bad_words_are_encoded() -> None:
+    async def have_turns() -> int:
+        num_turns = 0
+        with closing(OffLoop()) as off_loop:
+            processor = InputProcessor(CONFIG, smollm2_tokenizer(), off_loop)
+            wanted = [SequenceRequest([1], SamplingParams(bad_words=WORDS))]
+            encoding = asyncio.create_task(processor.process(wanted, 1.0))
+            await asyncio.sleep(0)
+            while not encoding.done():
+                num_turns += 1
+                await asyncio.sleep(0.001)
+            encoding.result()
+        return num_turns
+
+    assert asyncio.run(have_turns())
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "size"),
+    [
+        ({"allowed_token_ids": tuple(range(40_000))}, "allowed_token_ids", 40_000),
+        ({"stop_token_ids": tuple(range(1024))}, "stop_token_ids", 1024),
+        ({"logit_bias": dict.fromkeys(range(1024), 1.0)}, "logit_bias", 1024),
+        ({"bad_words_token_ids": ((5,) * 40_000,)}, "bad_words", 40_000),
+    ],
+)
+def test_lists_that_every_sequence_takes_along_are_bounded_in_all(
+    params: Any, field: str, size: int
+) -> None:
+    wanted, most = SequenceRequest([1, 2], SamplingParams(**params)), 2**22
+    assert len(process_all(*[wanted] * (most // size))) == most // size
+    count = most // size + 1
+    with pytest.raises(
+        ParameterError,
+        match=f"^{field} has {size} .* of {count} sequences, {size * count} in all, at most {most}",
+    ) as refused:
+        process_all(*[wanted] * count)
+    assert refused.value.param == field
+
+
+def test_a_grammar_that_every_sequence_takes_along_is_bounded_in_all() -> None:
+    constraint = StructuredOutput(GrammarKind.REGEX, "a" * 2**20)
+    wanted = SequenceRequest([1], SamplingParams(structured_output=constraint))
+    process_all(*[wanted] * 64)
+    with pytest.raises(ParameterError, match=r"^structured_outputs has 1048576 characters"):
+        process_all(*[wanted] * 65)
