@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..protocol.config import SchedulerConfig
 from ..protocol.messages import NewRequestData
@@ -19,6 +19,9 @@ from .request import Request
 from .request_lifecycle import RequestLifecycle, Start
 from .request_queue import Obstacle
 from .running_pass import RunningPass, RunningPlan
+
+MAX_SENT_TOKENS: Final = 1 << 24
+"""So many tokens go to the workers with the requests that enter a step; a request with more enters alone."""
 
 
 class Admissions(NamedTuple):
@@ -127,6 +130,7 @@ class Admission:
         suspects = self._lifecycle.quarantine.suspects
         admitted = Admissions([], [], [], [], [], set())
         budget = self._config.max_num_batched_tokens - plan.num_tokens
+        num_sent = 0
         if not (queue and max_admitted and budget > 0):
             self.end = (
                 AdmissionEnd.TOKENS
@@ -175,6 +179,9 @@ class Admission:
             if self._tenants is not None and not self._tenants.may_run(request.tenant):
                 queue.hold_back()
                 continue
+            if admitted.granted and num_sent + request.num_tokens > MAX_SENT_TOKENS:
+                self.end = AdmissionEnd.MESSAGE
+                break
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)
             if first_hash in admitted.first_hashes and not prefix.is_reserved:
@@ -256,6 +263,7 @@ class Admission:
                 if num_external:
                     admitted.loading.append(Tenure(request, request.num_admissions))
             budget -= granted
+            num_sent += request.num_tokens
         else:
             self.end = AdmissionEnd.TOKENS if budget <= 0 else AdmissionEnd.SEQUENCES
         self._start(admitted, now)

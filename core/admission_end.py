@@ -12,6 +12,7 @@ class AdmissionEnd(enum.Enum):
     PREEMPTION = "no admission in a step that preempts"
     SEQUENCES = "max_num_seqs requests were running"
     TOKENS = "the step was full: max_num_batched_tokens"
+    MESSAGE = "the step was full: as many tokens as go to the workers at once"
     QUARANTINE = "a suspect of having killed a worker is tried alone"
     BLOCKS = "not enough free KV-cache blocks"
     DELAY = "held back by scheduler_delay_factor"

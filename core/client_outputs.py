@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -24,6 +25,10 @@ from .request import Request
 
 _SCHEDULED: Final = EventKind.SCHEDULED
 _ABORT: Final = FinishReason.ABORT
+
+_TOO_MANY_LOGPROBS: Final = "the log-probabilities of this request are more than the engine's processes can tell one another"
+_FAILURE_BYTES: Final = 256
+"""More than it takes to say so."""
 
 
 class _Moment(msgspec.Struct):
@@ -190,3 +195,32 @@ class ClientOutputs:
             if outbox.finished or outbox.aborted:
                 outputs[client_index] = outbox.empty(self._core_index, now)
         return outputs
+
+
+def drop_logprobs(outputs: EngineCoreOutputs, num_bytes: int) -> list[int]:
+    """Make outputs smaller by so many bytes, if their log-probabilities are that large.
+
+    The requests with most of them fail. Returns those that had not ended.
+    """
+    sizes: Counter[int] = Counter()
+    for message in (*outputs.logprobs, *outputs.prompt_logprobs):
+        sizes[message.request_index] += (
+            len(message.token_ids) + len(message.logprobs) + len(message.ranks)
+        )
+    failed: set[int] = set()
+    for request_index, size in sizes.most_common():
+        if num_bytes <= 0:
+            break
+        failed.add(request_index)
+        num_bytes -= size - _FAILURE_BYTES
+    ended = {done.request_index for done in outputs.finished}
+    outputs.logprobs, outputs.prompt_logprobs = (
+        [message for message in messages if message.request_index not in failed]
+        for messages in (outputs.logprobs, outputs.prompt_logprobs)
+    )
+    outputs.finished = [done for done in outputs.finished if done.request_index not in failed]
+    outputs.finished += [
+        FinishedRequest(request_index, FinishReason.ERROR, message=_TOO_MANY_LOGPROBS)
+        for request_index in failed
+    ]
+    return sorted(failed - ended)

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
@@ -41,8 +42,9 @@ from ..protocol.messages import (
 )
 from ..protocol.process import StopSignal
 from ..protocol.supervisor_messages import Heartbeat, Stage
-from ..protocol.transport import Hub, StatusReporter
+from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
 from .client_news import ClientNews
+from .client_outputs import drop_logprobs
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
@@ -239,11 +241,14 @@ class EngineCore:
                 if self._news is not None:
                     self._news.open(client_index)
                 self._add_requests(client_index, message.requests)
-                self._scheduler.end_inheritance(client_index)
+                if message.is_whole:
+                    self._scheduler.end_inheritance(client_index)
             elif client_index is None or not is_sound_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 self._add_requests(client_index, message.requests)
+                if message.ends_greeting:
+                    self._scheduler.end_inheritance(client_index)
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
                 self._scheduler.finish_requests(
@@ -312,11 +317,24 @@ class EngineCore:
             for client_index, client_outputs in outputs.items():
                 if client_outputs.stats is not None:
                     client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
-                self._clients.send(self._client_ids[client_index], client_outputs)
+                self._tell(client_index, client_outputs)
                 if self._news is not None and client_outputs.finished_set:
                     self._news.finished(client_index, len(client_outputs.finished_set) // 4)
         if self._scheduler.violations:
             self._report_violations()
+
+    def _tell(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Send outputs to a client; without the log-probabilities that are too much, whose requests fail."""
+        identity = self._client_ids[client_index]
+        try:
+            self._clients.send(identity, outputs)
+        except FrameTooLarge as error:
+            logger.error("%s: requests with log-probabilities fail", error)
+            failed = drop_logprobs(outputs, error.size - transport.MAX_FRAME_BYTES)
+            self._clients.send(identity, outputs)
+            self._scheduler.finish_requests(
+                [(client_index, index) for index in failed], FinishReason.ABORT
+            )
 
     def _report_violations(self) -> None:
         for violation in self._scheduler.violations:

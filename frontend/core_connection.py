@@ -7,11 +7,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, cast
 
 import msgspec
 import zmq
 
+from ..protocol import transport
 from ..protocol.arrays import int32_bytes
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
@@ -30,11 +31,17 @@ from ..protocol.messages import (
     ReplicaNews,
     ResetPrefixCache,
 )
-from ..protocol.transport import Peer
+from ..protocol.transport import FrameTooLarge, Peer, encode
 from .async_peer import AsyncPeer
 from .core_load import CoreLoad
 
 logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 16 * 1024 * 1024
+"""So much is sent at once if it is more than one request: then others get their turn, here and at the core."""
+
+_ENVELOPE_BYTES: Final = 64
+"""At most so much of a message is not its requests."""
 
 
 class CoreEvents(msgspec.Struct):
@@ -44,6 +51,7 @@ class CoreEvents(msgspec.Struct):
     `on_outputs` may raise for a message that makes no sense, which is then dropped.
     `on_lost_outputs`: outputs were lost, and the connection begins anew; `on_ready` follows.
     `on_replica_lost`: this core is about to end, and says whose computation it did not survive.
+    `on_too_large`: this request is more than a message can be, and was not sent.
     `on_refused`: this core can never serve this frontend, for the reason given.
     """
 
@@ -51,11 +59,15 @@ class CoreEvents(msgspec.Struct):
     on_outputs: Callable[[EngineCoreOutputs], None]
     on_lost_outputs: Callable[[int], None]
     on_replica_lost: Callable[[ReplicaLost], None]
+    on_too_large: Callable[[int], None]
     on_refused: Callable[[str], None]
 
 
 class CoreConnection:
     """Carries requests to a core and outputs back, once it has greeted.
+
+    Requests wait for the end of the tick, and go in pieces where they are many. The first of them are what `on_ready`
+    added, the greeting: the core is told when it is whole.
 
     A greeting starts afresh: nothing of what was sent before it has reached the core that says it. So where outputs are missing or
     make no sense it is asked for another one, by a new connection. A core that is not `is_serving` gets no new requests.
@@ -79,7 +91,9 @@ class CoreConnection:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._last_sequence: float | None = None
-        self._requests: list[EngineCoreRequest] = []
+        self._is_greeting = False
+        self._greeting: dict[int, EngineCoreRequest] = {}
+        self._requests: dict[int, EngineCoreRequest] = {}
         self._aborted: list[int] = []
         self._flush_scheduled = False
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
@@ -110,10 +124,13 @@ class CoreConnection:
     def add(self, request: EngineCoreRequest) -> None:
         """Send a request with all others of this tick of the event loop; nothing while the core is not ready."""
         if self.ready:
-            self._requests.append(request)
+            self._requests[request.request_index] = request
             self._schedule_flush()
 
     def abort(self, request_index: int) -> None:
+        for unsent in (self._greeting, self._requests):
+            if unsent.pop(request_index, None) is not None:
+                return
         self._aborted.append(request_index)
         self._schedule_flush()
 
@@ -141,9 +158,14 @@ class CoreConnection:
         self._calls.clear()
 
     def close(self) -> None:
+        self._forget_unsent()
+        self._peer.close()
+
+    def _forget_unsent(self) -> None:
+        self._is_greeting = False
+        self._greeting.clear()
         self._requests.clear()
         self._aborted.clear()
-        self._peer.close()
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -152,12 +174,40 @@ class CoreConnection:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._requests:
-            requests, self._requests = self._requests, []
-            self._peer.send(AddRequests(requests))
+        if not self.ready:
+            # Who comes next knows of nothing, and is told everything.
+            self._forget_unsent()
+        if self._is_greeting:
+            piece = self._take_piece(self._greeting)
+            self._is_greeting = bool(self._greeting)
+            self._peer.send(AddRequests(piece, ends_greeting=not self._is_greeting))
+        elif self._requests and (piece := self._take_piece(self._requests)):
+            self._peer.send(AddRequests(piece))
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             self._peer.send(AbortRequests(int32_bytes(aborted)))
+        if self._is_greeting or self._requests:
+            self._schedule_flush()
+
+    def _take_piece(self, unsent: dict[int, EngineCoreRequest]) -> list[EngineCoreRequest]:
+        """The first of the requests, as many as go into one message. Those that go into none are reported."""
+        limit = min(PIECE_BYTES, transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES)
+        piece: list[msgspec.Raw] = []
+        size = 0
+        while unsent:
+            index = next(iter(unsent))
+            encoded = _encode_request(unsent[index])
+            if encoded is not None and piece and size + len(encoded) > limit:
+                break
+            del unsent[index]
+            if encoded is None:
+                logger.error("a request is larger than a message may be, and fails")
+                self._events.on_too_large(index)
+            else:
+                piece.append(msgspec.Raw(encoded))
+                size += len(encoded)
+        # What is encoded is encoded as it is.
+        return cast(list[EngineCoreRequest], piece)
 
     def _receive(self, message: CoreMessage) -> None:
         if isinstance(message, EngineCoreOutputs):
@@ -207,13 +257,26 @@ class CoreConnection:
                 "restart the server"
             )
             return
-        self._requests.clear()
-        self._aborted.clear()
+        self._forget_unsent()
         self._last_sequence = None
         self.load.num_others = 0
         self.load.prefixes.forget()
         self.fail_calls(EngineError(f"core {self.core_index} was restarted; try again"))
         self.ready, self.epoch = True, ready.epoch
         self._events.on_ready(ready)
-        requests, self._requests = self._requests, []
-        self._peer.send(ClientHello(PROTOCOL_VERSION, ready.epoch, self._client_index, requests))
+        self._greeting, self._requests = self._requests, {}
+        piece = self._take_piece(self._greeting)
+        self._is_greeting = bool(self._greeting)
+        hello = ClientHello(
+            PROTOCOL_VERSION, ready.epoch, self._client_index, piece, not self._is_greeting
+        )
+        self._peer.send(hello)
+
+
+def _encode_request(request: EngineCoreRequest) -> bytes | None:
+    """None if it fits into no message."""
+    try:
+        encoded = encode(request)
+    except FrameTooLarge:
+        return None
+    return encoded if len(encoded) <= transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES else None

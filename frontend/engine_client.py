@@ -109,6 +109,7 @@ class EngineClient:
             on_outputs=self._output.process,
             on_lost_outputs=self._outputs_were_lost,
             on_replica_lost=self._replica_was_lost,
+            on_too_large=self._request_is_too_large,
             on_refused=self.fail,
         )
         for core_index in range(self._config.parallel.data_parallel_size):
@@ -362,6 +363,12 @@ class EngineClient:
                 sequence = self._output.sequences.get(index)
                 if sequence is not None:
                     sequence.accuse(is_suspect=is_suspect)
+
+    def _request_is_too_large(self, request_index: int) -> None:
+        self._output.fail(
+            [self._output.sequences[request_index]],
+            "this request is larger than what the engine's processes can tell one another",
+        )
 
     def _outputs_were_lost(self, core_index: int) -> None:
         """The sequences of the core go on as after its death, but for those that have come no further since the last time."""

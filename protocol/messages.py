@@ -106,17 +106,20 @@ class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
     """A frontend's answer to `CoreReady`, of the same epoch; anything before it is dropped.
 
     The `requests` are all that it has at this core: those of an earlier connection are aborted, and whatever of an
-    earlier core's nobody goes on with is given up.
+    earlier core's nobody goes on with is given up. Unless it `is_whole` they are the first of them: the others follow in
+    `AddRequests`, the last of which `ends_greeting`.
     """
 
     version: int
     epoch: int
     client_index: int
     requests: list[EngineCoreRequest] = []
+    is_whole: bool = True
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=True):
     requests: list[EngineCoreRequest]
+    ends_greeting: bool = False
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):

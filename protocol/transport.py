@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
-"""Larger frames close the connection that sent them."""
+"""Larger frames close the connection that sent them, and the next one if they are sent again: nobody sends them."""
 
 RECONNECT_MS: Final = 10
 """How often a peer dials."""
@@ -55,7 +55,25 @@ _send: Final = zmq.backend.Socket.send
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a hostile frame may raise."""
 
-encode = msgspec.msgpack.Encoder().encode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class FrameTooLarge(EngineError):
+    """A message that its receiver would not take."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(
+            f"a message of {size} bytes is larger than one may be ({MAX_FRAME_BYTES} bytes)"
+        )
+        self.size = size
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Raises FrameTooLarge."""
+    frame = _encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(len(frame))
+    return frame
 
 
 def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
@@ -102,6 +120,7 @@ class Peer(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, message: msgspec.Struct) -> None:
+        """Raises FrameTooLarge, and nothing is sent."""
         with contextlib.suppress(zmq.Again):
             _send(self.socket, encode(message), _NOBLOCK)
 
@@ -146,6 +165,7 @@ class Hub(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
+        """Raises FrameTooLarge, and nothing is sent."""
         self.send_frame((identity,), encode(message))
 
     def send_frame(self, identities: Iterable[bytes], frame: bytes) -> None:

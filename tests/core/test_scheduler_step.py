@@ -27,6 +27,18 @@ def test_1_1_a_step_is_bounded_by_the_token_budget_and_the_sequence_cap():
     harness.drain()
 
 
+def test_1_1_prompts_enter_a_step_as_far_as_they_fit_into_a_message(monkeypatch):
+    monkeypatch.setattr("engine.core.admission.MAX_SENT_TOKENS", 50)
+    harness = Harness(max_num_batched_tokens=200, max_model_len=128, enable_prefix_caching=False)
+    for length in (20, 20, 20, 100, 1):
+        harness.add(length, 2)
+    assert list(scheduled(harness).values()) == [20, 20]
+    assert scheduled(harness)[2] == 20
+    assert scheduled(harness)[3] == 100
+    assert scheduled(harness)[4] == 1
+    harness.drain()
+
+
 def test_1_2_running_requests_come_first_in_queue_order():
     harness = Harness(max_num_batched_tokens=10, max_num_seqs=4, enable_prefix_caching=False)
     harness.add(3, 9)

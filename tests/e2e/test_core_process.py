@@ -16,7 +16,7 @@ import pytest
 import zmq
 from engine.core.event_dump import SUFFIX, read_dump
 from engine.core.replay import main as replay
-from engine.protocol.arrays import int32_bytes
+from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import (
     PROTOCOL_VERSION,
     CacheConfig,
@@ -34,8 +34,12 @@ from engine.protocol.messages import (
     CoreReady,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishedRequest,
+    FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     ReplicaLost,
+    RowLogprobs,
     SchedulerOutput,
     WorkerCommand,
     WorkerHello,
@@ -60,17 +64,33 @@ sys.exit(main(sys.argv[1], 0, int(sys.argv[2])))
 """
 """A core that believes in one free block less than there is, and counts again every 5 steps."""
 
+SMALL_FRAMES = """
+import sys
+from engine.core.__main__ import main
+from engine.core.engine_core import EngineCore
+from engine.protocol import transport
+
+def serve(core, serve=EngineCore._serve):
+    transport.MAX_FRAME_BYTES = 20_000
+    serve(core)
+
+EngineCore._serve = serve
+sys.exit(main(sys.argv[1], 0, int(sys.argv[2])))
+"""
+"""A core that sends no message beyond 20 kB, and takes them."""
+
 TIMEOUT_S = 20.0
 
 HONEST = SABOTAGE.replace("count(pool) - 1", "count(pool)")
 
 
-def await_message(peer: Peer[Any], kind: type) -> None:
+def await_message(peer: Peer[Any], kind: type) -> Any:
     """Let everything pass until a message of that kind comes."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not isinstance(peer.receive(), kind):
+    while not isinstance(message := peer.receive(), kind):
         assert time.monotonic() < deadline, f"no {kind.__name__}"
         peer.socket.poll(100)
+    return message
 
 
 class CoreProcess:
@@ -103,15 +123,16 @@ class CoreProcess:
     def start(self) -> None:
         await_message(self.worker, CoreHello)
         self.answer_greeting()
+        self.client.send(ClientHello(PROTOCOL_VERSION, self._epoch, 0))
 
-    def answer_greeting(self) -> None:
+    def answer_greeting(self, held: list[HeldRequest] | None = None) -> None:
+        """As a worker, which still has what is `held`."""
         self.worker.send(WorkerHello(PROTOCOL_VERSION, self._epoch, 0))
         self.worker.send(WorkerMemory(0, 64))
         await_message(self.worker, AllocateKVCache)
-        self.worker.send(WorkerReady(0))
+        self.worker.send(WorkerReady(0, held or []))
         self.await_stage(Stage.READY)
         await_message(self.client, CoreReady)
-        self.client.send(ClientHello(PROTOCOL_VERSION, self._epoch, 0))
 
     def generate(self, num_tokens: int) -> list[EngineCoreOutputs]:
         """What the client hears of one request."""
@@ -192,6 +213,84 @@ def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config, start_cor
         assert isinstance(core.statuses.receive(5000), Heartbeat)
     core.answer_greeting()
     core.stop()
+
+
+def test_what_workers_hold_waits_for_every_piece_of_a_greeting(config, start_core):
+    core = start_core(config, HONEST)
+    await_message(core.worker, CoreHello)
+    held = [
+        HeldRequest((0, number), 1.0 + number, 40, (int32_bytes(range(first, first + 3)),))
+        for number, first in ((5, 1), (6, 4), (7, 7))
+    ]
+    core.answer_greeting(held)
+    again = [
+        EngineCoreRequest(
+            20 + number,
+            int32_bytes([number] * 40),
+            SamplingParams(max_tokens=4),
+            1.0 + number,
+            is_resubmitted=True,
+            output_token_ids=int32_bytes([9]),
+            was_index=number,
+        )
+        for number in (5, 6)
+    ]
+    core.client.send(ClientHello(PROTOCOL_VERSION, config.epoch, 0, again[:1], is_whole=False))
+    entered = await_message(core.worker, SchedulerOutput).new_requests
+    core.worker.send(ModelRunnerOutput(1, int32_bytes([7])))
+    core.client.send(AddRequests(again[1:], ends_greeting=True))
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(entered) < 2:
+        assert time.monotonic() < deadline, "the second does not enter"
+        step = await_message(core.worker, SchedulerOutput)
+        entered += step.new_requests
+        core.worker.send(ModelRunnerOutput(step.step, int32_bytes([7])))
+    assert [data.request_id for data in entered] == [(0, 25), (0, 26)]
+    assert [data.num_computed_tokens for data in entered] == [40, 40]
+    core.stop()
+
+
+def test_log_probabilities_beyond_a_message_fail_their_request_alone(config, start_core):
+    core = start_core(config, SMALL_FRAMES)
+    core.start()
+    num_alternatives = {0: 1, 1: 3000}
+    core.client.send(
+        AddRequests(
+            [
+                EngineCoreRequest(
+                    index, int32_bytes([index, 2]), SamplingParams(max_tokens=3, logprobs=k), 0.0
+                )
+                for index, k in num_alternatives.items()
+            ]
+        )
+    )
+    slots: list[int] = []
+    indices: dict[int, int] = {}
+    finished: dict[int, FinishedRequest] = {}
+    told: list[int] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(finished) < 2:
+        assert time.monotonic() < deadline
+        if core.worker.socket.poll(5) and isinstance(
+            step := core.worker.receive(), SchedulerOutput
+        ):
+            indices |= {new.slot: new.request_id[1] for new in step.new_requests}
+            slots = slots if step.slots is None else int32_view(step.slots).tolist()
+            logprobs = [
+                RowLogprobs(slot, 1, int32_bytes([7] * size), bytes(4 * size), int32_bytes([1]))
+                for slot in slots
+                for size in [1 + num_alternatives[indices[slot]]]
+            ]
+            sampled = int32_bytes([7] * len(slots))
+            core.worker.send(ModelRunnerOutput(step.step, sampled, logprobs=logprobs))
+        if isinstance(message := core.client.receive(), EngineCoreOutputs):
+            finished |= {done.request_index: done for done in message.finished}
+            told += [entry.request_index for entry in message.logprobs]
+    core.stop()
+    assert told == [0, 0, 0]
+    assert finished[0].reason is FinishReason.LENGTH
+    assert finished[1].reason is FinishReason.ERROR
+    assert "log-probabilities of this request are more than" in finished[1].message
 
 
 def test_a_step_that_nobody_answers_ends_the_core(config, start_core):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.server import Server, default_model
+from support.faults import environment_with
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held, default_model
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +35,25 @@ def test_bad_words_of_many_sequences_do_not_cost_the_frontend_its_life(server: S
     assert answer["error"]["param"] == "bad_words"
     assert server.child("frontend 0").pid == frontend.pid
     assert complete(server)[0] == 200
+
+
+def test_requests_larger_than_a_message_go_in_pieces_also_to_the_next_core() -> None:
+    args = ("--device", "null", "--null-step-ms", "4", "--max-model-len", "512", "-np", "64")
+    with Server(default_model(), *args, env=environment_with("small_frames")) as server:
+        prompts = [[1000 + number, *range(2000, 2300)] for number in range(16)]
+        body = {"prompt": prompts, "n": 64, "seed": 1, "max_tokens": 20, "return_token_ids": True}
+        status, undisturbed = server.post("/v1/completions", body)
+        assert status == 200, undisturbed
+        assert len(undisturbed["choices"]) == 1024
+        with ThreadPoolExecutor() as threads:
+            answering = threads.submit(server.post, "/v1/completions", body)
+            wait_until(
+                lambda: server.metric("engine:num_requests_running") > 0, what="they are computed"
+            )
+            server.child("core 0").kill()
+            status, answer = answering.result()
+        assert status == 200, answer
+        assert answer["choices"] == undisturbed["choices"]
+        assert "larger than" not in server.log
+        assert_nothing_is_held(server)
+        assert server.stop() == 0, server.log

@@ -317,6 +317,91 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
 
 
 @on_event_loop
+async def test_many_requests_go_in_pieces_and_so_does_a_greeting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.frontend.core_connection.PIECE_BYTES", 2000)
+    config = engine_config(tmp_path)
+    whole = [PROMPT[i % len(PROMPT)] for i in range(30)]
+    async with connected(config) as (client, core):
+        group = await client.submit([request(30)] * 40, request_id="r")
+        gone = await client.submit([request(30)] * 10, request_id="gone before it was sent")
+        gone.abort()
+        await drive(core, group.next())
+        added = [m for m in core.received if isinstance(m, AddRequests)]
+        assert len(added) > 2 and not any(message.ends_greeting for message in added)
+        assert sum(len(message.requests) for message in added) == 40
+        core.close()
+        successor = opened(EchoCore(config, epoch=8))
+        await until(lambda: bool(successor.received), successor.receive)
+        late = await client.submit([request(30)], request_id="late")
+        rest = await drive(successor, group.result())
+        hello, *more = successor.received
+        assert isinstance(hello, ClientHello) and hello.requests and not hello.is_whole
+        ends = [m.ends_greeting for m in more if isinstance(m, AddRequests)]
+        assert ends.count(True) == 1
+        again = [
+            sent.was_index
+            for message in successor.received
+            if isinstance(message, ClientHello | AddRequests)
+            for sent in message.requests
+            if sent.is_resubmitted
+        ]
+        assert again == list(range(40))
+        assert [delta.token_ids for delta in rest] == [whole] * 40
+        [delta] = await drive(successor, late.result())
+        assert delta.token_ids == whole
+        assert client.num_inflight == 0
+
+
+@on_event_loop
+async def test_a_greeting_is_whole_when_the_rest_of_it_is_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.frontend.core_connection.PIECE_BYTES", 1)
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, core):
+        first = await client.submit([request(3)], request_id="goes on")
+        second = await client.submit([request(3)] * 5, request_id="is aborted")
+        await until(lambda: len(core.requests) == 6, core.receive)
+        core.close()
+        successor = opened(EchoCore(config, epoch=8))
+
+        async def abort_once_greeted() -> None:
+            while client._cores[0].epoch != 8:
+                await asyncio.sleep(0)
+            second.abort()
+
+        aborting = asyncio.create_task(abort_once_greeted())
+        await until(aborting.done, successor.receive)
+        await until(
+            lambda: AddRequests([], ends_greeting=True) in successor.received, successor.receive
+        )
+        hello, *more = successor.received
+        assert isinstance(hello, ClientHello) and len(hello.requests) == 1 and not hello.is_whole
+        assert sum(isinstance(m, AddRequests) and m.ends_greeting for m in more) == 1
+        await until(lambda: len(successor.requests) == 1, successor.receive)
+        [delta] = await drive(successor, first.result())
+        assert delta.token_ids == PROMPT[:3]
+
+
+@on_event_loop
+async def test_a_request_that_no_message_can_carry_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.protocol.transport.MAX_FRAME_BYTES", 3000)
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, core):
+        large = SequenceRequest(PROMPT, SamplingParams(allowed_token_ids=tuple(range(1000, 2500))))
+        several = await client.submit([large] + [request(20)] * 50, request_id="r")
+        refused, *others = await drive(core, several.result())
+        assert refused.finish_reason == "error" and "is larger than" in str(refused.error)
+        assert {delta.finish_reason for delta in others} == {"length"}
+        assert sum(isinstance(message, ClientHello) for message in core.received) == 1
+        assert client.num_inflight == 0
+
+
+@on_event_loop
 async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
     tmp_path: Path,
 ) -> None:

@@ -12,13 +12,21 @@ import zmq
 from engine.protocol.config import EngineConfig, ModelConfig
 from engine.protocol.messages import (
     AbortRequests,
+    CallResult,
     ClientHello,
     ClientMessage,
     CoreMessage,
     CoreReady,
 )
 from engine.protocol.supervisor_messages import Stage
-from engine.protocol.transport import Hub, Peer, StatusReceiver, StatusReporter, encode
+from engine.protocol.transport import (
+    FrameTooLarge,
+    Hub,
+    Peer,
+    StatusReceiver,
+    StatusReporter,
+    encode,
+)
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +96,27 @@ def test_peers_and_hub_exchange_messages(context: zmq.Context[Any], address: str
     assert peers[0].receive() is None
     for end in (hub, *peers):
         end.close()
+
+
+def test_what_a_receiver_would_refuse_is_not_sent_and_the_connection_stays(
+    context: zmq.Context[Any], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.protocol.transport.MAX_FRAME_BYTES", 1000)
+    hub: Hub[ClientMessage] = Hub(context, address, ClientMessage)
+    peer: Peer[CoreMessage] = Peer(context, address, b"a", CoreMessage)
+    connect(hub, peer, b"a")
+    for size in (2000, 996):
+        with pytest.raises(FrameTooLarge, match=rf"of {size + 10} bytes .* \(1000 bytes\)"):
+            peer.send(AbortRequests(bytes(size)))
+    peer.send(AbortRequests(bytes(990)))
+    assert receive(hub) == (b"a", AbortRequests(bytes(990)))
+    with pytest.raises(FrameTooLarge):
+        hub.send(b"a", CallResult(1, True, "x" * 1000))
+    hub.send(b"a", CallResult(1, True, "x"))
+    assert peer.receive(block=True) == CallResult(1, True, "x")
+    assert hub.receive() is None
+    hub.close()
+    peer.close()
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

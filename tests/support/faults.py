@@ -10,8 +10,14 @@ from typing import Final
 
 import psutil
 
-_path = [str(Path(__file__).parent / "raise_on_signal"), os.environ.get("PYTHONPATH", "")]
-ENVIRONMENT: Final = {"PYTHONPATH": os.pathsep.join(filter(None, _path))}
+
+def environment_with(directory: str) -> dict[str, str]:
+    """In which every process of a server begins with the `sitecustomize` of a directory beside this file."""
+    path = [str(Path(__file__).parent / directory), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+ENVIRONMENT: Final = environment_with("raise_on_signal")
 """A server needs it for `fail` and `damage`."""
 
 

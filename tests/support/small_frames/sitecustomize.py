@@ -1,0 +1,5 @@
+"""Python imports this at its start where the directory is on PYTHONPATH: no process of a server takes a message beyond 1 MB."""
+
+from engine.protocol import transport
+
+transport.MAX_FRAME_BYTES = 1_000_000
