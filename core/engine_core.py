@@ -18,7 +18,7 @@ import zmq
 from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import EngineError
+from ..protocol.errors import CONVICTION, EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
@@ -48,7 +48,6 @@ from .client_outputs import drop_logprobs
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
-from .quarantine import CONVICTION
 from .recorded_scheduler import RecordedScheduler, Setup
 from .structured_output import StructuredOutputManager
 from .worker_group import WorkerGroup, raise_if_worker_lost

@@ -6,15 +6,10 @@ Each is tried: nothing else is computed until its next token is there. A worker 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from .request import Request, RequestKey
 from .request_queue import RequestQueue
-
-CONVICTION: Final = (
-    "this request was being computed when a worker of the engine died, and alone when another one did: "
-    "it is not tried again"
-)
 
 
 class Accused(NamedTuple):

@@ -31,6 +31,7 @@ from ..protocol.messages import (
     ReplicaNews,
     ResetPrefixCache,
 )
+from ..protocol.supervisor_messages import ReplicaInfo, ReplicaState
 from ..protocol.transport import FrameTooLarge, Peer, encode
 from .async_peer import AsyncPeer
 from .core_load import CoreLoad
@@ -86,6 +87,8 @@ class CoreConnection:
         self.ready = False
         self.is_serving = True
         self.epoch = 0
+        self._latest_epoch = 0
+        self._excused_epoch = 0
         self._num_dropped_messages = 0
         self._client_index = client_index
         self._events = events
@@ -106,6 +109,20 @@ class CoreConnection:
         name = b"client%d" % self._client_index
         self._wire = Peer[CoreMessage](self._context, self._address, name, CoreMessage)
         self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
+
+    def note_status(self, replica: ReplicaInfo) -> None:
+        """Take in what the supervisor says of the core."""
+        self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
+        self._latest_epoch = max(self._latest_epoch, replica.epoch)
+        if replica.epoch > self.epoch:
+            self.ready = False
+        elif replica.state is not ReplicaState.SERVING:
+            # It may be restarted on purpose.
+            self._excused_epoch = self.epoch
+
+    def died_silently(self, epoch: int) -> bool:
+        """Whether the core of that epoch is gone, and neither told anything nor was meant to end."""
+        return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
     def _begin_anew(self) -> None:
         """What the core has sent cannot be relied upon: it shall forget this frontend, and greet it again."""
@@ -222,6 +239,7 @@ class CoreConnection:
                 result.set_result(message)
         else:
             self.ready = False
+            self._excused_epoch = self.epoch
             self._events.on_replica_lost(message)
             self._peer.send(LossNoted())
 
@@ -263,6 +281,7 @@ class CoreConnection:
         self.load.prefixes.forget()
         self.fail_calls(EngineError(f"core {self.core_index} was restarted; try again"))
         self.ready, self.epoch = True, ready.epoch
+        self._latest_epoch = max(self._latest_epoch, ready.epoch)
         self._events.on_ready(ready)
         self._greeting, self._requests = self._requests, {}
         piece = self._take_piece(self._greeting)

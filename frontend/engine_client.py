@@ -14,9 +14,15 @@ import zmq
 from ..protocol.arrays import Int32Array, int32_view
 from ..protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
 from ..protocol.config import FIRST_EPOCH, EngineConfig
-from ..protocol.errors import EngineError
-from ..protocol.messages import CoreReady, EngineCoreRequest, FinishReason, ReplicaLost
-from ..protocol.supervisor_messages import EngineStatus, ReplicaState
+from ..protocol.errors import CONVICTION, EngineError
+from ..protocol.messages import (
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ReplicaLost,
+)
+from ..protocol.supervisor_messages import EngineStatus
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
 from .detokenizer import IncrementalDetokenizer
@@ -26,9 +32,10 @@ from .logprobs import PositionLogprobs
 from .metrics import Metrics
 from .off_loop import OffLoop
 from .output_processor import OutputProcessor
-from .request_group import Delta, RequestGroup, Sequence, SequenceRequest
+from .request_group import MAX_SILENT_DEATHS, Delta, RequestGroup, Sequence, SequenceRequest
 from .routing import choose
 from .tokenizer import Tokenizer
+from .trials import Trials
 
 __all__ = [
     "Delta",
@@ -82,6 +89,7 @@ class EngineClient:
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
+        self._trials: list[Trials] = []
         self.watch: EngineWatch | None = None
         self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
@@ -106,7 +114,7 @@ class EngineClient:
         self.watch = EngineWatch(self._context, self._config, self._status_is_known)
         events = CoreEvents(
             on_ready=self._core_is_ready,
-            on_outputs=self._output.process,
+            on_outputs=self._take_outputs,
             on_lost_outputs=self._outputs_were_lost,
             on_replica_lost=self._replica_was_lost,
             on_too_large=self._request_is_too_large,
@@ -117,6 +125,7 @@ class EngineClient:
                 self._context, self._config, self._client_index, core_index, events
             )
             self._cores.append(core)
+            self._trials.append(Trials(self._send))
             self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
         await self._started
 
@@ -125,6 +134,7 @@ class EngineClient:
         if self.dead_reason is None:
             self.fail("the server has stopped")
         while self._cores:
+            self._trials.pop().close()
             self._cores.pop().close()
         if self.watch is not None:
             self.watch.close()
@@ -301,8 +311,14 @@ class EngineClient:
         )
         self._output.sequences[request.request_index] = sequence
         core.load.submitted(len(prompt), keys)
-        core.add(request)
+        self._send(sequence)
         return sequence
+
+    def _send(self, sequence: Sequence) -> None:
+        """To its core, which gets it at once or, while it is not ready, with the answer to its greeting."""
+        core = self._cores[sequence.core_index]
+        sequence.epoch = core.epoch if core.ready else 0
+        core.add(sequence.request)
 
     def _next_request_index(self) -> int:
         index = self._last_index
@@ -323,17 +339,37 @@ class EngineClient:
 
     def _core_is_ready(self, ready: CoreReady) -> None:
         self.metrics.record_ready(ready)
-        core = self._cores[ready.core_index]
+        num_frontends = self._config.parallel.api_server_count
+        self._trials[ready.core_index].begin((self._client_index + ready.epoch) % num_frontends)
         for sequence in list(self._output.sequences.values()):
-            if sequence.core_index == ready.core_index:
-                self._resubmit(sequence, core)
+            if sequence.core_index == ready.core_index and self._may_go_on(sequence):
+                self._resubmit(sequence)
         is_first_life = self._config.epoch == FIRST_EPOCH
         can_serve = not is_first_life or all(core.ready for core in self._cores)
         if can_serve and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    def _resubmit(self, sequence: Sequence, core: CoreConnection) -> None:
-        core.add(self._output.resubmit(sequence, self._next_request_index()))
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence is tried again; it has failed if not."""
+        if self._cores[sequence.core_index].died_silently(sequence.epoch):
+            sequence.accuse_silently()
+        if sequence.num_silent_deaths > MAX_SILENT_DEATHS:
+            self._output.fail([sequence], CONVICTION)
+        return not sequence.finished
+
+    def _resubmit(self, sequence: Sequence) -> None:
+        self._output.resubmit(sequence, self._next_request_index())
+        trials = self._trials[sequence.core_index]
+        if sequence.is_silent_suspect:
+            sequence.epoch = 0
+            trials.add(sequence)
+        else:
+            self._send(sequence)
+            trials.wait_for(sequence)
+
+    def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._output.process(outputs)
+        self._trials[outputs.core_index].advance()
 
     def _is_up(self, replica: int) -> bool:
         return self.watch is not None and self.watch.is_up(replica)
@@ -341,9 +377,7 @@ class EngineClient:
     def _status_is_known(self, status: EngineStatus) -> None:
         """Sequences of a core that is gone go on at another one, if there is one and their own is not about to."""
         for core, replica in zip(self._cores, status.replicas, strict=False):
-            core.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
-            if replica.epoch > core.epoch:
-                core.ready = False
+            core.note_status(replica)
         if not self.ready:
             return
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
@@ -353,9 +387,11 @@ class EngineClient:
                 self._move(sequence)
 
     def _move(self, sequence: Sequence) -> None:
-        core = self._choose(sequence.block_keys)
-        self._output.move(sequence, core.core_index, core.load)
-        self._resubmit(sequence, core)
+        self._trials[sequence.core_index].withdraw(sequence)
+        if self._may_go_on(sequence):
+            core = self._choose(sequence.block_keys)
+            self._output.move(sequence, core.core_index, core.load)
+            self._resubmit(sequence)
 
     def _replica_was_lost(self, lost: ReplicaLost) -> None:
         for indices, is_suspect in ((lost.suspects, True), (lost.bystanders, False)):

@@ -24,6 +24,10 @@ from .logprobs import PositionLogprobs, decode_logprobs
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
 
+SUSPICIOUS_SILENT_DEATHS: Final = 2
+MAX_SILENT_DEATHS: Final = 3
+"""A sequence that has seen more, the last two of them alone, fails."""
+
 FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
     FinishReason.LENGTH,
@@ -70,7 +74,9 @@ class Sequence:
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
     frontend's, the others the core's. `num_losses` counts the replicas that were lost while they computed it,
-    since it was last above suspicion. `block_keys` are those of its prompt where there are several replicas.
+    since it was last above suspicion; `num_silent_deaths` the cores, one after the other, that it was sent to and that died
+    with no last words before it had a token of theirs. `epoch` is that of the core that it was sent to last, 0 if to none.
+    `block_keys` are those of its prompt where there are several replicas.
     """
 
     __slots__ = (
@@ -81,6 +87,7 @@ class Sequence:
         "arrival_time",
         "block_keys",
         "core_index",
+        "epoch",
         "error",
         "finish_reason",
         "finish_time",
@@ -95,6 +102,7 @@ class Sequence:
         "num_cached_tokens",
         "num_losses",
         "num_prompt_tokens",
+        "num_silent_deaths",
         "params",
         "position",
         "prompt_logprob_messages",
@@ -120,6 +128,8 @@ class Sequence:
         self.request = request
         self.block_keys = block_keys
         self.num_losses = 0
+        self.num_silent_deaths = 0
+        self.epoch = 0
         self._num_tokens_when_lost = -1
         self.core_index = core_index
         self.load = load
@@ -183,6 +193,22 @@ class Sequence:
         self.num_losses += 1
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
+    def accuse_silently(self) -> None:
+        """The core that it was sent to died and told nothing."""
+        is_accused = not self.has_got_further
+        self._note_progress()
+        self.num_silent_deaths += is_accused
+        self.request.is_suspect |= self.is_silent_suspect
+
+    @property
+    def is_silent_suspect(self) -> bool:
+        return self.num_silent_deaths >= SUSPICIOUS_SILENT_DEATHS
+
+    @property
+    def has_got_further(self) -> bool:
+        """It has got a token since it was last sent, or has ended."""
+        return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
+
     def lose_outputs(self) -> bool:
         """Outputs were lost. Returns whether that has happened before, with no token since it was first scheduled."""
         is_stuck = self.num_generated_tokens == self._num_tokens_when_lost
@@ -193,9 +219,11 @@ class Sequence:
     def _note_progress(self) -> None:
         """Keep what has been generated. A suspect that got a token got it alone, and did no harm."""
         request = self.request
-        if request.is_suspect and len(request.output_token_ids) // 4 < self.num_generated_tokens:
-            request.is_suspect = False
-            self.num_losses = 0
+        if self.has_got_further:
+            self.num_silent_deaths = 0
+            if request.is_suspect:
+                request.is_suspect = False
+                self.num_losses = 0
         request.output_token_ids = self.token_ids.tobytes()
 
     @property

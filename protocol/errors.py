@@ -1,6 +1,13 @@
 """Errors that every process of the engine raises and understands."""
 
 from os import PathLike
+from typing import Final
+
+CONVICTION: Final = (
+    "this request was being computed when a process of the engine died, and alone when another one did: "
+    "it is not tried again"
+)
+"""What a client hears whose request is taken for the cause."""
 
 
 class EngineError(Exception):

@@ -79,7 +79,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     A request `is_resubmitted` when the core that had it is gone, under the index `was_index`. It goes on after
     `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of having
-    killed a worker runs alone until its next token is there.
+    killed a worker or a core runs alone until its next token is there.
     """
 
     request_index: int

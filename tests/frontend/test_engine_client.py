@@ -21,16 +21,18 @@ from engine.protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root
 from engine.protocol.config import (
     FIRST_EPOCH,
     PROTOCOL_VERSION,
+    EngineConfig,
     ParallelConfig,
     PrefixHash,
     SchedulerConfig,
 )
-from engine.protocol.errors import EngineError, ParameterError
+from engine.protocol.errors import CONVICTION, EngineError, ParameterError
 from engine.protocol.messages import (
     AbortRequests,
     AddRequests,
     ClientHello,
     EngineCoreOutputs,
+    FinishReason,
     LossNoted,
     ReplicaLost,
     ReplicaNews,
@@ -468,6 +470,98 @@ async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> No
             core.step()
             await drive(core, read_next(group))
             suspect, bystander = -1, core.requests[1].request_index
+
+
+class SilentDeaths:
+    """Cores of one epoch after the other, each of which dies with no last words."""
+
+    def __init__(self, config: EngineConfig, first: EchoCore) -> None:
+        self._config = config
+        self.core = first
+        self._epoch = config.epoch
+
+    def next(self) -> EchoCore:
+        self.core.close()
+        self._epoch += 1
+        self.core = opened(EchoCore(self._config, epoch=self._epoch))
+        return self.core
+
+    def receive(self) -> None:
+        self.core.receive()
+
+
+@on_event_loop
+async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_does(
+    tmp_path: Path,
+) -> None:
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, first):
+        deaths = SilentDeaths(config, first)
+        begun = await client.submit([request(200)], request_id="begun")
+        await drive(first, begun.next())
+        neighbours = await client.submit([request(200)] * 3, request_id="neighbours")
+        wanted = [request(200, prompt=list(PROMPT)), request(200, prompt=[5, 6, 7])]
+        poisoned = await client.submit(wanted, request_id="a good and a poisonous prompt")
+        good, poison = poisoned.sequences
+        others = [*begun.sequences, *neighbours.sequences, good]
+        num_doubtful: list[int] = []
+
+        def run_core() -> None:
+            deaths.receive()
+            sent = deaths.core.requests
+            if any(message.request_index == poison.request_index for message in sent):
+                num_doubtful.append(sum(not other.has_got_further for other in others))
+                deaths.next()
+            elif sent:
+                deaths.core.step()
+
+        await until(lambda: poison.finished, run_core)
+        assert (poison.finish_reason, poison.error) == (FinishReason.ERROR, CONVICTION)
+        # It came twice with others, and twice when none of them could have been the cause.
+        assert len(num_doubtful) == 4 and num_doubtful[2:] == [0, 0]
+        await until(lambda: not client.num_inflight, run_core)
+        for sequence in others:
+            assert sequence.finish_reason is FinishReason.LENGTH
+            assert sequence.token_ids.tolist() == [PROMPT[i % len(PROMPT)] for i in range(200)]
+
+
+@on_event_loop
+async def test_a_token_between_two_silent_deaths_clears_a_sequence(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, first):
+        deaths = SilentDeaths(config, first)
+        group = await client.submit([request(60)], request_id="r")
+        for number in range(12):
+            await until(lambda: len(deaths.core.requests) == 1, deaths.receive)
+            assert not deaths.core.requests[0].is_suspect
+            if number % 2:
+                tokens = group.sequences[0].num_generated_tokens
+                deaths.core.step()
+                await until(
+                    lambda tokens=tokens: group.sequences[0].num_generated_tokens > tokens,
+                    deaths.receive,
+                )
+            deaths.next()
+        [delta] = await drive(deaths.core, group.result())
+        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(60)]
+
+
+@on_event_loop
+async def test_a_core_with_last_words_and_one_that_only_lost_outputs_accuse_nobody_else(
+    tmp_path: Path,
+) -> None:
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, first):
+        deaths = SilentDeaths(config, first)
+        group = await client.submit([request(5)], request_id="r")
+        for _ in range(5):
+            await until(lambda: len(deaths.core.requests) == 1, deaths.receive)
+            assert not deaths.core.requests[0].is_suspect
+            deaths.core.hub.send(b"client0", ReplicaLost(b"", b""))
+            await until(lambda: LossNoted() in deaths.core.received, deaths.receive)
+            deaths.next()
+        [delta] = await drive(deaths.core, group.result())
+        assert delta.finish_reason == "length"
 
 
 @on_event_loop

@@ -1,0 +1,72 @@
+"""Sequences that may have killed a core with no last words, sent to the next one singly.
+
+Of such a death nobody is told whom the core was computing, and a request may kill it by merely arriving. So those that have
+twice got no token between being sent and the death are kept back: they go one at a time, when all others of that core
+have got further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from ..protocol.heartbeat import BEAT_INTERVAL_S
+from .request_group import Sequence
+
+TURN_S: Final = 2 * BEAT_INTERVAL_S
+"""So long after a core is ready the first frontend begins: by then the supervisor knows of the tokens of others. The
+next ones follow at this distance, another one first with each epoch, so that few suspects of several meet."""
+
+
+class Trials:
+    """Of one frontend at one core. `send` sends a sequence there."""
+
+    def __init__(self, send: Callable[[Sequence], None]) -> None:
+        self._send = send
+        self._suspects: list[Sequence] = []
+        self._awaited: list[Sequence] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, turn: int) -> None:
+        """A core is ready, and knows of nobody. The turn is this frontend's among all, from 0."""
+        self.close()
+        self._suspects.clear()
+        self._awaited.clear()
+        self._timer = asyncio.get_running_loop().call_later(TURN_S * (1 + turn), self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        self.advance()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait_for(self, other: Sequence) -> None:
+        """It was sent as well, and comes first."""
+        self._awaited.append(other)
+
+    def add(self, suspect: Sequence) -> None:
+        """Those with the fewest deaths come first: they are the least likely to cause one."""
+        self._suspects.append(suspect)
+        self._suspects.sort(key=lambda sequence: sequence.num_silent_deaths)
+        self.advance()
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """It goes to another core."""
+        for waiting in (self._suspects, self._awaited):
+            if sequence in waiting:
+                waiting.remove(sequence)
+
+    def advance(self) -> None:
+        """Send the next suspect if it is time. To be called whenever sequences may have got further."""
+        if self._timer is not None or not (self._suspects or self._awaited):
+            return
+        self._awaited = [each for each in self._awaited if not each.has_got_further]
+        while self._suspects and not self._awaited:
+            suspect = self._suspects.pop(0)
+            if not suspect.finished:
+                self._send(suspect)
+                self._awaited.append(suspect)
