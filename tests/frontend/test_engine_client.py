@@ -526,6 +526,58 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
 
 
 @on_event_loop
+async def test_a_poison_that_goes_from_replica_to_replica_fails_with_the_fourth_core(
+    tmp_path: Path,
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
+    epochs = [FIRST_EPOCH, FIRST_EPOCH]
+    cores = [opened(EchoCore(config, index)) for index in range(2)]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
+    with zmq.Context() as context:
+        publisher = StatusPublisher(context, config)
+
+        def publish() -> None:
+            infos = [
+                ReplicaInfo(index, ReplicaState.SERVING, epoch, 0, 0, is_resuming=False)
+                for index, epoch in enumerate(epochs)
+            ]
+            publisher.publish(EngineStatus([], infos))
+
+        def receive() -> None:
+            for core in cores:
+                core.receive()
+
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, receive)
+        others = await client.submit([request(200)], request_id="another")
+        poisoned = await client.submit([request(200, prompt=[5, 6, 7])], request_id="poison")
+        [poison] = poisoned.sequences
+        killed: list[int] = []
+
+        def run_cores() -> None:
+            receive()
+            for index, core in enumerate(cores):
+                if poison.request_index in {sent.request_index for sent in core.requests}:
+                    killed.append(index)
+                    core.close()
+                    epochs[index] += 1
+                    publish()
+                    cores[index] = opened(EchoCore(config, index, epochs[index]))
+                elif core.requests:
+                    core.step()
+
+        await until(lambda: poison.finished, run_cores)
+        assert poison.error == CONVICTION
+        assert len(killed) == 4
+        answering = asyncio.ensure_future(others.result())
+        await until(answering.done, run_cores)
+        [delta] = answering.result()
+        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(200)]
+        publisher.close()
+
+
+@on_event_loop
 async def test_a_token_between_two_silent_deaths_clears_a_sequence(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, first):
