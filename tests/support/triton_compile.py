@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from .wgmma_operands import overwritten_operands
+
 _REGISTERS_OF_A_BLOCK = 65536
 _SHARED_BYTES = 232448
 
@@ -28,7 +30,8 @@ _SHARED_BYTES = 232448
 class KernelResources:
     """What a kernel needs of a multiprocessor. `stack_bytes` of a thread are registers that were spilt.
 
-    `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types.
+    `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types;
+    `overwritten` those that read registers which another instruction writes meanwhile.
     """
 
     name: str
@@ -37,6 +40,7 @@ class KernelResources:
     shared_bytes: int
     stack_bytes: int
     products: list[str]
+    overwritten: list[str]
 
     @property
     def fits(self) -> bool:
@@ -103,7 +107,13 @@ class _HopperWithoutADevice:
     ) -> tuple[int, int, int, int, int]:
         registers, stack_bytes = _resource_usage(cubin)
         self.kernels[cubin] = KernelResources(
-            name, self._num_warps, registers, shared_bytes, stack_bytes, self._products
+            name,
+            self._num_warps,
+            registers,
+            shared_bytes,
+            stack_bytes,
+            self._products,
+            overwritten_operands(_disassembled(cubin)) if self._products else [],
         )
         return 1, 1, registers, stack_bytes, 1024
 
@@ -111,17 +121,24 @@ class _HopperWithoutADevice:
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
     from triton import knobs
 
+    usage = _output_of([knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], cubin)
+    registers, stack_bytes = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    return int(registers), int(stack_bytes)
+
+
+def _disassembled(cubin: bytes) -> str:
+    from triton import knobs
+
+    return _output_of([knobs.nvidia.nvdisasm.path, "--print-code"], cubin)
+
+
+def _output_of(command: list[str], cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
+        return subprocess.run(
+            [*command, file.name], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack_bytes = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
-    return int(registers), int(stack_bytes)
 
 
 def _main(file: str, function: str) -> None:

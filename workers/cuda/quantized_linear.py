@@ -100,6 +100,7 @@ def _linear_kernel(
     num_rows,
     num_columns,
     split_columns,
+    one,
     BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -164,6 +165,10 @@ def _linear_kernel(
                     part_OT *= tl.load(
                         x_scale_ptr + tokens_1T * num_groups + group, mask=mask_1T, other=0
                     )
+            elif BITS or SCALED == "elements" or low_ptr.dtype != x_ptr.dtype:
+                # What was computed is in registers, which ptxas before CUDA 13.3 gives to others while a product still reads them, if the
+                # product may go on beside the next one (triton-lang/triton#9433). None does when its sum is used here.
+                part_OT *= one
             sum_OT += part_OT
         total_OT += sum_OT
     mask_OT = mask_O1 & mask_1T
@@ -321,6 +326,7 @@ class PackedMatrix:
             self._num_rows,
             self._num_columns,
             self._split_columns,
+            1.0,
             BITS=self._bits,
             HIGH_BITS=self._high_bits,
             ZERO=self._zero,

@@ -321,3 +321,4 @@ def test_every_kernel_fits_a_hopper_gpu():
     for kernel in kernels:
         assert kernel.fits, kernel
         assert kernel.stack_bytes <= 64, kernel
+        assert not kernel.overwritten, kernel

@@ -94,3 +94,9 @@ def test_products_add_up_as_many_columns_at_once_whatever_the_number_of_tokens(
 ) -> None:
     products = {tuple(kernel.products) for kernel in kernels if kernel.name == "_linear_kernel"}
     assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}
+
+
+def test_no_product_reads_registers_that_are_written_meanwhile(
+    kernels: list[KernelResources],
+) -> None:
+    assert not [(kernel.name, kernel.overwritten) for kernel in kernels if kernel.overwritten]
