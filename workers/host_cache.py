@@ -13,6 +13,7 @@ import torch
 
 from ..protocol.arrays import int32_view
 from . import host_memory
+from .pinned_memory import pin
 from .transfers import to_device
 
 STAGED_BYTES: Final = 128 * 1024 * 1024
@@ -42,9 +43,7 @@ class HostCache:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            # Torch's own allocator of pinned memory would round the size up to a power of two.
-            register = torch.cuda.cudart().cudaHostRegister
-            torch.cuda.check_error(register(self._blocks_NLP.data_ptr(), memory.nbytes, 0))
+            pin(memory, memory.nbytes // num_blocks, self, self._stream.synchronize)
 
     def copy_out(self, pairs: bytes) -> None:
         """Copy blocks to host blocks: int32[k, 2] pairs (from, to), at least one."""

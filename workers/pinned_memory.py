@@ -1,0 +1,52 @@
+"""Host memory that a GPU copies from and to by itself."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+REGISTERED_BYTES: Final = 64 << 30
+"""At once. Drivers from R580 on refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234)."""
+
+
+def pin(
+    memory: NDArray[np.uint8],
+    block_bytes: int,
+    owner: object,
+    wait_for_copies: Callable[[], object],
+    registered_bytes: int = REGISTERED_BYTES,
+) -> None:
+    """Register memory of blocks until `owner` is gone: memory that is unmapped before would leave its addresses registered.
+
+    It must begin with a page. No block is in two registrations, for a copy must not be, and no page is, for the driver refuses that.
+    """
+    unit = math.lcm(block_bytes, mmap.PAGESIZE)
+    step = max(1, registered_bytes // unit) * unit
+    # Torch's own allocator of pinned memory would round the size up to a power of two.
+    register = torch.cuda.cudart().cudaHostRegister
+    registered: list[int] = []
+    weakref.finalize(owner, _unpin, memory, registered, wait_for_copies)
+    for start in range(0, memory.nbytes, step):
+        address = memory.ctypes.data + start
+        torch.cuda.check_error(register(address, min(step, memory.nbytes - start), 0))
+        registered.append(address)
+
+
+def _unpin(
+    memory: NDArray[np.uint8], registered: list[int], wait_for_copies: Callable[[], object]
+) -> None:
+    """`memory` is mapped as long as this has it."""
+    # A GPU that has failed copies nothing any more.
+    with suppress(RuntimeError):
+        wait_for_copies()
+    unregister = torch.cuda.cudart().cudaHostUnregister
+    for address in registered:
+        unregister(address)
