@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
@@ -46,19 +47,35 @@ def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> 
 
     Each has computed `num_computed` tokens before. While they have no blocks, they read and write the null block.
     """
-    slots_S = np.arange(num_requests, dtype=np.int32)
-    query_start_loc = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
-    num_scheduled_S = np.diff(query_start_loc)
-    positions_T = np.arange(num_computed, num_computed + num_tokens, dtype=np.int32)
-    positions_T -= np.repeat(query_start_loc[:-1], num_scheduled_S)
+    ends = np.arange(num_requests + 1) * num_tokens // num_requests
+    return _requests(np.diff(ends), np.full(num_requests, num_computed))
+
+
+def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
+    """As `even_requests`, but all have one token but the last, whose prompt has the rest. The first one's is its last but one."""
+    num_scheduled_S = np.ones(num_requests, np.int32)
+    num_scheduled_S[-1] = min(num_tokens - num_requests + 1, max_model_len)
+    num_computed_S = np.zeros(num_requests, np.int32)
+    if num_requests > 1:
+        num_computed_S[0] = max(0, max_model_len - 2)
+    return _requests(num_scheduled_S, num_computed_S)
+
+
+def _requests(
+    num_scheduled_S: npt.NDArray[np.integer], num_computed_S: npt.NDArray[np.integer]
+) -> StepPlan:
+    slots_S = np.arange(len(num_scheduled_S), dtype=np.int32)
+    query_start_loc = np.concatenate(([0], np.cumsum(num_scheduled_S))).astype(np.int32)
+    first_S = num_computed_S - query_start_loc[:-1]
+    positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, num_scheduled_S)
     return StepPlan(
         slots_S,
-        num_scheduled_S,
-        np.full(num_requests, num_computed, np.int32),
-        num_scheduled_S + np.int32(num_computed),
+        num_scheduled_S.astype(np.int32),
+        num_computed_S.astype(np.int32),
+        (num_scheduled_S + num_computed_S).astype(np.int32),
         query_start_loc,
         np.repeat(slots_S, num_scheduled_S),
-        positions_T,
+        positions_T.astype(np.int32),
         sampling_rows=slots_S,
     )
 

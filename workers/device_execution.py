@@ -16,15 +16,17 @@ from ..protocol.config import EngineConfig
 from ..protocol.messages import ModelRunnerOutput, SchedulerOutput
 from ..protocol.sampling_params import SamplingParams
 from .accelerator import Accelerator
-from .batch import StepPlan, even_requests
+from .batch import StepPlan, even_requests, mixed_requests
 from .device_forward import DeviceForward
+from .host_cache import staging_bytes
 from .kv_cache import KVCache
 from .memory_profile import MemoryProfile, profile_memory
 from .models.decoder import Decoder
 from .pipeline import Pipeline
 from .request_states import RequestStates
 from .runner import GrammarSource, StepResult
-from .sampling import SamplerOutput
+from .sampling import Grammar, SamplerOutput
+from .sampling.masks import pack_bitmask
 from .transfers import DownloadedOutput
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class DeviceExecution:
         self._accelerator = accelerator
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_logprobs = config.frontend.max_logprobs
+        self._has_host_tier = bool(config.cache.host_gib)
         self._forward = DeviceForward(
             model,
             self._batch,
@@ -63,10 +66,14 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def profile_memory(self, utilization: float) -> MemoryProfile:
-        """Run the largest step and capture some graphs, on a KV cache of one block."""
+        """Run the largest steps and capture some graphs, on a KV cache of one block."""
         self._kv_cache.allocate(1)
         profile = profile_memory(
-            self._accelerator, utilization, self._run_largest_step, self._forward.captures()
+            self._accelerator,
+            utilization,
+            self._run_largest_steps,
+            self._forward.captures(),
+            staging_bytes(self._kv_cache.block_bytes) if self._has_host_tier else 0,
         )
         self._kv_cache.free()
         self._forward.forget_graphs()
@@ -91,14 +98,19 @@ class DeviceExecution:
         for count in (1 << n for n in range(self._most_tokens.bit_length())):
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
-        self._run_largest_step()
+        self._run_largest_steps()
         self._accelerator.release_memory()
         if captures:
             logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
 
-    def _run_largest_step(self) -> None:
-        """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most."""
-        self._run(even_requests(self._most_tokens, min(self._batch.num_slots, self._most_tokens)))
+    def _run_largest_steps(self) -> None:
+        """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most.
+
+        Evenly, and with a sequence so long beside a prompt that attention keeps the most sums of its programs.
+        """
+        num_requests = min(self._batch.num_slots, self._most_tokens)
+        self._run(even_requests(self._most_tokens, num_requests))
+        self._run(mixed_requests(self._most_tokens, num_requests, self._batch.max_model_len))
 
     @property
     def _most_tokens(self) -> int:
@@ -114,14 +126,25 @@ class DeviceExecution:
         sampler = self._requests.sampler
         no_tokens = np.zeros(0, np.int32)
         params = SamplingParams(
-            temperature=1.0, top_p=0.5, seed=0, logit_bias={0: 0.0}, logprobs=self._max_logprobs
+            temperature=1.0,
+            top_p=0.5,
+            seed=0,
+            logit_bias={0: 0.0},
+            logprobs=self._max_logprobs,
+            allowed_token_ids=(0,),
         )
         for slot in plan.slots_S.tolist():
             sampler.add(slot, params, no_tokens, ())
         logits_RV = self._model.compute_logits(
             hidden_TD.index_select(0, forwarded.step.logit_rows_R)
         )
-        sampled = sampler.sample(logits_RV, plan.slots_S, plan.seq_lens_S)
+        # Where not all rows are limited, those that are are copied.
+        slots_G = plan.slots_S[1:]
+        bitmask_NK = np.tile(pack_bitmask([0], logits_RV.shape[1]), (len(slots_G), 1))
+        grammar = Grammar(slots_G, np.arange(len(slots_G)), bitmask_NK)
+        sampled = sampler.sample(
+            logits_RV, plan.slots_S, plan.seq_lens_S, grammar if len(slots_G) else None
+        )
         self._forward.append(forwarded.step, sampled.token_ids)
         for slot in plan.slots_S.tolist():
             sampler.remove(slot)

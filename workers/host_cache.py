@@ -20,6 +20,15 @@ STAGED_BYTES: Final = 128 * 1024 * 1024
 """Of blocks that leave or come at once. A long prefix must not take its size of the device's memory once more."""
 
 
+def staging_bytes(block_bytes: int) -> int:
+    """The most of the device's memory that copies take beside a step: one on its way out, and one coming in, twice."""
+    return 3 * _blocks_at_once(block_bytes, STAGED_BYTES) * block_bytes
+
+
+def _blocks_at_once(block_bytes: int, staged_bytes: int) -> int:
+    return max(1, staged_bytes // block_bytes)
+
+
 class HostCache:
     """Host blocks are whole: all layers of a block lie together, so that it moves in one copy.
 
@@ -36,14 +45,15 @@ class HostCache:
         self._caches = [cache.flatten(1).view(torch.int64) for cache in device_caches]
         self._device = device_caches[0].device
         shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
-        self._blocks_at_once = max(1, staged_bytes // (math.prod(shape[1:]) * torch.int64.itemsize))
+        block_bytes = math.prod(shape[1:]) * torch.int64.itemsize
+        self._blocks_at_once = _blocks_at_once(block_bytes, staged_bytes)
         # Pages that were never written take no memory, unless they are pinned.
-        memory = host_memory.allocate(math.prod(shape) * torch.int64.itemsize)
+        memory = host_memory.allocate(num_blocks * block_bytes)
         self._blocks_NLP = torch.from_numpy(memory).view(torch.int64).view(shape)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            pin(memory, memory.nbytes // num_blocks, self, self._stream.synchronize)
+            pin(memory, block_bytes, self, self._stream.synchronize)
 
     def copy_out(self, pairs: bytes) -> None:
         """Copy blocks to host blocks: int32[k, 2] pairs (from, to), at least one."""

@@ -14,7 +14,9 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device."""
+    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device; `staging` what
+    copies to and from the host's tier take.
+    """
 
     total: int
     utilization: float
@@ -22,10 +24,11 @@ class MemoryProfile:
     weights: int
     activations: int
     graphs: int
+    staging: int = 0
 
     @property
     def taken(self) -> int:
-        return self.non_torch + self.weights + self.activations + self.graphs
+        return self.non_torch + self.weights + self.activations + self.graphs + self.staging
 
     @property
     def kv_cache(self) -> int:
@@ -43,8 +46,10 @@ class MemoryProfile:
             "activations": self.activations,
             "graphs": self.graphs,
             "the driver, NCCL and others": self.non_torch,
-            "left for the KV cache": self.kv_cache,
         }
+        if self.staging:
+            parts["copies to and from the host's tier"] = self.staging
+        parts["left for the KV cache"] = self.kv_cache
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         return f"of {self.total / GIB:.2f} GiB x {self.utilization:g}: {listed}"
 
@@ -52,8 +57,9 @@ class MemoryProfile:
 def profile_memory(
     accelerator: Accelerator,
     utilization: float,
-    run_largest_step: Run,
+    run_largest_steps: Run,
     captures: Sequence[Sequence[Run]],
+    staging: int = 0,
 ) -> MemoryProfile:
     """Measure with the model loaded. Of each kind of graphs the two largest are captured, to tell what all will take.
 
@@ -62,7 +68,7 @@ def profile_memory(
     accelerator.release_memory()
     weights = accelerator.allocated_memory()
     accelerator.forget_peak()
-    run_largest_step()
+    run_largest_steps()
     activations = accelerator.peak_memory() - weights
     accelerator.release_memory()
     non_torch = max(0, accelerator.used_memory() - accelerator.reserved_memory())
@@ -71,7 +77,7 @@ def profile_memory(
         first, *others = (_growth(accelerator, capture) for capture in kind[:2])
         graphs += first + (len(kind) - 1) * sum(others)
     return MemoryProfile(
-        accelerator.total_memory(), utilization, non_torch, weights, activations, graphs
+        accelerator.total_memory(), utilization, non_torch, weights, activations, graphs, staging
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.protocol.errors import ConfigError, EngineError
 from engine.workers.device_errors import explaining_device_errors
+from engine.workers.host_cache import staging_bytes
 from engine.workers.memory import count_kv_blocks
 from engine.workers.memory_profile import GIB, MemoryProfile, profile_memory
 from support.host_accelerator import HostAccelerator
@@ -44,6 +45,16 @@ def test_each_part_is_measured_and_the_smaller_graphs_are_extrapolated() -> None
     profile = profile_memory(accelerator, 0.9, run_largest_step, [[capture] * 5, [capture]])
     # The first of a kind takes 30 with what all share; the other kind finds that there.
     assert profile == MemoryProfile(1000, 0.9, 50, 400, 120, graphs=30 + 4 * 3 + 3)
+
+
+def test_copies_to_the_host_tier_have_room() -> None:
+    accelerator = HostAccelerator(total=1000)
+    profile = profile_memory(accelerator, 0.9, lambda: None, [], staging=30)
+    assert profile.kv_cache == 870
+    assert "host's tier 0.00" in str(profile)
+    # A part of 128 MiB, or one block that is larger, is on its way out while another comes in and is put together.
+    assert staging_bytes(1 << 20) == 384 << 20
+    assert staging_bytes(1 << 30) == 3 << 30
 
 
 def test_too_little_names_the_share_that_would_do() -> None:
