@@ -27,7 +27,7 @@ from .interface import AttentionBatch, AttentionLayer, CapturableAttention, Devi
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
-from .kernels.tiles import MAX_SPLITS, SPLIT_KEYS, decode_tile, power_of_2, prefill_tile
+from .kernels.tiles import SPLIT_KEYS, decode_tile, max_splits, power_of_2, prefill_tile
 
 MAX_HEAD_DIM = 256
 # So that Triton may load any of the arrays of one copy in words of 16 bytes.
@@ -93,6 +93,7 @@ class TritonPagedAttention(CapturableAttention):
         self.prefill_tile = prefill_tile(head_dim, self._heads_per_kv_head, dtype)
         self.decode_tile = decode_tile(head_dim, self._heads_per_kv_head, dtype)
         self.split_keys = SPLIT_KEYS
+        self.max_splits = max_splits(num_kv_heads)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
@@ -282,7 +283,7 @@ class TritonPagedAttention(CapturableAttention):
     ) -> None:
         tile = self.decode_tile
         num_requests = len(metadata.seq_lens)
-        num_splits = self._max_splits(metadata.max_seq_len, layer.window)
+        num_splits = self._num_splits(metadata.max_seq_len, layer.window)
         partial_shape = (num_requests, self.num_heads, num_splits) if num_splits > 1 else (0,)
         log_sums = q_THK.new_empty(partial_shape, dtype=torch.float32)
         partial = q_THK.new_empty((*partial_shape, self.head_dim), dtype=torch.float32)
@@ -291,7 +292,7 @@ class TritonPagedAttention(CapturableAttention):
             "HEAD_DIM": self.head_dim,
             "BLOCK_K": self._padded_head_dim,
             "TILE_KEYS": tile.keys,
-            "MAX_SPLITS": MAX_SPLITS,
+            "MAX_SPLITS": self.max_splits,
         }
         decode_kernel[(self.num_kv_heads, num_requests, num_splits)](
             q_THK,
@@ -327,16 +328,16 @@ class TritonPagedAttention(CapturableAttention):
                 self.split_keys,
                 NUM_HEADS=self.num_heads,
                 **splitting,
-                num_warps=2,
+                num_warps=max(2, self.max_splits // 16),
             )
 
-    def _max_splits(self, max_seq_len: int, window: int | None) -> int:
+    def _num_splits(self, max_seq_len: int, window: int | None) -> int:
         """The most splits that a sequence of up to `max_seq_len` tokens is cut into, as the kernels do it."""
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window does.
             num_keys = min(max_seq_len, window + self.decode_tile.keys - 1)
-        return min(MAX_SPLITS, -(-num_keys // self.split_keys))
+        return min(self.max_splits, -(-num_keys // self.split_keys))
 
 
 def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]:

@@ -24,6 +24,9 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "Llama-3.1-8B": Shape(32, 8, 128, 128),
+    "Llama-3.1-70B of 8 ranks": Shape(8, 1, 128, 128),
+    "Llama-3.1-70B of 4 ranks": Shape(16, 2, 128, 128),
+    "gemma-3-1b": Shape(4, 1, 256, 256, has_head_norm=True),
     "Qwen3-0.6B": Shape(16, 8, 128, 128, has_head_norm=True),
     "Qwen3-8B, FP8 cache": Shape(32, 8, 128, 128, torch.float8_e4m3fn, has_head_norm=True),
     "SmolLM2-135M": Shape(9, 3, 64, 64),

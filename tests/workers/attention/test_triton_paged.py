@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, DeviceBatch, attention_backend
+from engine.workers.attention.kernels.tiles import max_splits
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.layers import HeadNorm
 from engine.workers.models.rope import RopeSpec, RotaryEmbedding
@@ -100,6 +101,26 @@ def test_long_contexts_are_split(window):
         block_size=16,
         layer=AttentionLayer(scale=0.25, window=window),
     )
+
+
+def test_few_heads_share_a_long_sequence_among_as_many_programs_as_many_heads_do():
+    for num_kv_heads in (1, 2, 3, 4, 5, 8, 16, 32):
+        most = max_splits(num_kv_heads)
+        assert most.bit_count() == 1
+        assert num_kv_heads * most in range(64, 133) or most == 16
+    case = PagedCase(
+        [(5000, 1), (300, 1)],
+        num_kv_heads=1,
+        repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.25),
+        dtype=torch.float16,
+        **TRITON,
+    )
+    # So that 64 of the shortest splits do not hold all keys, as those of 256 do not in a sequence of 17,000.
+    case.backend.split_keys = 64
+    torch.testing.assert_close(case.forward().double(), case.expected(), atol=4e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scales", [None, [[0.5, 2.0], [0.25, 4.0]]])

@@ -14,8 +14,10 @@ MIN_DOT_ROWS = 16
 """Fewer rows than this a matrix product cannot have."""
 
 SPLIT_KEYS = 256
-MAX_SPLITS = 16
-"""A decoding request's keys are cut into splits of `SPLIT_KEYS`, or into `MAX_SPLITS` longer ones."""
+"""A decoding request's keys are cut into splits of so many, or into `max_splits` longer ones."""
+
+_PROGRAMS = 132
+"""For one sequence: one for each multiprocessor of an H100 or H200. More would have nothing to do in a batch of short ones."""
 
 
 class Tile(NamedTuple):
@@ -53,6 +55,11 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
     return Tile(rows, 64 if head_dim <= 128 else 32, 4, 3)
+
+
+def max_splits(num_kv_heads: int) -> int:
+    """A power of two: the fewer heads a rank has, the more programs share the keys of each."""
+    return min(64, max(16, power_of_2(_PROGRAMS // num_kv_heads + 1) // 2))
 
 
 def _float32_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
