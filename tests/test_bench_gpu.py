@@ -32,12 +32,18 @@ def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None
     report = json.loads(figures.read_text())
     assert report["limits"]["copy"]["bytes_per_s"] > 0
     assert report["agreement"]["float32"]["same_tokens"] == 1
+    assert report["agreement"]["float32, sampled"]["same_tokens"] == 1
     assert report["agreement"]["bfloat16"]["logprobs_apart"] > 0
+    quantized = report["agreement"]["bfloat16, 4 bits"]
+    assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
     assert report["tiny"]["decode 2 x 16"]["of_roofline"] > 0
     assert report["tiny"]["prefill 24"]["of_matmul"] > 0
     assert report["attention"]["decode"]["ms"] > 0
     assert report["tiny, served"]["first start"]["s"] > 0
     assert report["kernels"]["fp8 x 1"]["roofline"] > 0
+    assert len(report["kernels"]) > 20
+    for name, case in report["kernels"].items():
+        assert case["error"] < (0.2 if "float8" in name else 1e-5)
     failed = [name for part in report.values() for name in part if name == "failed"]
     failed += [name for part in report.values() for name in part if "failed" in part[name]]
     assert not failed

@@ -1,9 +1,10 @@
-"""Times the Triton kernels around attention on a GPU beside the roofline measured in the same run.
+"""Times the Triton kernels around attention on a GPU beside the roofline measured in the same run, and checks what they compute.
 
     scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear] [--json]
 
 A kernel's fraction is the time that its bytes would take at the speed of a copy, or its operations at that of a bf16 product,
-whichever is longer, over the time that it took. Without a GPU the cases are tiny and the kernels interpreted: that shows that
+whichever is longer, over the time that it took. Its error is the largest difference from float32 on the same device, as a part
+of the largest number; of sampling, the share of rows with another token than torch's. Without a GPU the cases are tiny and the kernels interpreted: that shows that
 the program works, and no more.
 """
 
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 HAS_GPU = torch.cuda.is_available()
@@ -27,13 +29,14 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from engine.protocol.sampling_params import SamplingParams  # noqa: E402
-from engine.workers.cuda.float8 import Rounding  # noqa: E402
+from engine.workers.cuda.float8 import Rounding, Rows  # noqa: E402
 from engine.workers.cuda.gated_activation import gated_activation  # noqa: E402
 from engine.workers.cuda.norm import rms_norm  # noqa: E402
 from engine.workers.cuda.quantized_linear import QuantizedLinear  # noqa: E402
 from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
 from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
-from engine.workers.sampling import TorchSampler  # noqa: E402
+from engine.workers.sampling import SamplingMetadata, TorchSampler  # noqa: E402
+from engine.workers.sampling import choose_tokens as torch_choose_tokens  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter multiplies no bfloat16 matrices.
@@ -44,10 +47,11 @@ REPEATS = 50 if HAS_GPU else 1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`gigabytes` and `teraflops` are what a call cannot do without."""
+    """`gigabytes` and `teraflops` are what a call cannot do without. `error` compares what one finds."""
 
     name: str
     run: Callable[[], object]
+    error: Callable[[], float]
     gigabytes: float
     teraflops: float = 0.0
 
@@ -59,6 +63,7 @@ class Timing:
     gb_per_s: float
     tflops: float
     roofline: float
+    error: float
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -93,6 +98,48 @@ def measured_roofline() -> tuple[float, float]:
         2 * size / 1e9 / seconds(lambda: target.copy_(source)),
         2 * n**3 / 1e12 / seconds(lambda: a @ b.T),
     )
+
+
+def numbers(rows: Rows) -> torch.Tensor:
+    """What rows stand for, float32."""
+    if isinstance(rows, torch.Tensor):
+        return rows.float()
+    values_TD, scale_TG = rows
+    if scale_TG is None:
+        return values_TD.float()
+    return values_TD.float() * scale_TG.repeat_interleave(
+        values_TD.shape[1] // scale_TG.shape[1], 1
+    )
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def linear_error(linear: QuantizedLinear, matrix: QuantizedMatrix, x: torch.Tensor) -> float:
+    rows = x if linear.rounding is None else linear.rounding(x)
+    return apart(linear(x), numbers(rows) @ matrix.dequantize(torch.float32).T)
+
+
+def norm_error(x: torch.Tensor, block: torch.Tensor, rounding: Rounding | None) -> float:
+    weight = torch.ones(x.shape[1], device=DEVICE)
+    expected = torch.nn.functional.rms_norm((x + block).float(), x.shape[1:], eps=1e-6)
+    found = rms_norm(x.clone(), weight, 1e-6, block_TD=block, rounding=rounding)
+    return apart(numbers(found), expected)
+
+
+def activation_error(gate_up: torch.Tensor, rounding: Rounding | None) -> float:
+    gate, up = gate_up.float().chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    return apart(numbers(gated_activation("silu", gate_up, rounding)), expected)
+
+
+def sampling_error(
+    logits: torch.Tensor, metadata: SamplingMetadata, positions: npt.NDArray[np.int32]
+) -> float:
+    expected = torch_choose_tokens(logits, metadata, positions)
+    found = choose_tokens(logits, metadata, positions)
+    return float((found != expected).float().mean())
 
 
 def matrices(rows: int, columns: int) -> Iterator[tuple[str, QuantizedMatrix]]:
@@ -134,6 +181,7 @@ def linear_cases(rows: int, columns: int) -> Iterator[Case]:
         yield Case(
             f"torch {NAME} x {count}",
             partial(torch.nn.functional.linear, x, weight),
+            lambda x=x: apart(x @ weight.T, x.float() @ weight.float().T),
             (weight.nbytes + traffic) / 1e9,
             flops,
         )
@@ -148,7 +196,13 @@ def linear_cases(rows: int, columns: int) -> Iterator[Case]:
             # Where the activations are float8, twice the operations of bf16 are possible.
             speedup = 1 if linear.rounding is None else 2
             flops = 2 * count * rows * columns / 1e12 / speedup
-            yield Case(f"{name} x {count}", partial(linear, x), (size + traffic) / 1e9, flops)
+            yield Case(
+                f"{name} x {count}",
+                partial(linear, x),
+                partial(linear_error, linear, matrix, x),
+                (size + traffic) / 1e9,
+                flops,
+            )
 
 
 def row_cases(rows: int, columns: int) -> Iterator[Case]:
@@ -162,9 +216,11 @@ def row_cases(rows: int, columns: int) -> Iterator[Case]:
             suffix = f" x {tokens}" + (" to float8" if rounding else "")
 
             moved = tokens * columns * (3 * DTYPE.itemsize + out_bytes)
-            yield Case("add, norm" + suffix, norm, moved / 1e9)
+            error = partial(norm_error, x.clone(), block, rounding)
+            yield Case("add, norm" + suffix, norm, error, moved / 1e9)
             moved = tokens * rows * (2 * DTYPE.itemsize + out_bytes)
-            yield Case("silu, multiply" + suffix, activation, moved / 1e9)
+            error = partial(activation_error, gate_up, rounding)
+            yield Case("silu, multiply" + suffix, activation, error, moved / 1e9)
 
 
 def sampling_cases(vocab_size: int) -> Iterator[Case]:
@@ -188,6 +244,7 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
             yield Case(
                 f"{name} x {num_rows}",
                 partial(choose_tokens, logits, metadata, positions),
+                partial(sampling_error, logits, metadata, positions),
                 logits.nbytes / 1e9,
             )
 
@@ -215,14 +272,19 @@ def main() -> None:
             took = seconds(case.run)
             least = max(case.gigabytes / bandwidth, case.teraflops / speed)
             t = Timing(
-                case.name, took * 1e6, case.gigabytes / took, case.teraflops / took, least / took
+                case.name,
+                took * 1e6,
+                case.gigabytes / took,
+                case.teraflops / took,
+                least / took,
+                case.error(),
             )
             if arguments.json:
                 print(json.dumps(asdict(t)), flush=True)
                 continue
             print(
                 f"{t.case:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
-                f"{t.roofline:6.1%} of the roofline"
+                f"{t.roofline:6.1%} of the roofline, error {t.error:.1e}"
             )
 
 

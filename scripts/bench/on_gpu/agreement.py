@@ -1,14 +1,16 @@
 """Whether a model says on a GPU what it says on a CPU, in every way in which a step may run there.
 
-Requests with prompts that come in chunks, and others that decode meanwhile; tokens are the most likely ones. In float32 they have
-to be those of plain torch on a CPU. In bfloat16 a model of random weights changes its mind now and then, so what counts is how far
+Requests with prompts that come in chunks, and others that decode meanwhile; tokens are the most likely ones, or sampled. In float32
+they have to be those of plain torch on a CPU. In bfloat16 a model of random weights changes its mind now and then, so what counts is how far
 the log-probabilities are apart before it does.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,27 @@ LONGEST = 2
 NUM_MOVED = 20
 """Blocks of the longest prompt, all of which its first two chunks fill."""
 
+GROUP_SIZE = 32
+"""Columns that share a scale in 4 bits: as in GGUF, so few that each is scaled before it is multiplied."""
+
+_PACKED_INTEGERS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": GROUP_SIZE,
+                "symmetric": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
 
 @dataclass
 class Said:
@@ -50,8 +73,8 @@ class Said:
     logprobs: list[list[float]] = field(default_factory=list)
 
 
-def write(shape: Shape, directory: Path) -> Path:
-    """A checkpoint of random weights, large enough for the logits to be far apart."""
+def write(shape: Shape, directory: Path, *, is_quantized: bool = False) -> Path:
+    """A checkpoint of random weights, large enough for the logits to be far apart; its layers in 4 bits if it is quantized."""
     shape.write(directory, MAX_MODEL_LEN)
     random = torch.Generator().manual_seed(0)
     hidden, mlp = shape.hidden_size, shape.intermediate_size
@@ -77,9 +100,31 @@ def write(shape: Shape, directory: Path) -> Path:
             layer + "mlp.up_proj": matrix(mlp, hidden),
             layer + "mlp.down_proj": matrix(hidden, mlp),
         }
-    named = {f"model.{name}.weight": x.bfloat16().contiguous() for name, x in tensors.items()}
+    named: dict[str, torch.Tensor] = {}
+    for name, x in tensors.items():
+        if is_quantized and name.endswith("_proj"):
+            named |= {f"model.{name}.{part}": y for part, y in _packed(x).items()}
+        else:
+            named[f"model.{name}.weight"] = x.bfloat16().contiguous()
+    if is_quantized:
+        path = directory / "config.json"
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps(fields | {"quantization_config": _PACKED_INTEGERS}))
     save_file(named, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def _packed(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Its nearest 4-bit integers, eight in a word, the first lowest."""
+    groups_OGN = weight_OD.float().unflatten(1, (-1, GROUP_SIZE))
+    scale_OG = (groups_OGN.abs().amax(2) / 7).bfloat16()
+    integers_OGN = (groups_OGN / scale_OG.float().unsqueeze(2)).round().clamp(-8, 7).long() + 8
+    fields_OW8 = integers_OGN.flatten(1).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    return {
+        "weight_packed": fields_OW8.sum(2).to(torch.uint32).view(torch.int32),
+        "weight_scale": scale_OG,
+        "weight_shape": torch.tensor(weight_OD.shape),
+    }
 
 
 def config(
@@ -118,11 +163,12 @@ def say(
     chunk: int,
     *,
     scored: bool = True,
+    sampled: bool = False,
     moved: bool = False,
 ) -> Said:
     """Every request has `num_tokens` to say, and begins one step after the one before it.
 
-    Tokens that are not to be scored come from the graph that chose them. With `moved` the longest prompt's first blocks
+    Greedy tokens that are not to be scored come from the graph that chose them. With `moved` the longest prompt's first blocks
     go to the host's tier while it is computed, and come back to other blocks.
     """
     device = open_device(config.device)
@@ -141,6 +187,8 @@ def say(
         fields: dict[str, Any] = {}
         if step < len(PROMPTS):
             request = _request(step, config.model.vocab_size, blocks_each)
+            if sampled:
+                request.sampling_params = _SAMPLED[step % len(_SAMPLED)]
             request.sampling_params.logprobs = 1 if scored else None
             fields["new_requests"] = [request]
             running.append(step)
@@ -182,6 +230,13 @@ def _moves(step: int, blocks_each: int, first_spare: int) -> dict[str, bytes]:
     return {}
 
 
+_SAMPLED = [
+    SamplingParams(temperature=0.8, seed=1, ignore_eos=True),
+    SamplingParams(temperature=1, seed=2, top_p=0.9, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=3, top_k=40, min_p=0.01, ignore_eos=True),
+]
+
+
 def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
     tokens = np.random.default_rng(slot).integers(2, vocab_size, PROMPTS[slot])
     first = 1 + slot * blocks_each
@@ -213,16 +268,21 @@ def compared(expected: Said, said: Said) -> dict[str, float]:
     }
 
 
+# What would be told by nothing else comes first: there may not be time for all.
 WAYS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "float32, tokens only": {"dtype": "float32", "scored": False},
-    "float32, by way of the host": {"dtype": "float32", "moved": True},
-    "float32, eager": {"dtype": "float32", "enforce_eager": True},
-    "bfloat16": {"dtype": "bfloat16"},
-    "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
+    "bfloat16, 4 bits": {"dtype": "bfloat16", "quantized": True},
     "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
     "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "float32, sampled": {"dtype": "float32", "sampled": True},
+    "float32, by way of the host": {"dtype": "float32", "moved": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "float32, tokens only": {"dtype": "float32", "scored": False},
+    "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
+    "float32, eager": {"dtype": "float32", "enforce_eager": True},
 }
+COURSE = ("scored", "sampled", "moved")
+"""Of a way: what is not in the engine's configuration."""
 
 
 def agreement(
@@ -230,15 +290,25 @@ def agreement(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     shape = TINY_MODEL if is_tiny else MODEL
     num_tokens, chunk = (3, 250) if is_tiny else (32, 250)
-    path = write(shape, directory)
-    expected = say(config(path, shape, Device.CPU, "float32"), num_tokens, chunk)
+    paths = {
+        is_quantized: write(shape, directory / name, is_quantized=is_quantized)
+        for name, is_quantized in (("whole", False), ("quantized", True))
+    }
+
+    @cache
+    def expected(is_quantized: bool, is_sampled: bool) -> Said:
+        on_cpu = config(paths[is_quantized], shape, Device.CPU, "float32")
+        return say(on_cpu, num_tokens, chunk, sampled=is_sampled)
+
     for name, way in WAYS.items():
         if device is Device.CPU and way.get("kv_cache_dtype") == "fp8":
             continue
         try:
-            course = {name: way[name] for name in ("scored", "moved") if name in way}
-            how = {name: value for name, value in way.items() if name not in course}
+            course = {key: way[key] for key in COURSE if key in way}
+            is_quantized = way.get("quantized", False)
+            how = {key: x for key, x in way.items() if key not in (*COURSE, "quantized")}
+            path = paths[is_quantized]
             said = say(config(path, shape, device, **how), num_tokens, chunk, **course)
-            yield name, compared(expected, said)
+            yield name, compared(expected(is_quantized, course.get("sampled", False)), said)
         except Exception as error:
             yield name, {"failed": f"{type(error).__name__}: {error}"}
