@@ -45,7 +45,9 @@ class TritonKernels(LayerKernels):
             if not self._is_batch_invariant:
                 return super().linear(weight, bias_O)
             weight = (_unscaled(weight),)
-        return QuantizedLinear(weight, bias_O, self._dtype)
+        return QuantizedLinear(
+            weight, bias_O, self._dtype, is_batch_invariant=self._is_batch_invariant
+        )
 
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
         return _Norm(weight_D, eps, _rounding(consumer))

@@ -5,12 +5,15 @@ T tokens, O output and D input features, G groups of a row, S splits of it.
 One kernel for all formats: it turns tiles of the stored matrix into numbers and multiplies them with the tokens. The matrix is the left operand, of which
 a tile has at least 64 rows; so few tokens waste little. For few tokens the columns are split among programs, whose sums another kernel adds
 up. Where they are split, and so the order of a sum, depends on the matrix alone; for many tokens one program adds up all splits.
+
+Where both factors are float8 and have a scale a row, torch's library has a faster product for many tokens; it may add up in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,6 +37,9 @@ _PROGRAMS = 528
 
 _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
+
+_LIBRARY_ALIGNMENT = 16
+"""Both sizes of a float8 matrix must be multiples of it for torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +241,7 @@ def can_keep(matrix: QuantizedMatrix) -> bool:
 class PackedMatrix:
     """One matrix as the kernel reads it."""
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
+    def __init__(self, matrix: QuantizedMatrix, *, is_batch_invariant: bool = False) -> None:
         self._num_rows, self._num_columns = matrix.shape
         self._pack_values(matrix)
         self._set_groups(matrix)
@@ -261,6 +267,15 @@ class PackedMatrix:
             _SHORTEST_SPLIT, triton.cdiv(columns, _BLOCK_COLUMNS) * _BLOCK_COLUMNS
         )
         self._num_splits = triton.cdiv(self._num_columns, self._split_columns)
+        self._library_scale_1O: Tensor | None = None
+        if (
+            not is_batch_invariant
+            and self._scaled == "rows"
+            and self.rounding is not None
+            and self._low.dtype == torch.float8_e4m3fn
+            and not any(size % _LIBRARY_ALIGNMENT for size in matrix.shape)
+        ):
+            self._library_scale_1O = self._scale_OG.float().view(1, -1)
 
     def _pack_values(self, matrix: QuantizedMatrix) -> None:
         values_OD, bits = matrix.values_OD, matrix.bits
@@ -295,6 +310,12 @@ class PackedMatrix:
         if self._order_D is not None:
             x_TD = x_TD[:, self._order_D]
         num_tokens = len(x_TD)
+        scale_1O = self._library_scale_1O
+        # With a scale a row torch computes bfloat16 only.
+        dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
+        if num_tokens > _TILES[-1].tokens and scale_1O is not None and dtypes == {torch.bfloat16}:
+            self._multiply_by_library(x_TD, x_scale_TG, scale_1O, bias_O, out_TO)
+            return
         tile = next((t for t in _TILES if num_tokens <= t.tokens), _TILES[-1])
         has_splits = self._num_splits > 1 and num_tokens <= _SPLIT_TOKENS
         num_splits = self._num_splits if has_splits else 1
@@ -354,6 +375,30 @@ class PackedMatrix:
                 BLOCK_O=_ADDED_ROWS,
             )
 
+    def _multiply_by_library(
+        self,
+        x_TD: Tensor,
+        x_scale_T1: Tensor | None,
+        scale_1O: Tensor,
+        bias_O: Tensor | None,
+        out_TO: Tensor,
+    ) -> None:
+        if x_scale_T1 is None:
+            x_scale_T1 = torch.ones((len(x_TD), 1), device=x_TD.device)
+        multiply = partial(
+            torch._scaled_mm,
+            x_TD,
+            self._low.T,
+            x_scale_T1,
+            scale_1O,
+            bias_O,
+            out_dtype=out_TO.dtype,
+        )
+        if out_TO.is_contiguous():
+            multiply(out=out_TO)
+        else:
+            out_TO.copy_(multiply())
+
 
 class QuantizedLinear:
     """x [T, D] -> x @ matrix.T + bias, in `dtype`, of matrices with their rows one below the other.
@@ -363,11 +408,18 @@ class QuantizedLinear:
     """
 
     def __init__(
-        self, matrices: Sequence[QuantizedMatrix], bias_O: Tensor | None, dtype: torch.dtype
+        self,
+        matrices: Sequence[QuantizedMatrix],
+        bias_O: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
         self._dtype = dtype
         self._bias_O = bias_O
-        self._parts = [PackedMatrix(matrix) for matrix in matrices]
+        self._parts = [
+            PackedMatrix(matrix, is_batch_invariant=is_batch_invariant) for matrix in matrices
+        ]
         bounds = [0, *accumulate(matrix.shape[0] for matrix in matrices)]
         self._rows = [slice(*ends) for ends in pairwise(bounds)]
         self._num_rows = bounds[-1]

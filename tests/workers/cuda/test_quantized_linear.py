@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.workers.cuda.float8 import Rounding
+from engine.workers.cuda.float8 import Float8Rows, Rounding
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized_linear import QuantizedLinear, can_keep
 from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix, merge_rows
+from support.launches import launches
 from support.triton_interpreter import interpret_without_gpu
 from torch import Tensor
 
@@ -196,6 +197,59 @@ def test_float8_activations(scheme: ActivationScheme) -> None:
     tolerance = 5e-4 if DEVICE.type == "cuda" else 1e-5
     for found in (linear(x), linear(rows)):
         assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("scheme", [ActivationScheme.TOKEN, ActivationScheme.STATIC])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("rows", [(48,), (32, 16)])
+def test_float8_of_many_tokens(
+    rows: tuple[int, ...], has_bias: bool, scheme: ActivationScheme
+) -> None:
+    matrices = [random_matrix(None, n, group_size=192, activations=scheme) for n in rows]
+    bias = torch.randn(48, device=DEVICE).bfloat16() if has_bias else None
+    linear = QuantizedLinear(matrices, bias, torch.bfloat16)
+    values_TD = torch.randn(150, 192, device=DEVICE).to(torch.float8_e4m3fn)
+    scale_T1 = torch.rand(150, 1, device=DEVICE) + 0.5
+    x = Float8Rows(values_TD, None if scheme is ActivationScheme.STATIC else scale_T1)
+    # The scale of a static one is the matrix's.
+    scale = scale_T1 if scheme is ActivationScheme.TOKEN else 0.03
+    weight = torch.cat([matrix.dequantize(torch.float32) for matrix in matrices])
+    expected = (values_TD.float() * scale) @ weight.T + (0 if bias is None else bias.float())
+    found = linear(x)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).abs().max() <= 5e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "scheme", "is_batch_invariant", "launched"),
+    [
+        (129, 48, ActivationScheme.TOKEN, False, []),
+        (128, 48, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
+        # Its sums are in another order.
+        (129, 48, ActivationScheme.TOKEN, True, ["_linear_kernel"]),
+        # It cannot.
+        (129, 40, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
+        (129, 48, ActivationScheme.NONE, False, ["_linear_kernel"]),
+    ],
+)
+def test_torch_multiplies_float8_of_many_tokens_where_it_can(
+    monkeypatch,
+    num_tokens: int,
+    rows: int,
+    scheme: ActivationScheme,
+    is_batch_invariant: bool,
+    launched: list[str],
+) -> None:
+    matrix = random_matrix(None, rows, group_size=192, activations=scheme)
+    layers = TritonKernels(torch.bfloat16, has_float8=True, is_batch_invariant=is_batch_invariant)
+    linear = layers.linear((matrix,))
+    dtype = torch.bfloat16 if scheme is ActivationScheme.NONE else torch.float8_e4m3fn
+    values_TD = torch.empty(num_tokens, 192, dtype=dtype, device=DEVICE)
+    x = Float8Rows(values_TD, torch.empty(num_tokens, 1, device=DEVICE))
+    with launches(monkeypatch) as names:
+        linear(values_TD if scheme is ActivationScheme.NONE else x)
+    # What torch does is not noted here.
+    assert names == launched
 
 
 def test_float8_of_nothing_but_zeros() -> None:
