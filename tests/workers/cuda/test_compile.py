@@ -2,6 +2,7 @@
 
 import pytest
 from support.triton_compile import KernelResources, compile_for_hopper
+from support.wgmma_operands import overwritten_operands
 
 
 def launch_all() -> None:
@@ -100,3 +101,22 @@ def test_no_product_reads_registers_that_are_written_meanwhile(
     kernels: list[KernelResources],
 ) -> None:
     assert not [(kernel.name, kernel.overwritten) for kernel in kernels if kernel.overwritten]
+
+
+SASS = """
+.L_x_0:
+        /*0010*/                   LDS.128 R40, [R58] ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x16x16.F32.BF16 R24, R36, gdesc[UR8], R24 ;
+        /*0040*/                   HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;
+        /*0060*/              @!P0 BRA `(.L_x_0) ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_a_load_of_the_next_tile_is_seen_if_a_product_may_still_read() -> None:
+    assert not overwritten_operands(SASS.format(0))
+    (found,) = overwritten_operands(SASS.format(1))
+    assert "R40, gdesc" in found and "LDS.128 R40" in found
