@@ -73,7 +73,8 @@ class Admission:
     def displace(self, plan: RunningPlan, now: float) -> RunningPlan | None:
         """Preempt requests that the first waiting one may displace, if that makes room for it.
 
-        Returns the plan for those that remain; None, and nothing done, when it has room anyway or never.
+        Returns the plan for those that remain, whose blocks may be lacking; None, and nothing done, when it has room
+        anyway or never.
         """
         request = self._queue.peek()
         if request is None or self._is_blocked(request):

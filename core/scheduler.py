@@ -64,7 +64,7 @@ from .request import Request, RequestKey
 from .request_lifecycle import RequestLifecycle
 from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
 from .requirements import Requirements
-from .running_pass import RunningPass
+from .running_pass import RunningPass, RunningPlan
 from .running_requests import RunningRequests
 from .slots import SlotArray, Slots
 from .steady_decode import SteadyDecode
@@ -315,21 +315,15 @@ class Scheduler(SchedulerInterface):
         if self.kv_cache_manager.tables.has_windows:
             may_be_rejected = self._drafts is not None
             self.kv_cache_manager.begin_step(self._running.order, may_be_rejected=may_be_rejected)
-        plan = self._running_pass.plan(self._beside(tried))
-        while plan.growth.total > self.kv_cache_manager.pool.num_free:
-            if self._lifecycle.reservations.take_back():
-                continue
-            self._lifecycle.preempt(self._queue.victim(), now)
-            may_admit = False
-            plan = self._running_pass.plan(self._beside(tried))
-        if plan.encoders is not None and plan.encoders.failed:
-            self._lifecycle.fail_all(plan.encoders.failed)
-            return self._schedule(now, tried)
+        plan, has_preempted = self._fit(self._running_pass.plan(self._beside(tried)), now, tried)
+        may_admit = may_admit and not has_preempted
         max_admitted = self.slots.num_free if may_admit else 0
         if may_admit and self._queue and tried is None:
             displaced = self._admission.displace(plan, now)
             if displaced is not None:
-                plan, max_admitted = displaced, 1
+                # Those who waited for room in the encoder cache that a victim held go further now.
+                plan, has_preempted = self._fit(displaced, now)
+                max_admitted = 0 if has_preempted else 1
         samples = self._running_pass.carry_out(plan)
         admitted = self._admission.admit(plan, max_admitted, now, tried)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
@@ -349,6 +343,23 @@ class Scheduler(SchedulerInterface):
         if self._steady is not None:
             self._steady.begin(step, in_flight)
         return step
+
+    def _fit(
+        self, plan: RunningPlan, now: float, tried: Request | None = None
+    ) -> tuple[RunningPlan, bool]:
+        """What can be carried out instead of a plan, and whether running requests were preempted for it."""
+        has_preempted = False
+        while True:
+            if plan.encoders is not None and plan.encoders.failed:
+                self._lifecycle.fail_all(plan.encoders.failed)
+            elif plan.growth.total <= self.kv_cache_manager.pool.num_free:
+                return plan, has_preempted
+            elif self._lifecycle.reservations.take_back():
+                continue
+            else:
+                self._lifecycle.preempt(self._queue.victim(), now)
+                has_preempted = True
+            plan = self._running_pass.plan(self._beside(tried))
 
     def _beside(self, tried: Request | None) -> list[int]:
         """The slots of all but the one request that is tried."""

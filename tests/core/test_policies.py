@@ -11,7 +11,7 @@ from engine.core.request import Request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import SchedulingPolicy
 from engine.protocol.errors import ConfigError
-from engine.protocol.messages import EngineCoreRequest, EventKind, FinishReason
+from engine.protocol.messages import EncoderInput, EngineCoreRequest, EventKind, FinishReason
 from engine.protocol.sampling_params import SamplingParams
 from support.scheduler_harness import Harness, Key
 
@@ -114,6 +114,32 @@ def test_2_1_blocks_are_taken_only_from_as_many_as_needed():
     assert admissions(harness)[-1] == urgent
     harness.drain()
     assert [preempted(harness, key) for key in keys] == [0, 0, 1]
+
+
+def test_2_1_who_is_displaced_lets_others_grow_into_what_it_held_for_them():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=35,
+        max_model_len=512,
+        max_num_batched_tokens=256,
+        long_prefill_token_threshold=40,
+        encoder_cache_size=4,
+        max_in_flight=1,
+    )
+    sea, sky = (
+        EncoderInput(first, count, b"%d" % first, 4) for first, count in ((0, 120), (4, 60))
+    )
+    low = harness.add([1] * 130, 2, priority=9, inputs=[sea])
+    harness.step()
+    # They stand before an input for which there is no room beside the other.
+    high = [harness.add([2, n] * 40, 2, inputs=[sky]) for n in range(4)]
+    harness.step()
+    harness.add([3] * 36, 2)
+    harness.step()
+    assert preempted(harness, low) == 1
+    harness.drain()
+    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in (low, *high))
 
 
 # fair
