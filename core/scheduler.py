@@ -327,6 +327,9 @@ class Scheduler(SchedulerInterface):
         samples = self._running_pass.carry_out(plan)
         admitted = self._admission.admit(plan, max_admitted, now, tried)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
+            if tried is not None:
+                # What the connector is to be told goes with the step of the others.
+                return None
             is_in_flight = self._results.is_anything_expected
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
                 return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import CacheConfig, SchedulerConfig
 from engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from support.model_connector import ModelConnector
+from support.scheduler_harness import Harness, Heard
 
 
 def make_scheduler(**limits: int) -> Scheduler:
@@ -108,3 +111,23 @@ def test_a_suspect_that_does_not_fit_lets_the_others_run() -> None:
     answer(scheduler, step)
     add(scheduler, 1, prompt=40, is_suspect=True)
     assert sum(map(len, run(scheduler))) == 5 + 6
+
+
+def test_a_suspect_without_a_slot_stops_nobody_while_blocks_are_being_sent() -> None:
+    harness = Harness(
+        connector=ModelConnector(delays_free=lambda request: request.num_prompt_tokens == 8),
+        max_num_seqs=2,
+    )
+    harness.worker.transfers.get_delay = lambda: 1000
+    harness.add(8, 1)
+    harness.step()
+    keys = [harness.add([n] * 5, 20) for n in (1, 2)]
+    harness.step()
+    suspect = msgspec.structs.replace(
+        harness.heard[keys[0]].message, request_index=9, is_suspect=True
+    )
+    harness.heard[0, 9] = Heard(suspect)
+    harness.scheduler.add_request(0, suspect, harness.now)
+    for _ in range(60):
+        harness.step()
+    assert all(harness.heard[key].is_over for key in (*keys, (0, 9)))
