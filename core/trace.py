@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..protocol.arrays import int32_view
 from ..protocol.block_hash import root_hash
 from ..protocol.errors import EngineError
 from ..protocol.messages import EngineCoreRequest
@@ -100,11 +101,12 @@ def trace_of(dump: Dump) -> list[TraceRequest]:
             if not isinstance(event, Update):
                 continue
             for client_index, message in (moment.outputs or {}).items():
-                indices = memoryview(message.request_indices).cast("i")
-                for index in indices:
+                indices = int32_view(message.request_indices).tolist()
+                counts = int32_view(message.num_tokens).tolist() or [1] * len(indices)
+                for index, count in zip(indices, counts, strict=True):
                     if (client_index, index) in generated:
-                        generated[client_index, index] += 1
-                for finished in memoryview(message.finished_set).cast("i"):
+                        generated[client_index, index] += count
+                for finished in int32_view(message.finished_set).tolist():
                     key = client_index, finished
                     if key in requests:
                         done.append((requests.pop(key), generated.pop(key)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -13,8 +14,9 @@ from engine.core.simulate import main
 from engine.core.simulation import simulate
 from engine.core.step_time import StepLoad, StepSample, StepTimeModel, fit, measure_steps
 from engine.core.trace import TraceRequest, read_trace, trace_of
-from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
 from engine.protocol.errors import EngineError
+from support.model_worker import propose_by_chance
 from support.recorded_harness import RecordedHarness
 
 
@@ -136,6 +138,18 @@ def test_a_log_is_a_trace_and_measures_its_steps():
     result = simulate(harness.dump().setup, trace, fit(samples), 1)
     assert result.num_finished == 12
     assert result.cached_tokens > 0
+
+
+def test_a_log_with_drafts_is_a_trace_of_tokens():
+    harness = RecordedHarness(
+        speculative=SpeculativeConfig(3), propose=propose_by_chance(random.Random(1), 512, 3)
+    )
+    keys = [harness.add(6 + index, 20 + index) for index in range(3)]
+    harness.drain()
+    trace = trace_of(harness.dump())
+    assert {request.prompt_tokens: request.output_tokens for request in trace} == {
+        6 + index: len(harness.heard[key].token_ids) for index, key in enumerate(keys)
+    }
 
 
 def test_the_command(tmp_path, capsys):
