@@ -30,7 +30,7 @@ class Latencies(NamedTuple):
 
 
 class SimulationResult(NamedTuple):
-    """`seconds` is from the first arrival to the last token."""
+    """`seconds` is from the first arrival to the last token. Every request is finished, refused or expired."""
 
     latencies: Latencies
     seconds: float
@@ -175,13 +175,14 @@ def simulate(
         raise EngineError(
             f"{num_stuck} requests can never go on: there are too few KV-cache blocks"
         )
-    ignored = clients.count(FinishReason.IGNORED) + clients.count(FinishReason.ABORT)
+    num_finished = clients.count(FinishReason.LENGTH)
+    num_expired = clients.count(FinishReason.EXPIRED)
     return SimulationResult(
         latencies=clients.latencies(),
         seconds=now,
-        num_finished=clients.count(FinishReason.LENGTH),
-        num_refused=ignored + clients.count(FinishReason.ERROR),
-        num_expired=clients.count(FinishReason.EXPIRED),
+        num_finished=num_finished,
+        num_refused=len(trace) - num_finished - num_expired,
+        num_expired=num_expired,
         prompt_tokens=sum(
             trace[index].prompt_tokens
             for index in np.flatnonzero(~np.isnan(clients.first)).tolist()

@@ -102,6 +102,13 @@ def test_what_cannot_run_is_counted():
     assert (result.num_finished, result.num_refused, result.num_expired) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_reqs_per_tenant"])
+def test_what_a_full_queue_turns_away_is_counted(limit):
+    trace = [TraceRequest(0.0, 8, 4) for _ in range(5)]
+    result = simulate(setup(max_num_seqs=1, **{limit: 1}), trace, ONE_SECOND, 1)
+    assert (result.num_finished, result.num_refused, result.num_expired) == (2, 3, 0)
+
+
 def test_the_fit_finds_the_coefficients_and_none_below_0():
     rng = np.random.default_rng(1)
     truth = StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8)
