@@ -176,6 +176,8 @@ class StructuredOutputManager:
     def _compile(
         self, key: RequestKey, ticket: object, structured_output: StructuredOutput
     ) -> None:
+        if self._compiling.get(key) is not ticket:
+            return  # released while it waited for a thread
         result: LLMatcher | str
         try:
             result = self._matcher(structured_output)

@@ -311,6 +311,27 @@ def test_a_request_released_while_it_compiles_is_not_reported(
     manager.release("never seen")
 
 
+def test_what_is_released_before_its_turn_is_not_compiled() -> None:
+    may_go_on = threading.Event()
+    asked: list[None] = []
+
+    def find_tokenizer() -> str:
+        asked.append(None)
+        may_go_on.wait()
+        return "/nonexistent/tokenizer.json"
+
+    manager = StructuredOutputManager(find_tokenizer, V, (EOS,))
+    for key in range(40):
+        manager.compile(key, regex("ab"))
+    # Two threads are busy; of all that want the same grammar one is still there when its turn comes.
+    for key in range(2, 39):
+        manager.release(key)
+    may_go_on.set()
+    assert await_events(manager).keys() == {0, 1, 39}
+    assert len(asked) == 3
+    manager.close()
+
+
 @pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
 def test_a_missing_tokenizer_fails_the_request_not_the_core(path: str) -> None:
     manager = StructuredOutputManager(lambda: path, V, (EOS,))
