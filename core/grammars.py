@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..protocol.arrays import int32_view
-from ..protocol.errors import EngineError
 from ..protocol.sampling_params import StructuredOutput
 from .batch import Tenure
 from .request import Request, RequestKey
 
 
 class GrammarBackend(Protocol):
-    """Grammars by request. A compilation's end is reported by `SchedulerInterface.grammar_ready`."""
+    """Grammars by request. A compilation's end is reported by `SchedulerInterface.grammar_ready`.
+
+    A grammar that has refused tokens, or could not take them back, accepts nothing any more.
+    """
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
         """Start to compile, without waiting."""
@@ -85,7 +87,8 @@ class Grammars:
         """The allowed next tokens of each row, and those after each of its drafts.
 
         A row whose request has left its slot may sample anything, for its sample is dropped; so may what follows
-        a draft that is not allowed. Raises EngineError when a grammar cannot be put back before the drafts.
+        a draft that is not allowed. A grammar that refuses now what it would have accepted, or cannot be put back
+        before the drafts, refuses the tokens of the step, too, which ends its request.
         """
         if any(row.num_drafts for row in rows):
             return b"".join(map(self._bitmask_with_drafts, rows))
@@ -106,8 +109,10 @@ class Grammars:
         draft_token_ids = row.draft_token_ids or []
         num_acceptable = self.num_acceptable(row.request, draft_token_ids)
         for token_id in draft_token_ids[:num_acceptable]:
-            backend.accept_tokens(key, (token_id,))
+            if not backend.accept_tokens(key, (token_id,)):
+                break
             filled.append(backend.fill_bitmask([key]))
-        if num_acceptable and not backend.rollback(key, num_acceptable):
-            raise EngineError(f"the grammar of request {key} cannot be put back before its drafts")
+        else:
+            if num_acceptable:
+                backend.rollback(key, num_acceptable)
         return b"".join(filled) + self._anything * (num_rows - len(filled))

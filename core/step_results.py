@@ -22,7 +22,7 @@ from ..protocol.messages import (
     SpecDecodingStats,
     TokenLogprobs,
 )
-from .batch import Batch, StepInFlight
+from .batch import Batch, StepInFlight, Tenure
 from .drafts import Drafts
 from .quarantine import Accused
 from .request import Request
@@ -31,6 +31,7 @@ from .verification import cut_after_stops, subtract_rejections
 
 _STOP: Final = FinishReason.STOP
 _LENGTH: Final = FinishReason.LENGTH
+_ERROR: Final = FinishReason.ERROR
 _FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
 
 STEPS_A_REPORT: Final = 8
@@ -230,25 +231,29 @@ class StepResults:
             token_ids = token_ids[np.cumsum(counts) - 1]
         if step.prefilled:
             self._take_first_tokens([row.request for row in step.prefilled if row.is_alive], now)
+        ends: list[End] = []
         if len(may_end):
             slots = sampling.slots[may_end]
             num_output = self._slots.num_output_tokens[slots]
             is_full = (num_output >= self._slots.max_output_tokens[slots]).tolist()
-            ends = zip(
+            rows = zip(
                 slots.tolist(),
                 token_ids[may_end].tolist(),
                 num_output.tolist(),
                 is_full,
                 strict=True,
             )
-            self._lifecycle.finish_all(self._find_stops(ends))
+            ends = self._find_stops(rows)
         if step.constrained:
             num_new = dict.fromkeys(sampling.slots.tolist(), 1)
             if counts is not None:
                 num_new = dict(zip(num_new, counts.tolist(), strict=True))
-            for row in step.constrained:
-                if row.is_alive:
-                    self._advance_grammar(row.request, num_new[row.request.slot])
+            refused = self._advance_grammars(step.constrained, num_new)
+            # A grammar in error allows the end of the sequence alone, which is no end of what it describes.
+            ends = [end for end in ends if end[0] not in refused]
+            ends += [(request, _ERROR, None, message) for request, message in refused.items()]
+        if ends:
+            self._lifecycle.finish_all(ends)
 
     def _take_first_tokens(self, prefilled: list[Request], now: float) -> None:
         """Requests got their first token since they were admitted."""
@@ -278,12 +283,22 @@ class StepResults:
                 ends.append((request, _LENGTH, None, ""))
         return ends
 
-    def _advance_grammar(self, request: Request, num_new: int) -> None:
-        token_ids = self._slots.output_token_ids(request.slot)[-num_new:].tolist()
-        if not self._lifecycle.grammars.accept(request, token_ids):
-            tokens = ", ".join(map(str, token_ids))
-            message = f"token {tokens} was generated against the grammar"
-            self._lifecycle.finish(request, FinishReason.ERROR, message=message)
+    def _advance_grammars(
+        self, rows: Iterable[Tenure], num_new: dict[int, int]
+    ) -> dict[Request, str]:
+        """Advance by the new tokens of each slot. Returns whose grammar does not take them, and what to say."""
+        refused: dict[Request, str] = {}
+        for row in rows:
+            request = row.request
+            if not row.is_alive:
+                continue
+            token_ids = self._slots.output_token_ids(request.slot)[
+                -num_new[request.slot] :
+            ].tolist()
+            if not self._lifecycle.grammars.accept(request, token_ids):
+                tokens = ", ".join(map(str, token_ids))
+                refused[request] = f"token {tokens} was generated against the grammar"
+        return refused
 
 
 def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:

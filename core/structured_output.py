@@ -32,7 +32,10 @@ _MAX_CACHED_GRAMMARS: Final = 64
 
 @dataclass(slots=True)
 class _GrammarState:
-    """A request's place in its grammar. A stopped matcher does not count the end tokens that follow; this does."""
+    """A request's place in its grammar. A stopped matcher does not count the end tokens that follow; this does.
+
+    A matcher that has refused a token, or could not go back, is in error: it accepts nothing any more.
+    """
 
     matcher: LLMatcher
     end_token_ids: frozenset[int]
@@ -60,11 +63,10 @@ class _GrammarState:
         return count
 
     def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        is_allowed = self.accept(token_ids)
+        if not self.accept(token_ids):
+            return []
         forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
-        if not is_allowed or (token_ids and not self.rollback(len(token_ids))):
-            raise EngineError("a grammar cannot be put back before drafts that it accepted")
-        return forced
+        return forced if not token_ids or self.rollback(len(token_ids)) else []
 
     def rollback(self, num_tokens: int) -> bool:
         ends = min(num_tokens, self.num_ends_after_stop)
@@ -136,11 +138,11 @@ class StructuredOutputManager:
         return self._states[key].num_acceptable(token_ids)
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """What must follow these tokens, which the grammar accepts, without advancing."""
+        """What must follow these tokens, without advancing. Whoever refuses them accepts nothing any more."""
         return self._states[key].forced_tokens(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        """Take back the last accepted tokens. False when that is not possible."""
+        """Take back the last accepted tokens. False when that is not possible; nothing is accepted any more then."""
         return self._states[key].rollback(num_tokens)
 
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> I32:

@@ -309,9 +309,10 @@ def test_6_4_a_grammar_that_does_not_compile_ends_its_request_alone():
     assert harness.heard[good].reason is FinishReason.LENGTH
 
 
-def test_6_4_a_token_against_the_grammar_ends_its_request_alone():
+@pytest.mark.parametrize("eos", [(), (7,)])
+def test_6_4_a_token_against_the_grammar_ends_its_request_alone(eos):
     harness = Harness()
-    key = harness.add(5, 4, structured_output=JSON)
+    key = harness.add(5, 4, eos=eos, structured_output=JSON)
     harness.compile_grammars()
     step = harness.scheduler.schedule(0.0)
     outputs = harness.scheduler.update_from_output(

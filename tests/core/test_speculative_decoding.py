@@ -16,6 +16,7 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.fingerprints import extend
 from support.model_worker import Row, choose_token
+from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 
 VOCAB_SIZE = 512
@@ -192,18 +193,40 @@ def test_5_1_drafts_are_validated_by_the_grammar_and_every_position_is_masked():
     assert [token_id % 2 for token_id in tokens] == [0, 1] * 6
 
 
+def propose_allowed(row: Row) -> list[int]:
+    """What the model will say where a grammar wants even and odd tokens in turn."""
+    parity = (len(row.token_ids) - row.num_prompt_tokens) % 2
+    fingerprint, drafts = row.fingerprints[-1], []
+    for index in range(3):
+        allowed = [token_id % 2 == (parity + index) % 2 for token_id in range(VOCAB_SIZE)]
+        drafts.append(choose_token(fingerprint, VOCAB_SIZE, allowed))
+        fingerprint = extend(fingerprint, drafts[-1])
+    return drafts
+
+
+@pytest.mark.parametrize("uses_placeholders", [False, True])
+def test_5_1_a_grammar_that_cannot_be_put_back_ends_its_request_alone(uses_placeholders):
+    harness = RecordedHarness(
+        vocab_size=VOCAB_SIZE,
+        speculative=SpeculativeConfig(3),
+        propose=propose_allowed,
+        async_scheduling=uses_placeholders,
+        max_in_flight=1 + uses_placeholders,
+    )
+    json_object = StructuredOutput(GrammarKind.JSON_OBJECT)
+    bad = harness.add(4, 13, structured_output=json_object)
+    others = [harness.add(5, 13, structured_output=json_object), harness.add(6, 13)]
+    harness.grammar.breaks_going_back.add(bad)
+    harness.drain()
+    assert harness.heard[bad].reason is FinishReason.ERROR
+    assert "grammar" in harness.heard[bad].finished.message
+    assert [harness.heard[key].reason for key in others] == [FinishReason.LENGTH] * 2
+    replay(harness.dump())
+
+
 @pytest.mark.parametrize("uses_placeholders", [False, True])
 def test_5_1_constrained_requests_take_several_tokens_a_step(uses_placeholders):
-    def propose(row: Row) -> list[int]:
-        parity = (len(row.token_ids) - row.num_prompt_tokens) % 2
-        fingerprint, drafts = row.fingerprints[-1], []
-        for index in range(3):
-            allowed = [token_id % 2 == (parity + index) % 2 for token_id in range(VOCAB_SIZE)]
-            drafts.append(choose_token(fingerprint, VOCAB_SIZE, allowed))
-            fingerprint = extend(fingerprint, drafts[-1])
-        return drafts
-
-    harness = speculating(3, propose, async_scheduling=uses_placeholders)
+    harness = speculating(3, propose_allowed, async_scheduling=uses_placeholders)
     harness.add(4, 13, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
     harness.drain()
     assert total(harness).num_accepted_tokens == 9

@@ -294,6 +294,18 @@ def test_what_leaves_no_choice_is_known_in_advance(manager: StructuredOutputMana
     assert allowed(manager).tolist() == [EOS]
 
 
+def test_a_grammar_that_refuses_drafts_after_all_fails_its_own_request(
+    manager: StructuredOutputManager,
+) -> None:
+    compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
+    compiled(manager, regex("ab"), key=1)
+    wrong = TOKENIZER.encode("model?", add_special_tokens=False)
+    assert manager.forced_tokens(0, wrong) == []
+    assert not manager.accept_tokens(0, [EOS])
+    assert manager.forced_tokens(0, []) == []
+    assert feed(manager, "ab", 1)
+
+
 def test_a_request_released_while_it_compiles_is_not_reported(
     manager: StructuredOutputManager,
 ) -> None:

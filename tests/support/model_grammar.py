@@ -20,12 +20,16 @@ class ModelGrammar:
         self.forces = forces
         self.compiling: list[Key] = []
         self.num_accepted: dict[Key, int] = {}
+        self.breaks_going_back: set[Key] = set()
+        self._broken: set[Key] = set()
 
     def compile(self, key: Key, structured_output: StructuredOutput) -> None:
         self.compiling.append(key)
         self.num_accepted[key] = 0
 
     def accept_tokens(self, key: Key, token_ids: Sequence[int]) -> bool:
+        if key in self._broken:
+            return False
         for token_id in token_ids:
             if token_id % 2 != self.num_accepted[key] % 2:
                 return False
@@ -48,6 +52,9 @@ class ModelGrammar:
 
     def rollback(self, key: Key, num_tokens: int) -> bool:
         assert 0 < num_tokens <= self.num_accepted[key]
+        if key in self.breaks_going_back:
+            self._broken.add(key)
+            return False
         self.num_accepted[key] -= num_tokens
         return True
 
