@@ -68,8 +68,11 @@ class EncoderCacheManager:
             self._unreferenced[content_hash] = self._sizes[content_hash]
 
     def distrust(self, content_hash: bytes) -> None:
-        """A referenced output may not be what it should: whoever needs it next brings it in again."""
-        self._stale.add(content_hash)
+        """An output may not be what it should: whoever needs it next brings it in again."""
+        if content_hash in self._ref_counts:
+            self._stale.add(content_hash)
+        elif self._unreferenced.pop(content_hash, None) is not None:
+            self._free(content_hash)
 
     def take_freed(self) -> list[bytes]:
         """What has left the cache since the last call."""

@@ -123,13 +123,16 @@ class EncoderInputs:
             if not held:
                 del self._held[request]
 
-    def release(self, request: Request, *, is_trusted: bool = True) -> None:
+    def release(self, request: Request) -> None:
         """A request leaves its slot."""
         for index in sorted(self._held.pop(request, ())):
-            content_hash = request.encoder_inputs[index].content_hash
-            if not is_trusted:
-                self.cache.distrust(content_hash)
-            self.cache.release(content_hash)
+            self.cache.release(request.encoder_inputs[index].content_hash)
+
+    def distrust(self, request: Request, num_found_tokens: int) -> None:
+        """What a request computed after the tokens that it found may be wrong, and so may the inputs in them."""
+        for item in request.encoder_inputs:
+            if not _is_passed(item, num_found_tokens):
+                self.cache.distrust(item.content_hash)
 
     def describe(self, step: SchedulerOutput) -> None:
         """Tell the workers what leaves the encoder cache and what enters it."""

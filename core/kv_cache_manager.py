@@ -188,7 +188,7 @@ class KVCacheManager:
             tables = self.tables.of(slot)
             cache.num_cached_blocks[slot] = cache.add(request, tables, start, num_tokens)
 
-    def distrust(self, request: Request, num_valid_blocks: int = 0) -> None:
+    def distrust(self, request: Request, num_valid_blocks: int) -> None:
         """Let nobody find the blocks of a running request but the first valid ones."""
         self.prefix_cache.distrust(request, num_valid_blocks)
 

@@ -281,15 +281,18 @@ class RequestLifecycle:
         self.stats.num_preemptions += 1
         self.clients.event(request, EventKind.PREEMPTED, now)
 
-    def fail(self, request: Request, message: str) -> None:
-        """End a request whose computation went wrong."""
-        if request.status is RequestStatus.RUNNING:
-            self.manager.distrust(request)
-            self._encoders.release(request, is_trusted=False)
-            self.finish(request, FinishReason.ERROR, message=message)
+    def distrust(self, request: Request) -> None:
+        """What a running request computes may be wrong: nobody is to find it.
+
+        What it found when it came stays: a request can bring such numbers about by what it asks for, and must not
+        cost all others their prefix with it.
+        """
+        num_found = request.num_cached_tokens
+        self.manager.distrust(request, num_found // self.manager.block_size)
+        self._encoders.distrust(request, num_found)
 
     def fail_all(self, reasons: dict[Request, str]) -> None:
-        """End requests that cannot be computed, each for its own reason."""
+        """End requests that cannot go on, each for its own reason. What was computed of them is good."""
         error = FinishReason.ERROR
         self.finish_all([(request, error, None, reason) for request, reason in reasons.items()])
 

@@ -128,9 +128,8 @@ class StepResults:
             self._lifecycle.transfers.take(step, output.kv_connector_output, now)
         if output.failed_slots:
             owners = step.batch.owners(self._slots)
-            for slot, message in output.failed_slots:
-                if slot in owners:
-                    self._lifecycle.fail(owners[slot], message)
+            failed = {owners[slot]: why for slot, why in output.failed_slots if slot in owners}
+            self._lifecycle.fail_all(failed)
         sampling, num_drafts = step.sampling, step.num_drafts
         counts = num_verified = None
         if num_drafts is not None:
@@ -203,9 +202,13 @@ class StepResults:
     ) -> None:
         owners = step.batch.owners(self._slots)
         for slot in int32_view(output.nan_slots).tolist():
-            if (request := owners.get(slot)) is not None and not request.is_corrupted:
+            if (request := owners.get(slot)) is None:
+                continue
+            if not request.is_corrupted:
                 request.is_corrupted = True
                 self._lifecycle.stats.num_corrupted_requests += 1
+            if not request.has_untrusted_blocks:
+                self._lifecycle.distrust(request)
         for row in output.logprobs:
             if (request := owners.get(row.slot)) is not None:
                 outbox = self._clients[request.client_index]

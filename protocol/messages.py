@@ -524,7 +524,7 @@ class ModelRunnerOutput(
     `sampled_token_ids` int32 has one token for each batch row that sampled, in batch order; `num_sampled` int32
     gives another count a row when drafts were verified, and is empty otherwise; `num_verified` int32 is how many drafts of
     each row were, empty if all that were scheduled. `nan_slots` int32 had NaNs in their logits.
-    `failed_slots` are rows whose request failed alone, with the reason.
+    `failed_slots` are rows for which no token can be chosen, with the reason: what was computed of them is good.
     """
 
     step: int

@@ -7,7 +7,7 @@ from engine.core.host_tier import HostTier
 from engine.protocol.arrays import int32_view
 from engine.protocol.config import PreemptionMode, SchedulingPolicy
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import EventKind
+from engine.protocol.messages import EventKind, FinishReason
 from support.scheduler_harness import Harness
 
 
@@ -146,19 +146,26 @@ def test_3_10_a_reset_forgets_the_host_too():
     assert num_cached(harness, again) == 0
 
 
-def test_3_10_what_a_failed_request_computed_is_not_kept():
+@pytest.mark.parametrize("is_corrupted", [False, True])
+def test_3_10_what_may_be_wrong_of_what_a_request_computed_is_not_kept(is_corrupted):
     harness = Harness(num_blocks=12, num_host_blocks=20, preemption_mode=PreemptionMode.SWAP)
     key = harness.add(20, 20)
     harness.schedule()
     harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
     harness.step()
-    harness.worker.fail_next[harness.request(key).slot] = "broken"
+    slot = harness.request(key).slot
+    if is_corrupted:
+        harness.worker.nan_next.add(slot)
+    else:
+        harness.worker.fail_next[slot] = "no token is allowed"
     harness.drain()
-    assert harness.heard[key].finished.message == "broken"
+    assert harness.heard[key].reason is (
+        FinishReason.LENGTH if is_corrupted else FinishReason.ERROR
+    )
     fill_cache(harness)
     again = harness.add(20, 1)
     harness.drain()
-    assert num_cached(harness, again) == 0
+    assert num_cached(harness, again) == (0 if is_corrupted else 16)
 
 
 @pytest.fixture

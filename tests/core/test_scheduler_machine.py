@@ -189,6 +189,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.harness.worker.rows)))
         self.harness.worker.fail_next[slot] = "broken"
 
+    @precondition(lambda self: self.harness.worker.rows)
+    @rule(data=st.data())
+    def corrupt_a_row(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.harness.worker.rows)))
+        self.harness.worker.nan_next.add(slot)
+
     def teardown(self):
         if hasattr(self, "harness"):
             self.harness.drain()

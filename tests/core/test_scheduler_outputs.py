@@ -252,18 +252,42 @@ def test_a_full_queue_refuses():
     assert "max_num_queued_reqs=2" in harness.heard[keys[2]].finished.message
 
 
-def test_a_failed_row_ends_its_request_alone_and_its_blocks_are_not_found_again():
+def num_cached(harness: Harness, prompt: list[int]) -> int:
+    """How much of a prompt one more request with it finds."""
+    key = harness.add(prompt, 1)
+    while not harness.heard[key].is_over:
+        harness.step()
+    return harness.heard[key].events[1].num_cached_tokens
+
+
+def test_a_row_that_no_token_is_allowed_for_ends_its_request_alone_and_its_blocks_are_good():
     harness = Harness()
-    bad, good = harness.add([1] * 12, 30), harness.add([2] * 12, 6)
+    system = [1] * 12
+    num_cached(harness, [*system, 2])
+    bad, good = harness.add([*system, *[3] * 9], 30), harness.add([2] * 12, 6)
     harness.step()
-    harness.worker.fail_next[0] = "the logits processor divided by zero"
+    harness.worker.fail_next[0] = "the constraints left no token"
     harness.drain()
     assert harness.heard[bad].reason is FinishReason.ERROR
-    assert harness.heard[bad].finished.message == "the logits processor divided by zero"
+    assert harness.heard[bad].finished.message == "the constraints left no token"
     assert harness.heard[good].reason is FinishReason.LENGTH
-    again = harness.add([1] * 12, 3)
-    harness.drain()
-    assert harness.heard[again].events[1].num_cached_tokens == 0
+    assert num_cached(harness, [*system, *[3] * 9]) == 20
+
+
+def test_what_a_row_with_nans_computed_is_not_found_again_but_what_it_found_is():
+    harness = Harness()
+    system, rest = [1] * 12, [3] * 9
+    num_cached(harness, [*system, 2])
+    bad = harness.add([*system, *rest], 100)
+    harness.worker.nan_next.add(0)
+    for _ in range(3):
+        harness.step()
+    assert num_cached(harness, [*system, *rest]) == 12
+    # Nobody loses again what another one has computed since.
+    harness.worker.nan_next.add(harness.request(bad).slot)
+    harness.step()
+    harness.step()
+    assert num_cached(harness, [*system, *rest]) == 20
 
 
 def test_an_output_of_the_wrong_step_or_shape_is_refused():

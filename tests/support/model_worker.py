@@ -117,6 +117,8 @@ class ModelWorker:
         self.batch: list[int] = []
         self.step = 0
         self.fail_next: dict[int, str] = {}
+        self.nan_next: set[int] = set()
+        """Slots whose next token comes of logits that are no numbers. What was computed is right all the same."""
         self.num_prompt_tokens_computed = 0
         self._waiting: deque[SchedulerOutput] = deque()
         self._outputs: deque[ModelRunnerOutput] = deque()
@@ -141,6 +143,7 @@ class ModelWorker:
         self.rows, self.batch, self.step = {}, [], 0
         self.encoder_cache = {}
         self.fail_next.clear()
+        self.nan_next.clear()
         self.rejected.clear()
         self._waiting.clear()
         self._outputs.clear()
@@ -208,7 +211,7 @@ class ModelWorker:
         self._check_states()
         self._write_kv(counts, drafts)
         self._check_visible(counts)
-        sampled, num_sampled, num_verified, failed = [], [], [], []
+        sampled, num_sampled, num_verified, failed, nan_slots = [], [], [], [], []
         rejected = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
@@ -220,6 +223,9 @@ class ModelWorker:
                 sampled += tokens
                 num_sampled.append(len(tokens))
                 num_verified.append(len(drafts.get(position, [])))
+                if slot in self.nan_next:
+                    self.nan_next.remove(slot)
+                    nan_slots.append(slot)
                 rejected.append((row, scheduled_drafts.get(position, 0) + 1 - len(tokens)))
                 row.drafts = row.forced[: self.most_drafts]
                 if self.propose and not row.drafts:
@@ -234,6 +240,7 @@ class ModelWorker:
             int32_bytes(sampled),
             num_sampled=int32_bytes(num_sampled) if drafts else b"",
             num_verified=int32_bytes(num_verified) if self.remembers_drafts and drafts else b"",
+            nan_slots=int32_bytes(nan_slots),
             failed_slots=failed,
             drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
