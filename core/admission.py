@@ -23,6 +23,9 @@ from .running_pass import RunningPass, RunningPlan
 MAX_SENT_TOKENS: Final = 1 << 24
 """So many tokens go to the workers with the requests that enter a step; a request with more enters alone."""
 
+LORA_PATIENCE_S: Final = 1.0
+"""Once a request has waited so long for a slot for its adapter, those behind it leave the slots to run empty."""
+
 
 class Admissions(NamedTuple):
     """Rows that enter a step in the making, and those of them that load blocks in it.
@@ -67,6 +70,8 @@ class Admission:
         self._drafts = drafts
         self._transfers = transfers
         self._blocked: tuple[Request, int] | None = None
+        self._lora_turn: Request | None = None
+        """Whose adapter gets the next slot that no running request needs, if it has waited long."""
         self.end = AdmissionEnd.ALL_ADMITTED
         """Why the last step admitted no further request."""
 
@@ -79,7 +84,7 @@ class Admission:
         request = self._queue.peek()
         if request is None or self._is_blocked(request):
             return None
-        if request.lora_name and not self._has_lora_slot(request):
+        if request.lora_name and self._lora_obstacle(request, now) is not None:
             return None
         if self._tenants is not None and not self._tenants.may_run(request.tenant):
             return None
@@ -145,8 +150,12 @@ class Admission:
         num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
         if not limits.are_long_at_limit(num_long):
             queue.recall(Obstacle.LONG_PREFILLS)
-        if len(self._running.loras) < self._config.max_loras:
+        has_lora_slot = len(self._running.loras) < self._config.max_loras
+        if has_lora_slot:
             queue.recall(Obstacle.LORA_SLOTS)
+        if self._lora_turn is not None and (has_lora_slot or self._lora_turn.is_finished):
+            self._lora_turn = None
+            queue.recall(Obstacle.LORA_TURN)
         if self._tenants is not None:
             for name, num_seqs in self._tenants.take_openings():
                 queue.let_go(name, num_seqs)
@@ -174,9 +183,11 @@ class Admission:
             if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
                 self.end = AdmissionEnd.DELAY
                 break
-            if request.lora_name and not self._has_lora_slot(request):
-                queue.set_aside(Obstacle.LORA_SLOTS)
-                continue
+            if request.lora_name:
+                obstacle = self._lora_obstacle(request, now)
+                if obstacle is not None:
+                    queue.set_aside(obstacle)
+                    continue
             if self._tenants is not None and not self._tenants.may_run(request.tenant):
                 queue.hold_back()
                 continue
@@ -284,9 +295,20 @@ class Admission:
         most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
         return min(num_tokens + self._drafts.num_lookahead_tokens, most)
 
-    def _has_lora_slot(self, request: Request) -> bool:
+    def _lora_obstacle(self, request: Request, now: float) -> Obstacle | None:
+        """Why the adapter of a request cannot be used now."""
         loras = self._running.loras
-        return request.lora_name in loras or len(loras) < self._config.max_loras
+        if len(loras) < self._config.max_loras:
+            return None
+        if request.lora_name not in loras:
+            return Obstacle.LORA_SLOTS
+        if self._lora_turn is None:
+            before = now - LORA_PATIENCE_S
+            self._lora_turn = self._queue.first_aside(Obstacle.LORA_SLOTS, before)
+        turn = self._lora_turn
+        if turn is None or (request.rank, request.arrival) < (turn.rank, turn.arrival):
+            return None
+        return Obstacle.LORA_TURN
 
     def _claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
         """A claim of the first request of the queue; None, and it is remembered, if there are too few blocks."""

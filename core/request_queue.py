@@ -26,6 +26,7 @@ class Obstacle(enum.IntEnum):
     LONG_PREFILLS = 0
     LORA_SLOTS = 1
     CONNECTOR = 2
+    LORA_TURN = 3
 
 
 class RequestQueue(ABC):
@@ -69,6 +70,11 @@ class RequestQueue(ABC):
         for request in aside.values():
             self._reinsert(request)
         aside.clear()
+
+    def first_aside(self, obstacle: Obstacle, before: float) -> Request | None:
+        """The first in the order of those that are set aside for this reason and came before a time."""
+        aside = (r for r in self._aside[obstacle].values() if r.queued_at < before)
+        return min(aside, key=lambda r: (r.rank, r.arrival), default=None)
 
     def hold_back(self) -> None:
         """Take the first request out of the order until its tenant may run more; it still waits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+from engine.protocol.config import SchedulingPolicy
 from engine.protocol.messages import EventKind
 from support.scheduler_harness import Harness
 
@@ -41,6 +43,45 @@ def test_1_5_a_waiting_adapter_request_can_be_aborted():
     harness.abort(aside)
     harness.drain()
     assert harness.heard[aside].is_over
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_i3_an_adapter_gets_its_turn_while_others_keep_coming(policy, max_loras):
+    harness = Harness(max_loras=max_loras, max_num_seqs=8, policy=policy, priority_preemption=True)
+    names = "xw"[:max_loras]
+    for name in names:
+        harness.add([1] * 5, 6, lora_name=name)
+    harness.step()
+    waiting = harness.add([2] * 5, 3, lora_name="y")
+    plain = []
+    for index in range(30):
+        for name in names:
+            harness.add([3, index], 6, lora_name=name)
+        plain.append(harness.add([4, index], 1))
+        for _ in range(3):
+            harness.step()
+    assert harness.heard[waiting].is_over
+    assert start(harness, plain[0]) < start(harness, waiting)
+    harness.drain()
+
+
+def test_1_5_adapters_that_made_room_go_on_when_nobody_wants_it_any_more():
+    harness = Harness(max_loras=1, max_in_flight=1)
+    long = harness.add([1] * 5, 100, lora_name="x")
+    harness.step()
+    waiting = harness.add([2] * 5, 3, lora_name="y")
+    for _ in range(3):
+        harness.step()
+    behind = harness.add([3] * 5, 3, lora_name="x")
+    for _ in range(3):
+        harness.step()
+    assert harness.heard[behind].num_events(EventKind.SCHEDULED) == 0
+    harness.abort(waiting)
+    for _ in range(5):
+        harness.step()
+    assert harness.heard[behind].is_over and not harness.heard[long].is_over
+    harness.drain()
 
 
 def test_3_2_adapters_share_no_prefix():
