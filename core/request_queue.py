@@ -105,9 +105,9 @@ class RequestQueue(ABC):
     def leaving(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Requests are about to lose their slots."""
 
-    def victim(self) -> int:
-        """The slot of the running request to preempt when blocks are lacking."""
-        return int(self._running.order[-1])
+    def victim(self, slots: SlotArray) -> int:
+        """Which of these running requests to preempt when blocks are lacking."""
+        return int(slots[-1])
 
     def displaceable(self, request: Request) -> list[int]:
         """The slots whose requests may be preempted for a waiting one, the first to go first."""
@@ -195,8 +195,8 @@ class RankedQueue(RequestQueue):
             self._ranks[request.slot] = request.rank
             self._arrivals[request.slot] = request.arrival
 
-    def victim(self) -> int:
-        return self._worst_first(self._running.order)[0]
+    def victim(self, slots: SlotArray) -> int:
+        return self._worst_first(slots)[0]
 
     def displaceable(self, request: Request) -> list[int]:
         if not self._preempts:

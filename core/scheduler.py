@@ -66,7 +66,7 @@ from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
 from .requirements import Requirements
 from .running_pass import RunningPass, RunningPlan
 from .running_requests import RunningRequests
-from .slots import SlotArray, Slots
+from .slots import SlotArray, Slots, as_array
 from .steady_decode import SteadyDecode
 from .step_results import StepResults
 from .step_writer import StepWriter
@@ -360,7 +360,10 @@ class Scheduler(SchedulerInterface):
             elif self._lifecycle.reservations.take_back():
                 continue
             else:
-                self._lifecycle.preempt(self._queue.victim(), now)
+                # The others wait for the first token of a request that is tried: it must come.
+                others = self._beside(tried)
+                slots = as_array(others) if others else self._running.order
+                self._lifecycle.preempt(self._queue.victim(slots), now)
                 has_preempted = True
             plan = self._running_pass.plan(self._beside(tried))
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
+import pytest
 from engine.core.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import CacheConfig, SchedulerConfig
-from engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from engine.protocol.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from engine.protocol.sampling_params import SamplingParams
 from support.model_connector import ModelConnector
-from support.scheduler_harness import Harness, Heard
+from support.scheduler_harness import Harness
 
 
 def make_scheduler(**limits: int) -> Scheduler:
@@ -123,11 +128,22 @@ def test_a_suspect_without_a_slot_stops_nobody_while_blocks_are_being_sent() -> 
     harness.step()
     keys = [harness.add([n] * 5, 20) for n in (1, 2)]
     harness.step()
-    suspect = msgspec.structs.replace(
-        harness.heard[keys[0]].message, request_index=9, is_suspect=True
-    )
-    harness.heard[0, 9] = Heard(suspect)
-    harness.scheduler.add_request(0, suspect, harness.now)
+    keys.append(harness.add([3] * 5, 3, is_suspect=True))
     for _ in range(60):
         harness.step()
-    assert all(harness.heard[key].is_over for key in (*keys, (0, 9)))
+    assert all(harness.heard[key].is_over for key in keys)
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_suspect_that_blocks_are_lacking_for_gets_its_token_all_the_same(
+    policy: SchedulingPolicy,
+) -> None:
+    harness = Harness(
+        num_blocks=17, max_num_batched_tokens=16, policy=policy, enable_prefix_caching=False
+    )
+    harness.add([1] * 30, 20)
+    harness.step()
+    harness.step()
+    harness.add([2] * 40, 20, is_suspect=True)
+    harness.drain(500)
+    assert all(heard.reason is FinishReason.LENGTH for heard in harness.heard.values())

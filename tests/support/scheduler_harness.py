@@ -242,6 +242,7 @@ class Harness:
         lora_name: str = "",
         inputs: Sequence[EncoderInput] = (),
         kv_transfer_params: dict[str, object] | None = None,
+        is_suspect: bool = False,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -268,6 +269,7 @@ class Harness:
             lora_name=lora_name,
             encoder_inputs=list(inputs),
             kv_transfer_params=kv_transfer_params,
+            is_suspect=is_suspect,
         )
         key = (client, message.request_index)
         self.heard[key] = Heard(message)
