@@ -170,6 +170,10 @@ def matrices(rows: int, columns: int) -> Iterator[tuple[str, QuantizedMatrix]]:
     yield "fp8 blocks", float8(128, ActivationScheme.GROUP)
 
 
+def error_of_product(x: torch.Tensor, weight: torch.Tensor) -> float:
+    return apart(x @ weight.T, x.float() @ weight.float().T)
+
+
 def linear_cases(rows: int, columns: int) -> Iterator[Case]:
     tokens = (1, 16, 64, 2048) if HAS_GPU else (1, 20)
     weight = torch.randn(rows, columns, device=DEVICE).to(DTYPE)
@@ -181,7 +185,7 @@ def linear_cases(rows: int, columns: int) -> Iterator[Case]:
         yield Case(
             f"torch {NAME} x {count}",
             partial(torch.nn.functional.linear, x, weight),
-            lambda x=x: apart(x @ weight.T, x.float() @ weight.float().T),
+            partial(error_of_product, x, weight),
             (weight.nbytes + traffic) / 1e9,
             flops,
         )
