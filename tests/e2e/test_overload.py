@@ -179,7 +179,7 @@ def send_until_refused(client: socket.socket, piece: bytes) -> bytes:
     with contextlib.suppress(ConnectionError):
         for _ in range(500):
             client.sendall(piece)
-            while select.select([client], [], [], 0.005)[0]:
+            if select.select([client], [], [], 0.005)[0]:
                 if not (part := client.recv(65536)):
                     return answer
                 answer += part
