@@ -13,7 +13,7 @@ from ..protocol.arrays import Int32Array
 from ..protocol.config import CPUBackend, EngineConfig, SpeculativeConfig
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
-from .attention import PagedAttention, attention_backend
+from .attention import AttentionSpec, PagedAttention, attention_backend
 from .attention.graph_break import BreakingAttention
 from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
@@ -116,14 +116,13 @@ def load_model(
             f"--kv-cache-dtype {kv_dtype} needs a GPU that computes with float8, of compute capability 8.9 or later; "
             "on the CPU there is int8"
         )
-    shape: dict[str, Any] = {
-        "num_heads": len(shard.heads(spec)),
-        "num_kv_heads": len(shard.kv_heads(spec)),
-        "head_dim": spec.head_dim,
-        "block_size": config.cache.block_size,
-        "dtype": dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, device),
-        "device": device,
-    }
+    attention_spec = AttentionSpec.of(
+        spec,
+        shard,
+        block_size=config.cache.block_size,
+        dtype=dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, device),
+        device=device,
+    )
     common: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -141,7 +140,7 @@ def load_model(
             decoder = NativeDecoder(
                 spec,
                 checkpoint,
-                NativeAttention(**shape),
+                NativeAttention(attention_spec),
                 **common,
                 quantization=config.model.quantization,
                 num_threads=num_threads,
@@ -168,8 +167,9 @@ def load_model(
     torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
     is_batch_invariant = config.device.batch_invariant
     if is_batch_invariant and device.type == "cuda":
-        shape["name"] = "triton_batch_invariant"
-    attention = attention_backend(**shape)
+        attention = attention_backend(attention_spec, "triton_batch_invariant")
+    else:
+        attention = attention_backend(attention_spec)
     if breaks_graphs:
         attention = BreakingAttention(attention)
     kernels = _layer_kernels(dtype, device, is_batch_invariant)

@@ -25,7 +25,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from engine.workers.attention import AttentionBatch, AttentionLayer  # noqa: E402
+from engine.workers.attention import AttentionBatch, AttentionLayer, AttentionSpec  # noqa: E402
 from engine.workers.attention.kernels.tiles import Tile  # noqa: E402
 from engine.workers.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from engine.workers.models.rope import RotaryTables  # noqa: E402
@@ -96,7 +96,7 @@ class Layer:
         self.device = torch.device("cuda" if HAS_GPU else "cpu")
         # The interpreter multiplies no bfloat16 matrices.
         dtype = torch.bfloat16 if HAS_GPU else torch.float32
-        self.backend = TritonPagedAttention(
+        spec = AttentionSpec(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -104,6 +104,7 @@ class Layer:
             dtype=torch.float8_e4m3fn if shape.is_fp8 else dtype,
             device=self.device,
         )
+        self.backend = TritonPagedAttention(spec)
         self.layer = AttentionLayer(scale=shape.head_dim**-0.5)
         num_tokens, heads = case.requests * case.queries, shape.num_heads + shape.num_kv_heads
         random = torch.Generator(self.device).manual_seed(0)

@@ -18,7 +18,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.gguf import GGMLQuantizationType as GGMLType
-from engine.workers.attention import AttentionBatch, attention_backend
+from engine.workers.attention import AttentionBatch, AttentionSpec, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.weights import (
@@ -40,6 +40,7 @@ from engine.workers.loaders.dequantize import dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
+from engine.workers.models.shard import ModelShard
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -255,20 +256,16 @@ def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
 def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDecoder]:
     checkpoint = RelabelledCheckpoint(path, form)
     spec = model_spec(checkpoint.config, path)
-    heads: dict[str, Any] = {
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "block_size": BLOCK_SIZE,
-        "device": CPU,
-    }
+    float32 = AttentionSpec.of(
+        spec, ModelShard.whole(spec), block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
+    )
     common: dict[str, Any] = {"device": CPU, "max_model_len": WINDOW}
-    attention = attention_backend(**heads, dtype=torch.float32)
+    attention = attention_backend(float32)
     expected = checkpoint if form.counts_weights else LoadedCheckpoint(path, form)
     return Decoder(spec, expected, attention, dtype=torch.float32, **common), NativeDecoder(
         spec,
         checkpoint,
-        NativeAttention(**heads, dtype=torch.bfloat16),
+        NativeAttention(replace(float32, dtype=torch.bfloat16)),
         dtype=form.dtype,
         quantization=form.quantization,
         num_threads=threads,

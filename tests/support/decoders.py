@@ -3,10 +3,11 @@
 import random
 
 import torch
-from engine.workers.attention import attention_backend
+from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.loaders.checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
+from engine.workers.models.shard import ModelShard
 from support.batches import Scheduled, attention_batch, positions
 
 CPU = torch.device("cpu")
@@ -24,18 +25,12 @@ def load_decoder(
 ):
     checkpoint = open_checkpoint(path)
     spec = model_spec(checkpoint.config, path)
-    attention = attention_backend(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-    )
+    shard = ModelShard.whole(spec)
+    attention = AttentionSpec.of(spec, shard, block_size=block_size, dtype=dtype, device=device)
     return Decoder(
         spec,
         checkpoint,
-        attention,
+        attention_backend(attention),
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,

@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.attention import attention_backend
+from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.rope import RopeSpec
+from engine.workers.models.shard import ModelShard
 from engine.workers.models.spec import LayerSpec, ModelSpec
 from engine.workers.sampling import SamplerOutput
 from support.batches import Scheduled, attention_batch, positions
 from support.random_checkpoints import random_checkpoint
 
+CPU = torch.device("cpu")
 ROPE = RopeSpec(10_000.0, 16)
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -54,21 +56,12 @@ def native_decoder(
 ) -> NativeDecoder:
     """Load from a checkpoint, or from a random one written to a folder."""
     checkpoint = random_checkpoint(source, spec) if isinstance(source, Path) else source
-    device = torch.device("cpu")
-    attention = NativeAttention(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=block_size,
-        dtype=cache_dtype,
-        device=device,
-    )
     return NativeDecoder(
         spec,
         checkpoint,
-        attention,
+        NativeAttention(_attention_spec(spec, cache_dtype, block_size)),
         dtype=dtype,
-        device=device,
+        device=CPU,
         max_model_len=MAX_MODEL_LEN,
         **options,
     )
@@ -76,23 +69,21 @@ def native_decoder(
 
 def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
     """In float32."""
-    device = torch.device("cpu")
-    attention = attention_backend(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=torch.float32,
-        device=device,
-    )
     return Decoder(
         spec,
         checkpoint,
-        attention,
+        attention_backend(_attention_spec(spec, torch.float32)),
         dtype=torch.float32,
-        device=device,
+        device=CPU,
         max_model_len=MAX_MODEL_LEN,
     )
+
+
+def _attention_spec(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+) -> AttentionSpec:
+    shard = ModelShard.whole(spec)
+    return AttentionSpec.of(spec, shard, block_size=block_size, dtype=dtype, device=CPU)
 
 
 def forward_and_sample(
@@ -105,7 +96,7 @@ def forward_and_sample(
 
     The keys and values that both calls store must be the same.
     """
-    batch = PersistentBatch(len(rows), MAX_MODEL_LEN, BLOCK_SIZE, 1, torch.device("cpu"))
+    batch = PersistentBatch(len(rows), MAX_MODEL_LEN, BLOCK_SIZE, 1, CPU)
     sampler = decoder.make_sampler(batch)
     for slot, (row, each) in enumerate(zip(rows, params, strict=True)):
         prompt = np.array(tokens[:row], np.int32)

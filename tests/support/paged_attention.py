@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from engine.workers.attention import AttentionLayer, attention_backend
+from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
 from support.batches import Scheduled, attention_batch
 
 CPU = torch.device("cpu")
@@ -30,15 +30,15 @@ class OneSequence:
 
     def __init__(self, backend_name, *, num_heads, num_kv_heads, window=None, device=CPU):
         self.window = window
-        self.backend = attention_backend(
+        spec = AttentionSpec(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=16,
             block_size=16,
             dtype=torch.float16,
             device=device,
-            name=backend_name,
         )
+        self.backend = attention_backend(spec, backend_name)
         self.layer = AttentionLayer(scale=0.3, window=window)
         torch.manual_seed(0)
         self.qkv = [
@@ -77,15 +77,15 @@ class PagedCase:
         torch.manual_seed(seed)
         self.layer, self.dtype, self.device = layer, dtype, device
         self.num_kv_heads, self.repeats = num_kv_heads, repeats
-        shape = {
-            "num_heads": num_kv_heads * repeats,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
-            "dtype": cache_dtype or dtype,
-            "device": device,
-        }
-        self.backend = attention_backend(**shape, name=backend_name)
+        spec = AttentionSpec(
+            num_heads=num_kv_heads * repeats,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=cache_dtype or dtype,
+            device=device,
+        )
+        self.backend = attention_backend(spec, backend_name)
         sizes = [-(-(computed + scheduled) // block_size) for computed, scheduled in requests]
         ids = iter((np.random.default_rng(seed).permutation(sum(sizes) + 3) + 1).tolist())
         self.steps = [
@@ -99,7 +99,7 @@ class PagedCase:
         )
         # The layout is the same for all backends of this interface, and torch's does many tokens at once.
         is_quantized = self.backend.dtype.itemsize == 1
-        filler = self.backend if is_quantized else attention_backend(**shape, name="torch_paged")
+        filler = self.backend if is_quantized else attention_backend(spec, "torch_paged")
         earlier = [Scheduled(0, step.num_computed, step.blocks) for step in self.steps]
         lengths = [step.num_scheduled for step in earlier]
         q, k, v = self._random(lengths)

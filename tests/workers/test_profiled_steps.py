@@ -73,8 +73,7 @@ def test_decodes_beside_a_chunk(
     tmp_path: Path, monkeypatch, vocab_size: int, wishes: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocab_size}))
-    attention = lambda *, name=None, **shape: TritonPagedAttention(**shape)  # noqa: E731
-    monkeypatch.setattr(model_loader, "attention_backend", attention)
+    monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
     monkeypatch.setattr(model_loader, "_layer_kernels", lambda *_: kernels)
     path = str(tmp_path)

@@ -5,11 +5,11 @@ S requests.
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from .interface import DeviceBatch
+from .interface import AttentionSpec, DeviceBatch
 from .kernels.tiles import batch_invariant_tile
 from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 
@@ -19,8 +19,8 @@ class BatchInvariantAttention(TritonPagedAttention):
 
     fewest_tiled_queries: ClassVar[int] = 1
 
-    def __init__(self, **shape: Any) -> None:
-        super().__init__(**shape)
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
         self.prefill_tile = batch_invariant_tile(
             self.head_dim, self.num_heads // self.num_kv_heads, self.dtype
         )

@@ -30,14 +30,7 @@ class BreakingAttention(AttentionBackend):
     """`backend`; given `CurrentMetadata`, it stays out of the graph that is being captured."""
 
     def __init__(self, backend: AttentionBackend) -> None:
-        super().__init__(
-            num_heads=backend.num_heads,
-            num_kv_heads=backend.num_kv_heads,
-            head_dim=backend.head_dim,
-            block_size=backend.block_size,
-            dtype=backend.dtype,
-            device=backend.device,
-        )
+        super().__init__(backend.spec)
         self.breaker = GraphBreaker()
         self.backend = backend
         # All layers of all graphs write here: each one's result is used up before the next one's is there.

@@ -7,7 +7,7 @@ G key/value heads, K head dimension.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,9 +16,46 @@ from torch import Tensor
 
 from ..models.layers import HeadNorm
 from ..models.rope import RotaryTables, apply_rotary
+from ..models.shard import ModelShard
+from ..models.spec import ModelSpec
 
 NULL_BLOCK = 0
 """Pads the rows of the block table; it belongs to no request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The heads and the KV cache of one worker's attention, the same in all layers.
+
+    `dtype` is that of the KV cache; queries, keys and values may come in another.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        shard: ModelShard,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Return the spec for the heads of the model that `shard` has."""
+        return cls(
+            num_heads=len(shard.heads(model)),
+            num_kv_heads=len(shard.kv_heads(model)),
+            head_dim=model.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +105,17 @@ class AttentionBatch:
 class PagedAttention(ABC):
     """The KV cache of one way to compute attention on one device, and what a step tells it.
 
-    The layers differ only in `AttentionLayer`.
-
-    `dtype` is that of the KV cache; queries, keys and values may come in another.
+    The layers have `spec` in common, and differ in `AttentionLayer`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.num_heads = spec.num_heads
+        self.num_kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
+        self.block_size = spec.block_size
+        self.dtype = spec.dtype
+        self.device = spec.device
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:

@@ -23,7 +23,13 @@ from torch import Tensor
 from ...protocol.errors import ConfigError
 from ..models.layers import HeadNorm
 from ..models.rope import RotaryTables
-from .interface import AttentionBatch, AttentionLayer, CapturableAttention, DeviceBatch
+from .interface import (
+    AttentionBatch,
+    AttentionLayer,
+    AttentionSpec,
+    CapturableAttention,
+    DeviceBatch,
+)
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
@@ -59,41 +65,25 @@ class TritonPagedAttention(CapturableAttention):
     fewest_tiled_queries: ClassVar[int] = 2
     """Requests with fewer queries are done by the kernel for one."""
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-        )
-        if head_dim > MAX_HEAD_DIM:
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
-                f"head_dim {head_dim} is more than the {MAX_HEAD_DIM} that triton_paged supports"
+                f"head_dim {spec.head_dim} is more than the {MAX_HEAD_DIM} that triton_paged supports"
             )
-        if power_of_2(block_size) != block_size:
+        if power_of_2(spec.block_size) != spec.block_size:
             raise ConfigError(
-                f"--block-size {block_size}: triton_paged supports powers of two only, such as "
-                f"{power_of_2(block_size)}"
+                f"--block-size {spec.block_size}: triton_paged supports powers of two only, such as "
+                f"{power_of_2(spec.block_size)}"
             )
-        if dtype.itemsize == 1 and dtype != torch.float8_e4m3fn:
-            raise ConfigError(f"a KV cache of {dtype} is not supported by triton_paged")
-        self._heads_per_kv_head = num_heads // num_kv_heads
-        self._padded_head_dim = max(16, power_of_2(head_dim))
-        self.prefill_tile = prefill_tile(head_dim, self._heads_per_kv_head, dtype)
-        self.decode_tile = decode_tile(head_dim, self._heads_per_kv_head, dtype)
+        if spec.dtype.itemsize == 1 and spec.dtype != torch.float8_e4m3fn:
+            raise ConfigError(f"a KV cache of {spec.dtype} is not supported by triton_paged")
+        self._heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+        self._padded_head_dim = max(16, power_of_2(spec.head_dim))
+        self.prefill_tile = prefill_tile(spec.head_dim, self._heads_per_kv_head, spec.dtype)
+        self.decode_tile = decode_tile(spec.head_dim, self._heads_per_kv_head, spec.dtype)
         self.split_keys = SPLIT_KEYS
-        self.max_splits = max_splits(num_kv_heads)
+        self.max_splits = max_splits(spec.num_kv_heads)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..attention.interface import AttentionBatch, PagedAttention
+from ..attention.interface import AttentionBatch, AttentionSpec, PagedAttention
 from .library import NotSupportedNatively
 
 KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -31,35 +31,19 @@ class NativeAttentionMetadata:
 class NativeAttention(PagedAttention):
     """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not know."""
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-        )
-        if device.type != "cpu":
-            raise NotSupportedNatively(f"the native backend runs on the CPU, not on {device}")
-        if dtype not in KV_FORMATS:
-            raise NotSupportedNatively(f"a KV cache of {dtype} is not supported natively")
-        if block_size % _LANES:
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        if spec.device.type != "cpu":
+            raise NotSupportedNatively(f"the native backend runs on the CPU, not on {spec.device}")
+        if spec.dtype not in KV_FORMATS:
+            raise NotSupportedNatively(f"a KV cache of {spec.dtype} is not supported natively")
+        if spec.block_size % _LANES:
             raise NotSupportedNatively(
-                f"blocks of {block_size} tokens are not supported natively, "
+                f"blocks of {spec.block_size} tokens are not supported natively, "
                 f"only multiples of {_LANES}"
             )
-        if head_dim % (4 if dtype == torch.int8 else 2):
-            raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
+        if spec.head_dim % (4 if spec.dtype == torch.int8 else 2):
+            raise NotSupportedNatively(f"a head_dim of {spec.head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Head dimensions are padded to whole vectors, and in int8 each token has a scale; see `csrc/kv_cache.h` for the order within."""

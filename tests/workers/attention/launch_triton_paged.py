@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from engine.workers.attention import AttentionLayer
+from engine.workers.attention import AttentionLayer, AttentionSpec
 from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.models.layers import HeadNorm
@@ -38,15 +38,16 @@ SHAPES = {
 
 def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
     """One request in the middle of its prompt, one that decodes."""
-    block_size, device = 16, torch.device("cpu")
-    backend = backend_class(
+    block_size = 16
+    spec = AttentionSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=block_size,
         dtype=shape.dtype,
-        device=device,
+        device=torch.device("cpu"),
     )
+    backend = backend_class(spec)
     requests = [Scheduled(10, 20, [1, 2]), Scheduled(300, 1, range(3, 22))]
     metadata = backend.build(attention_batch(requests, block_size), {shape.window})
     num_heads = shape.num_heads + shape.num_kv_heads

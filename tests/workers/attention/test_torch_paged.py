@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from engine.workers.attention import AttentionLayer, attention_backend
+from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
@@ -99,7 +99,7 @@ def test_one_long_context_among_many_short_ones():
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
-    backend = attention_backend(
+    spec = AttentionSpec(
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
@@ -107,6 +107,7 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
+    backend = attention_backend(spec)
     layer = AttentionLayer(scale=1.0)
     kv_cache = torch.zeros(backend.kv_cache_shape(2))
     for computed, scheduled, value in ((0, 4, poison), (0, 2, 1.0), (2, 1, 1.0)):

@@ -9,11 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 from engine.protocol.errors import ConfigError
-from engine.workers.attention import AttentionLayer, DeviceBatch, attention_backend
+from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
 from engine.workers.attention.kernels.tiles import max_splits
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.layers import HeadNorm
 from engine.workers.models.rope import RopeSpec, RotaryEmbedding
+from engine.workers.models.shard import ModelShard
 from engine.workers.models.spec import LayerSpec, ModelSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,6 @@ DEVICE = interpret_without_gpu()
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 TRITON = {"backend_name": "triton_paged", "device": DEVICE}
-
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3}
 
@@ -245,7 +245,9 @@ def test_nothing_comes_in_from_the_blocks_before_a_window(scheduled):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
     """Agrees with the plain operations, in what is attended to and in what the cache has."""
-    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 40, "block_size": 16}
+    spec = AttentionSpec(
+        num_heads=6, num_kv_heads=2, head_dim=40, block_size=16, dtype=dtype, device=DEVICE
+    )
     torch.manual_seed(0)
     steps = [Scheduled(0, 9, [2]), Scheduled(0, 1, [3])]
     qkv_THK = torch.randn(10, 10, 40).to(dtype).to(DEVICE)
@@ -258,7 +260,7 @@ def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
         tables = rotary.tables(torch.tensor([*range(9), 0], device=DEVICE))
     results = []
     for name in ("torch_paged", "triton_paged"):
-        backend = attention_backend(**shape, dtype=dtype, device=DEVICE, name=name)
+        backend = attention_backend(spec, name)
         kv_cache = torch.zeros(backend.kv_cache_shape(4), dtype=dtype, device=DEVICE)
         metadata = backend.build(attention_batch(steps, 16), {None})
         layer = AttentionLayer(scale=0.2)
@@ -278,8 +280,9 @@ def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
 )
 def test_shapes_that_the_kernels_do_not_know(field, value, message):
     shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, field: value}
+    spec = AttentionSpec(**shape, dtype=torch.float32, device=DEVICE)
     with pytest.raises(ConfigError, match=message):
-        attention_backend(**shape, dtype=torch.float32, device=DEVICE, name="triton_paged")
+        attention_backend(spec, "triton_paged")
 
 
 def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
@@ -302,19 +305,18 @@ def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
         attention_softcap=20.0,
     )
     checkpoint = random_checkpoint(tmp_path, spec)
+    attention = AttentionSpec.of(
+        spec, ModelShard.whole(spec), block_size=16, dtype=torch.float32, device=DEVICE
+    )
     logits = []
     for name in ("torch_paged", "triton_paged"):
-        attention = attention_backend(
-            num_heads=6,
-            num_kv_heads=2,
-            head_dim=16,
-            block_size=16,
+        decoder = Decoder(
+            spec,
+            checkpoint,
+            attention_backend(attention, name),
             dtype=torch.float32,
             device=DEVICE,
-            name=name,
-        )
-        decoder = Decoder(
-            spec, checkpoint, attention, dtype=torch.float32, device=DEVICE, max_model_len=256
+            max_model_len=256,
         )
         runner = Runner(decoder, num_requests=2, max_tokens=64)
         tokens = [(7 * i) % 96 for i in range(50)]

@@ -59,8 +59,7 @@ class NotedGraphs(TapedGraphs):
 def decode_kernels(path: Path, monkeypatch, num_layers: int) -> Counter[str]:
     """Of a graph for one request."""
     (path / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
-    attention = lambda *, name=None, **shape: TritonPagedAttention(**shape)  # noqa: E731
-    monkeypatch.setattr(model_loader, "attention_backend", attention)
+    monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
     monkeypatch.setattr(model_loader, "_layer_kernels", lambda *_: kernels)
     model = ModelConfig(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.protocol.errors import CheckpointError, ConfigError
+from engine.workers.attention import AttentionSpec
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.loaders import DummyCheckpoint
 from engine.workers.loaders.upload import PinnedUpload
@@ -62,18 +63,11 @@ def dummy_decoder(path: Path, config: dict, shard: ModelShard | None = None):
     checkpoint = DummyCheckpoint(path)
     spec: ModelSpec = model_spec(checkpoint.config, path)
     shard = shard or ModelShard.whole(spec)
-    attention = ShapesOfAttention(
-        num_heads=len(shard.heads(spec)),
-        num_kv_heads=len(shard.kv_heads(spec)),
-        head_dim=spec.head_dim,
-        block_size=16,
-        dtype=torch.bfloat16,
-        device=META,
-    )
+    attention = AttentionSpec.of(spec, shard, block_size=16, dtype=torch.bfloat16, device=META)
     decoder = Decoder(
         spec,
         checkpoint,
-        attention,
+        ShapesOfAttention(attention),
         dtype=torch.bfloat16,
         device=META,
         max_model_len=8192,
