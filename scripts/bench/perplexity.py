@@ -128,12 +128,10 @@ class RelabelledCheckpoint(GGUFCheckpoint):
             return GGMLType.F32
         return self._form.embedding if "embed_tokens" in name else self._form.matrix
 
-    def quantized(
-        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
-    ) -> None:
+    def quantized(self, name: str, *, part: range | None = None, dim: int = 0) -> None:
         """Nothing is asked for in the type it is stored in but what `ggml_type` says is packed from there."""
 
-    def raw(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+    def raw(self, name: str, part: range | None = None) -> NDArray[np.uint8]:
         if name not in self._raw:
             values = self._stored.tensor(name, torch.float32).numpy()
             for axis, (places, size) in enumerate(self._axes(name)):
@@ -145,19 +143,19 @@ class RelabelledCheckpoint(GGUFCheckpoint):
             if name.endswith("norm.weight"):
                 values = values[:, None] * np.float32(self._norm_factor)
             self._raw[name] = quantize(values, self.ggml_type(name))
-        return self._raw[name][start:stop]
+        rows = self._raw[name]
+        return rows if part is None else rows[part.start : part.stop]
 
     def tensor(
         self,
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> Tensor:
         # Each is wanted whole; a row-parallel one is asked for by its columns.
-        assert start in (None, 0) and stop in (None, self.shape(name)[dim])
+        assert part in (None, range(self.shape(name)[dim]))
         values = dequantize(self.raw(name), self.ggml_type(name), torch.float32)
         values = values if len(self.shape(name)) == 2 else values[:, 0].contiguous()
         return values if dtype is None else values.to(dtype)
@@ -195,11 +193,10 @@ class LoadedCheckpoint(RelabelledCheckpoint):
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> Tensor:
-        values = super().tensor(name, dtype, dim=dim, start=start, stop=stop)
+        values = super().tensor(name, dtype, part=part, dim=dim)
         quantization = self._form.quantization
         if quantization is None or values.dim() != 2:
             return values

@@ -263,9 +263,7 @@ class NativeWeightReader(WeightReader):
             weight_format,
             stored_type,
             (len(part), columns),
-            lambda start, stop: self._rows(
-                name, part.start + start, part.start + stop, weight_format, stored_type
-            ),
+            lambda start, stop: self._rows(name, part[start:stop], weight_format, stored_type),
         )
 
     def _pack(
@@ -310,7 +308,7 @@ class NativeWeightReader(WeightReader):
 
     def _few_rows(self, name: str) -> QuantizedMatrix | None:
         """Of a matrix that is stored quantized; they tell what all of them are."""
-        return self.checkpoint.quantized(name, stop=min(8, self.checkpoint.shape(name)[0]))
+        return self.checkpoint.quantized(name, part=range(min(8, self.checkpoint.shape(name)[0])))
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
         """The type in which a tensor is stored, if it can be packed from that as it is."""
@@ -323,15 +321,14 @@ class NativeWeightReader(WeightReader):
     def _rows(
         self,
         name: str,
-        start: int,
-        stop: int,
+        part: range,
         weight_format: WeightFormat,
         stored_type: SourceType | None,
     ) -> tuple[SourceType, NDArray[np.uint8]]:
         """Rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
-            return stored_type, self.checkpoint.raw(name, start, stop)
-        return self._other(name, weight_format, 0, range(start, stop))
+            return stored_type, self.checkpoint.raw(name, part)
+        return self._other(name, weight_format, part, 0)
 
     def _columns(
         self, name: str, part: range, weight_format: WeightFormat, stored_type: SourceType | None
@@ -341,20 +338,19 @@ class NativeWeightReader(WeightReader):
             elements, size = BLOCK_SIZES[stored_type]
             start, stop = (bound // elements * size for bound in (part.start, part.stop))
             return stored_type, self.checkpoint.raw(name)[:, start:stop]
-        return self._other(name, weight_format, 1, part)
+        return self._other(name, weight_format, part, 1)
 
     def _other(
-        self, name: str, weight_format: WeightFormat, dim: int, part: range
+        self, name: str, weight_format: WeightFormat, part: range, dim: int
     ) -> tuple[SourceType, NDArray[np.uint8]]:
         """Rows or columns of a tensor in a type that can be packed, which it is not stored in."""
-        start, stop = part.start, part.stop
         if not isinstance(self.checkpoint, GGUFCheckpoint) and (
-            matrix := self.checkpoint.quantized(name, dim=dim, start=start, stop=stop)
+            matrix := self.checkpoint.quantized(name, part=part, dim=dim)
         ):
             stored_as = block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
                 return stored_as, as_blocks(matrix)
-        tensor = self.checkpoint.tensor(name, dim=dim, start=start, stop=stop)
+        tensor = self.checkpoint.tensor(name, part=part, dim=dim)
         if tensor.dtype not in _FLOAT_TYPES:
             tensor = tensor.float()
         return _FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()

@@ -41,11 +41,10 @@ class Checkpoint(ABC):
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> torch.Tensor:
-        """Read a tensor, or its part ``start:stop`` along ``dim``, into contiguous memory of its own.
+        """Read a tensor, or ``part`` of its dimension ``dim``, into contiguous memory of its own.
 
         Only the part asked for is read. ``dtype`` None means the stored type, or float32 for
         quantized tensors. Raises `CheckpointError` if there is no tensor of that name, ValueError
@@ -53,7 +52,7 @@ class Checkpoint(ABC):
         """
 
     def quantized(
-        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+        self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
         """Read what `tensor` does without dequantizing it; None for a tensor that is not stored quantized."""
         return None
@@ -71,19 +70,18 @@ def copy_to_host(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
-def part_of(
-    shape: tuple[int, ...], dim: int, start: int | None, stop: int | None
-) -> tuple[int, int]:
-    """Return the bounds of a part with their defaults. Raises ValueError if it is not in the shape."""
-    if start is None and stop is None and not shape:
-        return 0, 1
+def part_of(shape: tuple[int, ...], part: range | None, dim: int) -> range:
+    """Return `part`, or all of the dimension. Raises ValueError if a tensor of that shape has no such part."""
+    if part is None and not shape:
+        return range(1)
     if not 0 <= dim < len(shape):
         raise ValueError(f"dim must be in [0, {len(shape)}), got {dim}")
-    first = 0 if start is None else start
-    last = shape[dim] if stop is None else stop
-    if not 0 <= first <= last <= shape[dim]:
-        raise ValueError(f"part {first}:{last} is not within the {shape[dim]} of dim {dim}")
-    return first, last
+    part = range(shape[dim]) if part is None else part
+    if not 0 <= part.start <= part.stop <= shape[dim]:
+        raise ValueError(
+            f"part {part.start}:{part.stop} is not within the {shape[dim]} of dim {dim}"
+        )
+    return part
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:

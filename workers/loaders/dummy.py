@@ -38,9 +38,8 @@ class DummyCheckpoint(Checkpoint):
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> torch.Tensor:
         raise self.missing(name)
 

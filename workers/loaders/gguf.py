@@ -114,45 +114,45 @@ class GGUFCheckpoint(Checkpoint):
         """How a tensor is stored."""
         return self._tensor(name).ggml_type
 
-    def raw(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+    def raw(self, name: str, part: range | None = None) -> npt.NDArray[np.uint8]:
         """Rows of a tensor as they are stored, uint8 ``[rows, row bytes]``, in Hugging Face's order.
 
         The elements of a vector count as its rows. The norms of Gemma have 1 added. A view of the
         memory map where the order is that of the file.
         """
         tensor = self._tensor(name)
-        first, last = part_of(tensor.shape, 0, start, stop)
+        part = part_of(tensor.shape, part, 0)
         rows = self._gguf.data(tensor).reshape(tensor.shape[0], -1)
         num_heads = self._num_interleaved_heads(tensor.name)
         if not num_heads:
-            return rows[first:last]
+            return rows[part.start : part.stop]
         head_dim = tensor.shape[0] // num_heads
-        first_head, last_head = first // head_dim, -(-last // head_dim)
+        first_head, last_head = part.start // head_dim, -(-part.stop // head_dim)
         heads = rows.reshape(num_heads, head_dim // 2, 2, -1)[first_head:last_head]
         rows = heads.swapaxes(1, 2).reshape(-1, rows.shape[1])
-        return rows[first - first_head * head_dim : last - first_head * head_dim]
+        return rows[part.start - first_head * head_dim : part.stop - first_head * head_dim]
 
     def tensor(
         self,
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> torch.Tensor:
         tensor = self._tensor(name)
-        first, last = part_of(tensor.shape, dim, start, stop)
+        part = part_of(tensor.shape, part, dim)
         dtype = dtype or _STORED_DTYPES.get(tensor.ggml_type, torch.float32)
         is_shifted = self._architecture in _NORM_PLUS_ONE and name.endswith("norm.weight")
         columns = slice(None)
         if dim == 0:
-            raw = self.raw(name, first, last)
+            raw = self.raw(name, part)
         else:
             block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
-            first_block, last_block = first // block_size, -(-last // block_size)
+            first_block, last_block = part.start // block_size, -(-part.stop // block_size)
             raw = self.raw(name)[:, first_block * block_bytes : last_block * block_bytes]
-            columns = slice(first - first_block * block_size, last - first_block * block_size)
+            before = first_block * block_size
+            columns = slice(part.start - before, part.stop - before)
         self.bytes_read += raw.size
         values = dequantize(raw, tensor.ggml_type, torch.float32 if is_shifted else dtype)
         if is_shifted:
@@ -161,21 +161,21 @@ class GGUFCheckpoint(Checkpoint):
         return values if len(tensor.shape) == 2 else values[:, 0]
 
     def quantized(
-        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+        self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
         tensor = self._tensor(name)
         if tensor.ggml_type not in BLOCK_TYPES:
             return None
-        first, last = part_of(tensor.shape, dim, start, stop)
+        part = part_of(tensor.shape, part, dim)
         if dim == 0:
-            raw = self.raw(name, first, last)
+            raw = self.raw(name, part)
         else:
             block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
-            if first % block_size or last % block_size:
+            if part.start % block_size or part.stop % block_size:
                 # Such a part has no whole blocks, and is dequantized.
                 return None
-            raw = self.raw(name)
-            raw = raw[:, first // block_size * block_bytes : last // block_size * block_bytes]
+            start, stop = (bound // block_size * block_bytes for bound in (part.start, part.stop))
+            raw = self.raw(name)[:, start:stop]
         self.bytes_read += raw.size
         stored = self.place(torch.from_numpy(np.array(raw)), torch.uint8)
         return unpack_matrix(stored, tensor.ggml_type)

@@ -53,23 +53,21 @@ class HFCheckpoint(Checkpoint):
         return self.stored_shape(name)
 
     def quantized(
-        self, name: str, *, dim: int = 0, start: int | None = None, stop: int | None = None
+        self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
         if self._modules is None or name not in self._modules:
             return None
-        part = range(*part_of(self.shape(name), dim, start, stop))
-        return self._modules.matrix(name, dim, part)
+        return self._modules.matrix(name, part_of(self.shape(name), part, dim), dim)
 
     def tensor(
         self,
         name: str,
         dtype: torch.dtype | None = None,
         *,
+        part: range | None = None,
         dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
     ) -> torch.Tensor:
-        matrix = self.quantized(name, dim=dim, start=start, stop=stop)
+        matrix = self.quantized(name, part=part, dim=dim)
         if matrix is not None:
             return matrix.dequantize(dtype or torch.float32)
         stored = self.stored_dtype(name)
@@ -79,7 +77,7 @@ class HFCheckpoint(Checkpoint):
                 f"tensor {name!r} is {stored}, which is not supported; take the original "
                 "weights in a 16 or 32-bit type",
             )
-        part = range(*part_of(self.stored_shape(name), dim, start, stop))
+        part = part_of(self.stored_shape(name), part, dim)
         return self.load(name, *(None,) * dim, part, dtype=dtype)
 
     def stored_names(self) -> Collection[str]:

@@ -69,7 +69,7 @@ class QuantizedModules:
     def shape(self, name: str) -> tuple[int, int]:
         return self._scheme.matrix_shape(self._modules[name])
 
-    def matrix(self, name: str, dim: int, part: range) -> QuantizedMatrix:
+    def matrix(self, name: str, part: range, dim: int) -> QuantizedMatrix:
         """Read the rows (`dim` 0) or columns (1) `part` of a module's matrix."""
         num_rows, num_columns = self.shape(name)
         rows, columns = (part, range(num_columns)) if dim == 0 else (range(num_rows), part)

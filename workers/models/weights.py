@@ -151,8 +151,7 @@ class WeightReader:
         self, name: str, shape: tuple[int, ...], part: range | None = None, dim: int = 0
     ) -> Tensor:
         self._check(name, shape)
-        start, stop = (None, None) if part is None else (part.start, part.stop)
-        tensor = self.checkpoint.tensor(name, self.dtype, dim=dim, start=start, stop=stop)
+        tensor = self.checkpoint.tensor(name, self.dtype, part=part, dim=dim)
         self._mark_read(name)
         return tensor.to(self.device)
 
@@ -160,10 +159,9 @@ class WeightReader:
         self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0
     ) -> Tensor | QuantizedMatrix:
         self._check(name, shape)
-        start, stop = (None, None) if part is None else (part.start, part.stop)
         if self._can_keep is None:
             return self._read(name, shape, part, dim)
-        matrix = self.checkpoint.quantized(name, dim=dim, start=start, stop=stop)
+        matrix = self.checkpoint.quantized(name, part=part, dim=dim)
         if matrix is None or not self._can_keep(matrix):
             return self._read(name, shape, part, dim)
         self._mark_read(name)

@@ -239,17 +239,17 @@ DOWN, Q = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_pro
 @pytest.mark.parametrize(
     ("dim", "start", "stop"),
     [
-        (0, 0, 32), (0, 32, 64), (0, 5, 41), (0, 31, 33), (0, 63, 64), (0, 9, 9), (0, None, 40),
-        (1, 0, 256), (1, 256, 512), (1, 32, 64), (1, 7, 300), (1, 255, 257), (1, 511, None),
+        (0, 0, 32), (0, 32, 64), (0, 5, 41), (0, 31, 33), (0, 63, 64), (0, 9, 9), (0, 0, 40),
+        (1, 0, 256), (1, 256, 512), (1, 32, 64), (1, 7, 300), (1, 255, 257), (1, 511, 512),
         (1, 40, 40),
     ],
 )  # fmt: skip
 def test_a_part_is_that_part_of_the_whole(
-    typed: GGUFCheckpoint, name: str, dim: int, start: int | None, stop: int | None
+    typed: GGUFCheckpoint, name: str, dim: int, start: int, stop: int
 ) -> None:
     whole = typed.tensor(name)
     assert whole.shape == (NUM_ROWS, NUM_COLUMNS)
-    part = typed.tensor(name, dim=dim, start=start, stop=stop)
+    part = typed.tensor(name, part=range(start, stop), dim=dim)
     assert torch.equal(part, whole[start:stop] if dim == 0 else whole[:, start:stop])
     assert part.is_contiguous()
 
@@ -259,19 +259,19 @@ def test_only_the_part_is_read(typed: GGUFCheckpoint) -> None:
     row_bytes = NUM_COLUMNS // block_size * block_bytes
     for name in (DOWN, Q):
         before = typed.bytes_read
-        typed.tensor(name, start=32, stop=48)
+        typed.tensor(name, part=range(32, 48))
         assert typed.bytes_read - before == 16 * row_bytes
         before = typed.bytes_read
-        typed.tensor(name, dim=1, start=256, stop=512)
+        typed.tensor(name, part=range(256, 512), dim=1)
         assert typed.bytes_read - before == NUM_ROWS * row_bytes // 2
 
 
 def test_raw_rows_are_those_of_the_tensor(typed: GGUFCheckpoint) -> None:
     for name in (DOWN, Q):
-        for start, stop in ((0, None), (0, 32), (5, 41)):
-            raw = typed.raw(name, start, stop)
+        for part in (None, range(32), range(5, 41)):
+            raw = typed.raw(name, part)
             values = dequantize(raw, typed.ggml_type(name), torch.float32)
-            assert torch.equal(values, typed.tensor(name, torch.float32, start=start, stop=stop))
+            assert torch.equal(values, typed.tensor(name, torch.float32, part=part))
 
 
 def test_quantized_weights_are_those_of_the_reference(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_biases_in_part(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model))
     name = "model.layers.0.self_attn.k_proj.bias"
     expected = model.state_dict()[name]
-    assert torch.equal(checkpoint.tensor(name, start=3, stop=27), expected[3:27])
+    assert torch.equal(checkpoint.tensor(name, part=range(3, 27)), expected[3:27])
     with pytest.raises(ValueError, match="dim must be in"):
         checkpoint.tensor(name, dim=1)
 

@@ -57,7 +57,7 @@ def test_a_part_is_that_part_of_the_whole(
     directory: Path, name: str, dim: int, start: int, stop: int
 ) -> None:
     expected = quantize_directory(directory, name)[NAME].narrow(dim, start, stop - start)
-    found = open_checkpoint(directory).tensor(NAME, dim=dim, start=start, stop=stop)
+    found = open_checkpoint(directory).tensor(NAME, part=range(start, stop), dim=dim)
     assert close(found, expected)
 
 
@@ -66,14 +66,14 @@ def test_of_a_part_no_more_is_read_than_it_needs(directory: Path, name: str) -> 
     quantize_directory(directory, name)
     whole, half = open_checkpoint(directory), open_checkpoint(directory)
     whole.tensor(NAME)
-    half.tensor(NAME, stop=ROWS // 2)
+    half.tensor(NAME, part=range(ROWS // 2))
     # The order of the columns and one number of a module are read in any case.
     assert half.bytes_read <= whole.bytes_read / 2 + 4 * COLUMNS + BLOCK
 
 
 def test_groups_that_a_part_cuts_become_smaller(directory: Path) -> None:
     quantize_directory(directory, "gptq")
-    matrix = open_checkpoint(directory).quantized(NAME, dim=1, start=16, stop=80)
+    matrix = open_checkpoint(directory).quantized(NAME, part=range(16, 80), dim=1)
     assert matrix is not None
     assert (GROUP, matrix.group_size, matrix.scale_OG.shape) == (32, 16, (ROWS, 4))
 
