@@ -54,19 +54,3 @@ def _cores_of(group: Path) -> int:
 def has_float8(device: torch.device) -> bool:
     """Whether it computes with float8 (e4m3)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 wherever it is not emulated."""
-    if name == "auto":
-        return torch.bfloat16
-    return {
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "half": torch.float16,
-        "float32": torch.float32,
-        "float": torch.float32,
-        "int8": torch.int8,
-        "fp8": torch.float8_e4m3fn,
-        "fp8_e4m3": torch.float8_e4m3fn,
-    }[name]

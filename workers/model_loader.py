@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
 from .cpu.decoding import NativeDecoding
 from .cpu.library import NotSupportedNatively, instruction_set
-from .device import has_float8, resolve_dtype, usable_cores
+from .device import has_float8, usable_cores
 from .kv_cache_groups import group_layers
 from .loaders import Checkpoint
 from .models.decoder import Decoder
@@ -28,10 +28,22 @@ from .models.families import model_spec
 from .models.layers import LayerKernels
 from .models.shard import ModelShard
 from .models.spec import ModelSpec
+from .models.weights import ProgressCallback
 from .parallel_state import ParallelState
 from .sampling import Sampler, SamplerOutput
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""By the names of `--dtype` and `--kv-cache-dtype`."""
 
 
 class Model(Protocol):
@@ -94,7 +106,7 @@ def load_model(
     config: EngineConfig,
     device: torch.device,
     checkpoint: Checkpoint,
-    on_progress: Callable[[int, int], None],
+    on_progress: ProgressCallback,
     parallel: ParallelState,
     breaks_graphs: bool = False,
 ) -> Model:
@@ -108,72 +120,105 @@ def load_model(
         config.model.max_model_len,
     )
     check_parallel(spec.dimensions, config.parallel)
-    shard = parallel.shard(spec)
-    dtype = resolve_dtype(config.model.dtype, device)
-    kv_dtype = config.cache.kv_cache_dtype
-    if kv_dtype.startswith("fp8") and not has_float8(device):
-        raise ConfigError(
-            f"--kv-cache-dtype {kv_dtype} needs a GPU that computes with float8, of compute capability 8.9 or later; "
-            "on the CPU there is int8"
-        )
-    attention_spec = AttentionSpec.of(
+    attention = AttentionSpec.of(
         spec,
-        shard,
+        parallel.shard(spec),
         block_size=config.cache.block_size,
-        dtype=dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, device),
+        dtype=_kv_cache_dtype(config, device),
         device=device,
     )
-    common: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "max_model_len": config.model.max_model_len,
-        "shard": shard,
-        "on_progress": on_progress,
-    }
-    backend = config.device.cpu_backend
-    num_workers = config.parallel.num_workers
-    if device.type == "cpu" and backend is not CPUBackend.TORCH:
-        # The native program has its own threads; torch's would only spin beside them.
-        torch.set_num_threads(1)
-        num_threads = config.device.threads or max(1, usable_cores() // num_workers)
-        try:
-            decoder = NativeDecoder(
-                spec,
-                checkpoint,
-                NativeAttention(attention_spec),
-                **common,
-                quantization=config.model.quantization,
-                num_threads=num_threads,
-            )
-            if parallel.is_output_rank:
-                logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
-            return decoder
-        except NotSupportedNatively as reason:
-            if backend is CPUBackend.NATIVE:
-                raise ConfigError(f"--cpu-backend native: {reason}") from reason
-            if parallel.is_output_rank:
-                logger.warning("%s; running on plain torch, which is several times slower", reason)
+    if device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH:
+        native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
+        if native is not None:
+            return native
+    return _load_torch(config, spec, checkpoint, attention, parallel, on_progress, breaks_graphs)
+
+
+def _kv_cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    name = config.cache.kv_cache_dtype
+    if name.startswith("fp8") and not has_float8(device):
+        raise ConfigError(
+            f"--kv-cache-dtype {name} needs a GPU that computes with float8, of compute capability 8.9 or later; "
+            "on the CPU there is int8"
+        )
+    return _DTYPES[config.model.dtype if name == "auto" else name]
+
+
+def _load_native(
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    attention: AttentionSpec,
+    parallel: ParallelState,
+    on_progress: ProgressCallback,
+) -> NativeDecoder | None:
+    """Return None if the native program cannot run the model, and need not."""
+    # The native program has its own threads; torch's would only spin beside them.
+    torch.set_num_threads(1)
+    num_threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
+    try:
+        decoder = NativeDecoder(
+            spec,
+            checkpoint,
+            NativeAttention(attention),
+            dtype=_DTYPES[config.model.dtype],
+            max_model_len=config.model.max_model_len,
+            shard=parallel.shard(spec),
+            on_progress=on_progress,
+            quantization=config.model.quantization,
+            num_threads=num_threads,
+        )
+    except NotSupportedNatively as reason:
+        if config.device.cpu_backend is CPUBackend.NATIVE:
+            raise ConfigError(f"--cpu-backend native: {reason}") from reason
+        if parallel.is_output_rank:
+            logger.warning("%s; running on plain torch, which is several times slower", reason)
+        return None
+    if parallel.is_output_rank:
+        logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
+    return decoder
+
+
+def _load_torch(
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    attention: AttentionSpec,
+    parallel: ParallelState,
+    on_progress: ProgressCallback,
+    breaks_graphs: bool,
+) -> Decoder:
     if config.model.quantization is not None:
         raise ConfigError(
             f"--quantization {config.model.quantization} needs the native CPU backend, "
             "which does not run here"
         )
-    if kv_dtype == "int8":
+    if attention.dtype == torch.int8:
         raise ConfigError(
             "--kv-cache-dtype int8 needs the native CPU backend, which does not run here"
         )
     # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
     # operation waits for a time slice. Leaving them a core of their own is faster than using it.
-    torch.set_num_threads(config.device.threads or max(1, (usable_cores() - 1) // num_workers))
+    torch.set_num_threads(
+        config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
+    )
+    device, dtype = attention.device, _DTYPES[config.model.dtype]
     is_batch_invariant = config.device.batch_invariant
     if is_batch_invariant and device.type == "cuda":
-        attention = attention_backend(attention_spec, "triton_batch_invariant")
+        backend = attention_backend(attention, "triton_batch_invariant")
     else:
-        attention = attention_backend(attention_spec)
-    if breaks_graphs:
-        attention = BreakingAttention(attention)
-    kernels = _layer_kernels(dtype, device, is_batch_invariant)
-    return Decoder(spec, checkpoint, attention, kernels=kernels, **common)
+        backend = attention_backend(attention)
+    return Decoder(
+        spec,
+        checkpoint,
+        BreakingAttention(backend) if breaks_graphs else backend,
+        dtype=dtype,
+        device=device,
+        max_model_len=config.model.max_model_len,
+        shard=parallel.shard(spec),
+        kernels=_layer_kernels(dtype, device, is_batch_invariant),
+        on_progress=on_progress,
+    )
 
 
 def _layer_kernels(

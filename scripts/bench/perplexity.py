@@ -256,18 +256,24 @@ def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDec
     float32 = AttentionSpec.of(
         spec, ModelShard.whole(spec), block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
     )
-    common: dict[str, Any] = {"device": CPU, "max_model_len": WINDOW}
-    attention = attention_backend(float32)
-    expected = checkpoint if form.counts_weights else LoadedCheckpoint(path, form)
-    return Decoder(spec, expected, attention, dtype=torch.float32, **common), NativeDecoder(
+    reference = Decoder(
+        spec,
+        checkpoint if form.counts_weights else LoadedCheckpoint(path, form),
+        attention_backend(float32),
+        dtype=torch.float32,
+        device=CPU,
+        max_model_len=WINDOW,
+    )
+    native = NativeDecoder(
         spec,
         checkpoint,
         NativeAttention(replace(float32, dtype=torch.bfloat16)),
         dtype=form.dtype,
+        max_model_len=WINDOW,
         quantization=form.quantization,
         num_threads=threads,
-        **common,
     )
+    return reference, native
 
 
 @dataclass(frozen=True)

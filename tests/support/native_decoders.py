@@ -61,7 +61,6 @@ def native_decoder(
         checkpoint,
         NativeAttention(_attention_spec(spec, cache_dtype, block_size)),
         dtype=dtype,
-        device=CPU,
         max_model_len=MAX_MODEL_LEN,
         **options,
     )

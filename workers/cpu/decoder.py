@@ -47,7 +47,6 @@ class NativeDecoder:
         attention: NativeAttention,
         *,
         dtype: torch.dtype,
-        device: torch.device,
         max_model_len: int,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
