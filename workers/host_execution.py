@@ -15,6 +15,7 @@ from ..protocol.arrays import Int32Array, Int64Array, int32_view
 from ..protocol.config import SpeculativeConfig
 from ..protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .batch import StepPlan, even_requests
+from .cpu.decoder import NativeDecoder
 from .cpu.decoding import NativeDecoding
 from .cpu.drafts import Drafts
 from .kv_cache import KVCache
@@ -30,9 +31,9 @@ _LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
 
 class HostExecution:
-    """Decodes by what the model has for that alone.
+    """A native program does a step in which every request decodes in one call, its sampling included.
 
-    That verifies drafts, too; in other steps those are left out.
+    Such a step verifies drafts; other steps leave them out.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class HostExecution:
         """There is nothing to find out: the KV cache has a share of the memory that is free."""
 
     def use_kv_cache(self) -> None:
-        self._decoding = self._model.decoding(self._batch, self._kv_cache.layers, self._speculative)
+        if isinstance(self._model, NativeDecoder):
+            self._decoding = self._model.decoding(
+                self._batch, self._kv_cache.layers, self._speculative
+            )
         self._drafts = None if self._decoding is None else self._decoding.drafts
 
     @torch.inference_mode()

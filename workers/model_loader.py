@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.arrays import Int32Array
-from ..protocol.config import CPUBackend, EngineConfig, SpeculativeConfig
+from ..protocol.config import CPUBackend, EngineConfig
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .attention import AttentionSpec, PagedAttention, attention_backend
@@ -18,7 +18,6 @@ from .attention.graph_break import BreakingAttention
 from .batch import PersistentBatch
 from .cpu.attention import NativeAttention
 from .cpu.decoder import NativeDecoder
-from .cpu.decoding import NativeDecoding
 from .cpu.library import NotSupportedNatively, instruction_set
 from .device import has_float8, usable_cores
 from .kv_cache_groups import group_layers
@@ -89,17 +88,6 @@ class Model(Protocol):
         slots_S: Int32Array,
     ) -> SamplerOutput:
         """Fill the KV caches, and sample from the logits of `forward`'s rows `rows_S` for these slots."""
-
-    def decoding(
-        self,
-        batch: PersistentBatch,
-        kv_caches: Sequence[Tensor],
-        speculative: SpeculativeConfig | None = None,
-    ) -> NativeDecoding | None:
-        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, if there is such a thing.
-
-        With `speculative` it finds drafts, and verifies them.
-        """
 
 
 def load_model(

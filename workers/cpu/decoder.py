@@ -146,7 +146,10 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
-        """Return what decodes the requests of `batch`; None for a stage of a pipeline, which does not sample alone."""
+        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, and verifies drafts.
+
+        None for a stage of a pipeline, which does not sample alone.
+        """
         if not (self.shard.is_first and self.shard.is_last):
             return None
         return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.config import SpeculativeConfig
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
 from ..loaders.checkpoint import Checkpoint
@@ -152,14 +151,6 @@ class Decoder:
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
         return self._sampler.sample(logits_SV, slots_S, self._batch.num_tokens[slots_S])
-
-    def decoding(
-        self,
-        batch: PersistentBatch,
-        kv_caches: Sequence[Tensor],
-        speculative: SpeculativeConfig | None = None,
-    ) -> None:
-        """There is nothing that decodes faster than `forward_and_sample`."""
 
 
 def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
