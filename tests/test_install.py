@@ -22,7 +22,7 @@ def test_a_compiler_that_comes_later_is_used(tmp_path: Path) -> None:
     tools.mkdir()
     for name in TOOLS:
         (tools / name).symlink_to(str(shutil.which(name)))
-    for part in ("pyproject.toml", "scripts/install"):
+    for part in ("pyproject.toml", "workers/cpu/build_native.py", "scripts/install"):
         (tree / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / part, tree / part)
     csrc = tree / "workers/cpu/csrc"

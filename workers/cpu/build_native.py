@@ -1,9 +1,10 @@
-"""How setuptools compiles the native library: several sources at once."""
+"""How setuptools compiles the native library: all of `csrc`, several sources at once."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools.command.build_ext import build_ext
@@ -13,7 +14,19 @@ from setuptools.command.build_ext import build_ext
 MOST_AT_ONCE = 4
 
 
+# As setuptools wants paths: from the root of the project, which it is run in.
+CSRC = Path("workers", "cpu", "csrc")
+
+
 class BuildNative(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        (native,) = self.extensions
+        files = sorted(path.as_posix() for path in CSRC.iterdir())
+        native.sources = [file for file in files if file.endswith(".cpp")]
+        # With these, too, a source distribution is complete, and a change of one compiles all sources again.
+        native.depends = [file for file in files if file.endswith((".h", ".inc"))]
+
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
 
