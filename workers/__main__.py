@@ -32,8 +32,8 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     # OpenMP's threads spin while they wait, on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    # Importing torch takes a second, of which looking for garbage among what is there to stay would be a fifth;
-    # the worker begins with that when it is ready.
+    # Importing torch takes a second, a fifth of it for garbage collections that find nothing. The worker enables them
+    # when it is ready.
     gc.disable()
     return status.run(Worker(config, core_index, rank, context, status, pulse).run)
 

@@ -13,12 +13,12 @@ from .transfers import Download
 
 
 class Accelerator(Protocol):
-    """Memory is counted in bytes. `allocated` is what tensors take; `reserved` also what is kept for later ones."""
+    """Memory in bytes. `allocated` is what tensors take; `reserved` is that and what torch keeps for later ones."""
 
     def total_memory(self) -> int: ...
 
     def used_memory(self) -> int:
-        """Of the whole device, by anybody."""
+        """Of the whole device, other processes' memory included."""
 
     def reserved_memory(self) -> int: ...
 
@@ -30,7 +30,7 @@ class Accelerator(Protocol):
     def forget_peak(self) -> None: ...
 
     def release_memory(self) -> None:
-        """Give back what no tensor takes."""
+        """Give the device back the reserved memory that no tensor takes."""
 
     def graph_recorder(self) -> GraphRecorder: ...
 
@@ -84,12 +84,12 @@ class CUDAAccelerator:
 class _CUDADownload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Who waits for it sleeps.
+        # Blocking: a thread that waits for it sleeps, where it would spin otherwise.
         self.arrived = torch.cuda.Event(blocking=True)
         self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Kept, for its memory must not become another step's before it is read.
+        # Kept alive until it is read: else the next step may get its memory.
         self._sources.append(tensor)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return target.copy_(tensor, non_blocking=True)
@@ -98,6 +98,6 @@ class _CUDADownload:
         return self.arrived.query()
 
     def wait(self) -> None:
-        # Another thread than that of the model has no device until it is told one.
+        # The current device is each thread's own, and this may be another thread than the model's.
         with torch.cuda.device(self._device):
             self.arrived.synchronize()

@@ -52,7 +52,10 @@ def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> 
 
 
 def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
-    """As `even_requests`, but all have one token but the last, whose prompt has the rest. The first one's is its last but one."""
+    """As `even_requests`, but the last request has a prompt of most tokens, and the others have one token each.
+
+    The first request's token is the last but one that its slot has room for.
+    """
     num_scheduled_S = np.ones(num_requests, np.int32)
     num_scheduled_S[-1] = min(num_tokens - num_requests + 1, max_model_len)
     num_computed_S = np.zeros(num_requests, np.int32)
@@ -182,7 +185,7 @@ class PersistentBatch:
             chunks = int32_view(output.chunks).reshape(-1, 2)
             num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
             if output.drafts:
-                # Only steps in which everybody decodes verify them.
+                # They are verified only in steps in which all requests decode.
                 rows, counts = int32_view(output.drafts).reshape(-1, 2).T
                 num_scheduled_S[rows] -= counts
             np.cumsum(num_scheduled_S, out=query_start_loc[1:])

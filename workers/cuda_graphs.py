@@ -1,9 +1,10 @@
 """CUDA graphs of a model's forward pass, which launch its kernels without Python between them.
 
-A graph reads and writes memory at the addresses it was captured with, and its shapes are fixed. So there is one for each of
-some sizes, and a step runs in the smallest that holds it. Decoding is one graph where the attention backend can be
-captured. Other steps are graphs of what is between the attentions, which run as themselves: their work depends on every
-request's length. Steps too large for any graph have kernels that take longer than Python takes to launch them.
+A graph reads and writes memory at the addresses it was captured with, and its shapes are fixed. So there is one for
+each of some sizes, and a step runs in the smallest that holds it. Decoding is one graph where the attention backend can
+be captured. Other steps are graphs of what is between the attentions, which are launched by themselves: their work
+depends on every request's length. Steps too large for any graph have kernels that take longer than Python takes to
+launch them.
 
 T tokens, padded to a size.
 """
@@ -30,10 +31,10 @@ class GraphRecorder(Protocol):
     def begin(self) -> None: ...
 
     def end(self) -> Replay:
-        """Return what launches it again."""
+        """Return what launches the same again."""
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return what a replay finds where this tensor is now, without keeping the memory from what is recorded later."""
+        """Return a tensor at the same address, for replays. Graphs that are recorded later may use its memory, too."""
 
     def forget(self) -> None:
         """Nothing that was recorded will be launched again."""
@@ -66,7 +67,7 @@ class CUDAGraphRecorder:
         return graph.replay
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        # The pool has the memory as long as there are graphs.
+        # As long as there are graphs, the pool keeps the memory.
         return unowned(tensor)
 
     def forget(self) -> None:
@@ -75,7 +76,7 @@ class CUDAGraphRecorder:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory, for somebody who knows that it is there."""
+    """Return a tensor of the same memory that does not keep it alive."""
     owned = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(
         owned.data_ptr(), tensor.device, owned.nbytes()
@@ -85,7 +86,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 class GraphBreaker:
-    """Lets code that is being captured run something as itself, now and at each replay."""
+    """Lets code that is being captured leave a call out of the graphs; it runs now, and at each replay."""
 
     def __init__(self) -> None:
         self._recorder: GraphRecorder | None = None
@@ -96,7 +97,7 @@ class GraphBreaker:
         return self._recorder is not None
 
     def capture(self, recorder: GraphRecorder, run: Callable[[], None]) -> Replay:
-        """Return what does again what `run` does, in graphs but for what it gives to `run_eagerly`."""
+        """Return what does the same as `run`, in graphs but for the calls that it gives to `run_eagerly`."""
         self._recorder, self._segments = recorder, []
         recorder.begin()
         run()
@@ -113,7 +114,7 @@ class GraphBreaker:
         return replay
 
     def run_eagerly(self, run: Callable[..., object], *tensors: Tensor) -> None:
-        """Only while capturing. `run` is given tensors that the graphs write, and must not know of them otherwise."""
+        """Only while capturing. `run` is given tensors that the graphs write, and must not hold them itself."""
         assert self._recorder is not None
         self._segments.append(self._recorder.end())
         run(*tensors)
@@ -122,7 +123,7 @@ class GraphBreaker:
 
 
 class SizedGraphs:
-    """The graphs of `run`, which does a step of a given padded size, and returns tensors, some of them in static memory."""
+    """The graphs of `run`, which does a step of a given padded size and returns tensors."""
 
     def __init__(
         self,

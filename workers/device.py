@@ -36,7 +36,7 @@ def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
 
 
 def usable_cores(cgroups: Path = CGROUPS) -> int:
-    """The cores this process may run on, and as many as the time that its container may use."""
+    """How many cores this process may use: by its affinity and by its container's limit of CPU time."""
     cores = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         cores.append(len(os.sched_getaffinity(0)))

@@ -1,7 +1,7 @@
-"""What a GPU says when it fails, in words that help.
+"""Errors of a GPU, with their remedy.
 
-The worker ends in either case, and recovery finds out whether a request was the reason: no state of a step that failed
-half-way is worth keeping, and after an illegal access nothing on the device can be used again.
+The worker ends with any of them, and recovery finds out whether a request was the reason: no state of a step that
+failed half-way is worth keeping, and after an illegal access nothing on the device can be used again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..protocol.errors import EngineError
 
 _DEVICE_ERRORS = (torch.AcceleratorError, torch.cuda.CudaError)
 _SIGNS = ("CUDA error", "Triton Error [CUDA]")
-"""What begins other errors of CUDA's libraries, and of a kernel that could not be launched."""
+"""What the messages of other errors of CUDA's libraries, and of a failed launch, contain."""
 
 
 @contextmanager

@@ -94,7 +94,8 @@ class DeviceExecution:
         captures = [capture for kind in self._forward.captures() for capture in kind]
         for capture in captures:
             capture()
-        # Kernels differ by the number of tokens, for one token a request, and for sequences so long that programs share their keys.
+        # There are different kernels for different numbers of tokens, for one token a request, and for sequences whose
+        # keys are split.
         for count in (1 << n for n in range(self._most_tokens.bit_length())):
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
@@ -104,9 +105,10 @@ class DeviceExecution:
             logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
 
     def _run_largest_steps(self) -> None:
-        """As many tokens as a step may have, of as many requests, all of which sample in the way that takes most.
+        """Run steps of as many tokens and requests as there may be, which sample in the way that takes most memory.
 
-        Evenly, and with a sequence so long beside a prompt that attention keeps the most sums of its programs.
+        One divides the tokens evenly. One has a prompt beside a sequence of full length, which attention
+        splits the most.
         """
         num_requests = min(self._batch.num_slots, self._most_tokens)
         self._run(even_requests(self._most_tokens, num_requests))
@@ -138,7 +140,7 @@ class DeviceExecution:
         logits_RV = self._model.compute_logits(
             hidden_TD.index_select(0, forwarded.step.logit_rows_R)
         )
-        # Where not all rows are limited, those that are are copied.
+        # With a row that is not limited: then the limited ones are copied, which takes more.
         slots_G = plan.slots_S[1:]
         bitmask_NK = np.tile(pack_bitmask([0], logits_RV.shape[1]), (len(slots_G), 1))
         grammar = Grammar(slots_G, np.arange(len(slots_G)), bitmask_NK)
@@ -159,7 +161,7 @@ class DeviceExecution:
         forwarded = self._forward(plan)
         hidden_TD = forwarded.hidden_TD
         if not self._shard.is_last:
-            # The next step's hidden states may take the place of these before they are sent.
+            # A copy: the next step may overwrite them before they are sent.
             self._pipeline.send_hidden(hidden_TD.clone())
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
@@ -183,7 +185,7 @@ class DeviceExecution:
                 self._pipeline.send_tokens(sampled.token_ids)
             prompt_logprobs = self._requests.prompt_logprobs.finish(slots_R.tolist())
             make_output = partial(sampled.message, output.step, prompt_logprobs)
-        # Without tokens, too, a step has its output when the device is done with it.
+        # A step that samples nothing has its output, too, only when the device is done with it.
         with self._accelerator.download() as download:
             if sampled is not None:
                 sampled.fetch(download)

@@ -24,10 +24,10 @@ from .step_buffers import DeviceStep, StepBuffers
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a step has come to, good until the next one. `step` is the plan where the device has it.
+    """What a step has computed, valid until the next one. `step` is the plan on the device.
 
-    Where all tokens of the step are sampled from, a graph has gone on: to their `logits_RV`, and to `greedy_R`, what
-    `choose_greedy` makes of them, which are the requests' next tokens unless others are appended.
+    A graph of a step in which every token is sampled from also computes their `logits_RV`, and appends the most likely
+    tokens, `greedy_R`, to the requests; tokens that are appended later replace them.
     """
 
     hidden_TD: torch.Tensor
@@ -65,7 +65,7 @@ class DeviceForward:
         self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
-        # A step never has more tokens than its requests may have, and capturing one would need slots that are not there.
+        # No step has more tokens than all slots have room for, and one that had could not be captured.
         max_graph_size = min(max_graph_size, max_tokens, batch.num_slots * batch.max_model_len)
         if recorder is not None and max_graph_size:
             self._add_graphs(recorder, max_graph_size)
@@ -81,7 +81,7 @@ class DeviceForward:
             self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
 
     def forget_graphs(self) -> None:
-        """The KV cache is not where it was when they were captured."""
+        """For when the KV cache is no longer where it was at their capture."""
         for graphs in (self._decodes, self._chunks):
             if graphs is not None:
                 graphs.forget()
@@ -112,7 +112,7 @@ class DeviceForward:
         return Forwarded(self._forward(step, metadata), step)
 
     def append(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
-        """The sampled rows' requests have these next tokens, int [R]."""
+        """Append the next token, int [R], to the request of each sampled row."""
         self._append(step.token_index_T.index_select(0, step.logit_rows_R), token_ids_R)
 
     def _append(self, index_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class DeviceForward:
         graphs.capture(size)
 
     def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
-        """A step of requests that have one token each, or none, and all sample: what `Forwarded` has of it."""
+        """Run a step of requests with one token each, or none, that all sample. Returns the tensors of `Forwarded`."""
         step = self._buffers.view(size, size)
         self._buffers.gather_block_tables(step)
         metadata = [
@@ -150,7 +150,7 @@ class DeviceForward:
         return [hidden_SD, logits_SV, greedy_S]
 
     def _run_chunks(self, size: int) -> list[torch.Tensor]:
-        """A step of any kind, of which only the attention, which is not captured, knows the requests."""
+        """Run a step of any kind. What depends on its requests is in its attention, which is not captured."""
         return [self._forward(self._buffers.view(size, 0), self._current)]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from .runner import PendingOutput
 class DeviceWatch:
     """A thread that waits for outputs, one at a time, while the worker sleeps in a poll.
 
-    It is given an output only when the worker has nothing else to do, so that the two seldom want the interpreter at once.
+    It is given an output only when the worker has nothing else to do, so that the two threads seldom want the
+    interpreter at once.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class DeviceWatch:
     def watch(self, output: PendingOutput) -> None:
         if output is self._watched:
             return
-        # A CPU has its outputs at once: nobody waits for one.
+        # Not started before: on a CPU outputs are there at once, and none is ever watched.
         if self._thread.ident is None:
             self._thread.start()
         self._watched = output
@@ -43,7 +44,7 @@ class DeviceWatch:
 
     def _wait(self) -> None:
         while True:
-            # Whatever is wrong with the device, the worker is told when it asks for the output.
+            # An error of the device is raised in the worker, too, when it asks for the output.
             with contextlib.suppress(Exception):
                 self._outputs.get().wait()
             self._waker.send(b"\0")

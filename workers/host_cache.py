@@ -17,11 +17,11 @@ from .pinned_memory import pin
 from .transfers import to_device
 
 STAGED_BYTES: Final = 128 * 1024 * 1024
-"""Of blocks that leave or come at once. A long prefix must not take its size of the device's memory once more."""
+"""Of blocks that are copied at once. A long prefix must not take its size of the device's memory a second time."""
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """The most of the device's memory that copies take beside a step: one on its way out, and one coming in, twice."""
+    """The most device memory that copies take beside a step: one lot of blocks going out, and two coming in."""
     return 3 * _blocks_at_once(block_bytes, STAGED_BYTES) * block_bytes
 
 
@@ -65,7 +65,7 @@ class HostCache:
             return
         for part in parts:
             self._send(*part, self._stream)
-            # The next one takes its memory.
+            # The next part takes the memory of this one.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._send(*last, self._stream).record_stream(self._stream)
 
@@ -82,7 +82,7 @@ class HostCache:
         self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.Tensor:
         """Return what the stream reads from now on."""
-        # The gathered blocks are the step's past: it may overwrite the cache while they are still on their way.
+        # A copy of the blocks: the step may overwrite the cache while they are still on their way.
         gathered_kLP = self._gather(sources_k)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -94,7 +94,7 @@ class HostCache:
         self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         current = torch.cuda.current_stream(self._device)
-        # On one stream with the copies out: what they have not written yet is not read.
+        # On the stream of the copies out: they have written a block before it is read here.
         with torch.cuda.stream(stream):
             arrived_kLP = torch.stack(
                 [
@@ -106,7 +106,7 @@ class HostCache:
         targets_on_device_k = to_device(targets_k.numpy(), self._device)
         for layer, cache_NP in enumerate(self._caches):
             cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
-        # Its memory is the stream's, which writes there again only when it has been read.
+        # The memory is the stream's, which may write there again only once it has been read here.
         stream.wait_stream(current)
 
     def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:

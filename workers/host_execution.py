@@ -113,7 +113,7 @@ class HostExecution:
         return result
 
     def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
-        """How many drafts each row may have verified; None if nobody has any."""
+        """How many drafts of each row are to be verified; None if there are none."""
         if not output.drafts or self._drafts is None:
             return None
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
@@ -122,14 +122,14 @@ class HostExecution:
         return self._batch.num_drafts(output)[slots_S]
 
     def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
-        """With it come drafts of what follows the tokens that are there before the step has sampled."""
+        """The grammar may also force tokens to come: those become drafts."""
         message = await_grammar(step)
         if message is not None and message.forced is not None and self._drafts is not None:
             self._drafts.force(message.forced)
         return message
 
     def close(self) -> None:
-        """It keeps nothing that anybody waits for."""
+        """There is nothing to close."""
 
     @torch.inference_mode()
     def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:

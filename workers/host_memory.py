@@ -30,10 +30,10 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
-    """Give buffers of `allocate` their memory while no thread has anything better to do, their beginnings first.
+    """Give buffers of `allocate` their memory in a thread of idle priority, the beginnings of all buffers first.
 
-    Otherwise the first write to each page waits for it: a little on a machine of one's own, and 9 ms for 2 MiB were seen
-    in a virtual machine whose host had to find the memory. So much for every layer at once stops a server for a third of a second.
+    Otherwise the first write to each page waits for it. In a virtual machine whose host had to find the memory, 2 MiB
+    took 9 ms; for all layers at once that stops a server for a third of a second.
     """
     thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
     thread.start()
@@ -44,12 +44,12 @@ def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
     if not hasattr(os, "SCHED_IDLE"):
         return
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # Unlike `mmap.madvise`, this lets other threads have the interpreter meanwhile.
+    # Unlike `mmap.madvise`, this releases the interpreter lock.
     madvise = ctypes.CDLL(None).madvise
     for offset in range(0, max(len(buffer) for buffer in buffers), HUGE_PAGE_BYTES):
         for buffer in buffers:
             size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
             begin = ctypes.c_void_p(buffer.ctypes.data + offset)
             if size > 0 and madvise(begin, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                # An older kernel, or no memory: whoever writes there will see.
+                # An older kernel, or no memory: the first write to each page gets it, or fails.
                 return

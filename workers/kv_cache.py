@@ -60,7 +60,7 @@ class KVCache:
         self.layers = []
 
     def copy_blocks(self, output: SchedulerOutput) -> None:
-        """Move the blocks that the step sends to the host's tier, and wants back from it."""
+        """Copy the blocks that the step sends to the host's tier, and those that it wants back."""
         if self._host_cache is not None:
             if output.host_copies_out:
                 self._host_cache.copy_out(output.host_copies_out)
@@ -68,7 +68,7 @@ class KVCache:
                 self._host_cache.copy_in(output.host_copies_in)
 
     def attention_metadata(self, batch: PersistentBatch, plan: StepPlan) -> list[Any]:
-        """What attention makes of the step, for each group."""
+        """The attention backend's metadata of the step, for each group."""
         return [
             self._attention.build(group_batch, windows)
             for group_batch, windows in zip(

@@ -89,8 +89,9 @@ def _larger_share(profile: MemoryProfile, needed: int) -> str:
 def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers: int) -> int:
     """Blocks of a worker's host tier; 0 without one.
 
-    Raises ConfigError when those of a replica are larger than this machine's free memory, when those of all its workers
-    are larger than all its memory (other replicas may have theirs already), or when one is too small for a block.
+    Raises ConfigError when the tiers of a replica's workers are larger than the machine's free memory, when those of
+    all workers here are larger than its whole memory (other replicas may have taken theirs already), or when a tier is
+    too small for a block.
     """
     host_gib = config.cache.host_gib
     if not host_gib:

@@ -14,8 +14,9 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device; `staging` what
-    copies to and from the host's tier take.
+    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device.
+
+    `staging` is what copies to and from the host's tier take.
     """
 
     total: int

@@ -37,7 +37,7 @@ class Execution(Protocol):
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult: ...
 
     def close(self) -> None:
-        """There is nothing more to execute."""
+        """No step follows."""
 
 
 class ModelRunner:
@@ -103,7 +103,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
 
-        Only the last of several stages has something to tell; its ranks all sample the same.
+        Only the last of several stages has tokens; all of its ranks sample the same.
         """
         with explaining_device_errors(f"in step {output.step}"):
             self._kv_cache.copy_blocks(output)
@@ -111,7 +111,7 @@ class ModelRunner:
             return self._execution.execute(output, await_grammar)
 
     def close(self) -> None:
-        """Let the other workers of the replica have what they wait for."""
+        """Send and receive all that other workers of the replica wait for."""
         self._requests.close()
         self._pipeline.close()
         self._execution.close()

@@ -1,6 +1,7 @@
 """A runner without a model: it takes a set time a step and makes up the tokens.
 
-As a GPU does, it works through a queue of steps beside the host. It is for what surrounds the model, to measure its cost and to test its recovery, so it never loads torch.
+As a GPU does, it works through a queue of steps beside the host. It is for measuring the cost of all that surrounds the
+model, and for testing its recovery, so it never loads torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NullOutput:
 
 
 class NullRunner:
-    """Answers like `ModelRunner`. Requests for what only logits can tell fail alone."""
+    """Answers like `ModelRunner`. A request that needs logits, such as for log-probabilities, fails alone."""
 
     def __init__(self, config: EngineConfig) -> None:
         num_slots = config.scheduler.max_num_seqs

@@ -21,7 +21,8 @@ from .pipeline import Pipeline
 from .tensor_parallel import TensorParallel
 
 PATIENCE: Final = timedelta(days=14)
-"""With the other workers: one may be on a machine that joins tomorrow. Who hangs is the supervisor's to see, and sooner.
+"""How long to wait for the other workers: one may be on a machine that joins tomorrow, and a worker that hangs is
+found by the supervisor long before.
 
 With a year gloo does not connect at all.
 """
@@ -50,16 +51,16 @@ def join_replica(
     *,
     is_batch_invariant: bool = False,
 ) -> ParallelState:
-    """Meet the other workers of the replica at `address` and return this one's place.
+    """Meet the other workers of the replica at `address` and return this worker's place.
 
-    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. What an
-    earlier life of the replica has left must not be found there.
+    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. Nothing
+    that an earlier start of the replica has left may be there.
     """
     if parallel.workers_per_core == 1:
         return ParallelState()
     size = parallel.tensor_parallel_size
     if address.startswith("file://") and sys.platform == "linux":
-        # One machine: nobody else shall be able to connect.
+        # One machine: no other one shall be able to connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     on_cuda = device.type == "cuda"

@@ -24,9 +24,10 @@ def pin(
     wait_for_copies: Callable[[], object],
     registered_bytes: int = REGISTERED_BYTES,
 ) -> None:
-    """Register memory of blocks until `owner` is gone: memory that is unmapped before would leave its addresses registered.
+    """Register memory of blocks until `owner` is gone, and keep it mapped as long.
 
-    It must begin with a page. No block is in two registrations, for a copy must not be, and no page is, for the driver refuses that.
+    It must begin with a page. A copy must not cross from one registration to the next, and the driver refuses to
+    register a page twice: so registrations are of whole blocks and of whole pages.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE)
     step = max(1, registered_bytes // unit) * unit
@@ -43,7 +44,7 @@ def pin(
 def _unpin(
     memory: NDArray[np.uint8], registered: list[int], wait_for_copies: Callable[[], object]
 ) -> None:
-    """`memory` is mapped as long as this has it."""
+    """`memory` is an argument to be kept mapped until then."""
     # A GPU that has failed copies nothing any more.
     with suppress(RuntimeError):
         wait_for_copies()

@@ -1,7 +1,7 @@
 """Pipeline parallelism: contiguous layers a stage, and as many batches under way as there are stages.
 
 Each rank of a stage speaks with the rank in its place in the others: hidden states go to the next stage, and sampled
-tokens from the last one to the first, which needs them for the step after; the core is not on that way.
+tokens from the last one to the first, which needs them for the step after, without a way through the core.
 
 T tokens of a step, D hidden size, R rows that sample.
 """
@@ -21,7 +21,7 @@ from .batch import PersistentBatch
 from .transfers import to_device
 
 MAX_PENDING_SENDS: Final = 8
-"""More than steps are ever in flight, so that waiting for the oldest send never blocks."""
+"""There are never so many steps in flight, so waiting for the oldest send does not block."""
 
 
 class Pipeline:
@@ -84,7 +84,7 @@ class TokenFeed:
         self._first_valid: Int64Array = np.zeros(num_slots, np.int64)
 
     def expect(self, slots_R: Int32Array) -> None:
-        """The step that was just run samples a token for each of these slots, further down the pipeline."""
+        """The last stage samples a token for each of these slots in the step that this one has just run."""
         columns_R = self._batch.reserve(slots_R)
         tokens_R = torch.empty(len(slots_R), dtype=torch.int32, device=self._batch.device)
         work = self._pipeline.begin_receiving_tokens(tokens_R)
@@ -93,7 +93,7 @@ class TokenFeed:
         self._arriving.append((work, tokens_R, slots_R, columns_R))
 
     def forget(self, slot: int) -> None:
-        """The slot has another request: tokens that are still on their way are not its own."""
+        """The slot has another request now: tokens of the one before that are still on their way are dropped."""
         self._last_expected[slot] = 0
         self._first_valid[slot] = self._num_expected + 1
 
@@ -104,7 +104,7 @@ class TokenFeed:
             self._receive()
 
     def close(self) -> None:
-        """Receive what is still on its way, for the sender waits for that."""
+        """Receive the tokens that are still on their way: their sender waits until they are received."""
         while self._arriving:
             self._receive()
 

@@ -81,12 +81,12 @@ class RequestStates:
         self.prompt_logprobs.remove(slot)
 
     def await_tokens(self, plan: StepPlan) -> None:
-        """Until the step's tokens are there that the last stage samples."""
+        """Wait until the tokens of the step that the last stage samples are there."""
         if self._token_feed is not None:
             self._token_feed.await_tokens(plan.slots_S)
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
-        """The last stage samples for these slots: the first one needs the tokens, those between only their number."""
+        """The last stage samples for these slots. The first stage needs the tokens, the others their number only."""
         if self._token_feed is None:
             self.batch.reserve(slots_R)
         elif len(slots_R):
@@ -106,7 +106,10 @@ class RequestStates:
     def await_bitmasks(
         self, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> Grammar | None:
-        """What the step's constrained slots may sample, if there are any. Raises EngineError if the bitmasks do not fit."""
+        """What the step's slots with a grammar may sample; None if there are none.
+
+        Raises EngineError if the bitmasks do not fit.
+        """
         if not output.grammar_slots:
             return None
         slots = int32_view(output.grammar_slots)

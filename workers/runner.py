@@ -52,7 +52,7 @@ class Runner(Protocol):
         """Free every slot. Returns what the KV cache holds of the requests that were in them."""
 
     def close(self) -> None:
-        """Let the other workers of the replica have what they wait for."""
+        """Send and receive all that other workers of the replica wait for."""
 
 
 @contextmanager

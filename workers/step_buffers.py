@@ -23,7 +23,7 @@ NO_SLOT: Final = -1
 """In `slot_mapping`: the keys and values of a padding token go nowhere."""
 
 MAX_TOKENS: Final = 2**31 - 1
-"""Of all requests together, whose places are 32-bit integers."""
+"""Of all slots together: where a token is among them is a 32-bit integer."""
 
 _ALIGNMENT: Final = 4
 """Arrays begin at multiples of 16 bytes, so that kernels may load words of that size."""
@@ -74,7 +74,7 @@ class StepBuffers:
         return self.view(num_tokens, num_requests, len(plan.sampling_rows))
 
     def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
-        """Where `fill` writes a step of this size. Its rows are the last of it, so that the rest is where it is without."""
+        """Where `fill` writes a step of this size. The rows come last, so that their number moves nothing else."""
         sizes = self._sizes(num_tokens, num_requests, num_rows)
         token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
             self._integers[section] for section in _layout(sizes)

@@ -87,7 +87,7 @@ class Worker:
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
                 if command.step != self._next_step:
-                    # It comes from the core before this one, whose steps mean nothing any more.
+                    # From the core before this one: its steps no longer count.
                     continue
                 self._next_step += 1
                 self._pulse.begin_step()
@@ -106,7 +106,7 @@ class Worker:
                     allocated = command
                     runner.allocate_kv_cache(command.num_blocks, command.num_host_blocks)
                     runner.warm_up()
-                    # A collection that looked at all of torch would hold up a step for a tenth of a second.
+                    # Without a freeze a collection looks at all of torch, and holds up a step for a tenth of a second.
                     gc.freeze()
                     gc.enable()
                     memory = WorkerMemory(
@@ -165,7 +165,7 @@ class Worker:
     def _receive(self) -> WorkerCommand:
         """The next command. Until it comes, outputs are sent as they get ready.
 
-        Those that wait behind it are looked at already: one may make it void.
+        The commands that wait behind it are received, too: the hello of a new core makes those before it void.
         """
         while True:
             while self._computing and self._computing[0].is_ready():

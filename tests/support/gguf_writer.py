@@ -63,7 +63,8 @@ def write_gguf(
     """Write `model` to `path` and return it.
 
     Matrices are stored as `ggml_types` has it by the last part of their module's name, others as
-    `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32. `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`.
+    `ggml_type`, if their rows are whole blocks of it, else as F32; vectors are always F32.
+    `pre_tokenizer` names the splitting rule of a byte-level BPE `tokenizer`.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]

@@ -33,7 +33,10 @@ class LateDownload:
 
 
 class HostAccelerator:
-    """`total` bytes, of which others have `others`; a tape is said to take `graph_bytes`, the first one ten times that."""
+    """`total` bytes, of which other processes have `others`.
+
+    A tape counts as `graph_bytes` of them, the first one as ten times that.
+    """
 
     def __init__(self, total: int = 1 << 30, others: int = 0, graph_bytes: int = 0) -> None:
         self.graphs = TapedGraphs()

@@ -38,7 +38,7 @@ def client(uds: Path) -> httpx.Client:
 
 
 def free_ports(address: str, count: int) -> int:
-    """The first of so many neighbouring ports that nobody uses."""
+    """The first of so many neighbouring ports that are not in use."""
     while True:
         first = random.randrange(20_000, 30_000)
         with ExitStack() as stack:

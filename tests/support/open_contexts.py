@@ -1,4 +1,4 @@
-"""Which ZMQ contexts of this process nobody has closed."""
+"""Which ZMQ contexts of this process have not been closed."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the conditi
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; whoever inherited it may take its time to hear of that."""
+    """Whether it runs no more. If its parent has died, the process that inherited it may take a while to reap it."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
 """Quantises checkpoints into the formats of other tools, each written from its definition, by plain rounding.
 
-O output features, D input features, G groups of a row. A format takes a matrix [O, D] to the tensors of its module and to the
-matrix that these stand for, float32 [O, D].
+O output features, D input features, G groups of a row. A format takes a matrix [O, D] to the tensors of its module and
+to the matrix that these stand for, float32 [O, D].
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def quantize_directory(directory: Path, name: str) -> dict[str, Tensor]:
 def _integers(
     w_OD: Tensor, bits: int, *, symmetric: bool = False, groups_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round to `bits`: values int64 [O, D], zeros int64 [O, G], scales float16 [O, G], and the matrix they stand for."""
+    """Round to `bits`: values int64 [O, D], zeros int64 [O, G], scales float16 [O, G], and the matrix that they are."""
     columns = w_OD.shape[1]
     groups_D = torch.arange(columns) // GROUP if groups_D is None else groups_D
     one_hot_DG = torch.nn.functional.one_hot(groups_D).bool()

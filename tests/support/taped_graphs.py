@@ -1,7 +1,6 @@
 """CUDA graphs on the CPU: operations are recorded on a tape, with the tensors that they read and wrote, and done again.
 
-As a graph does, a replay reads and writes the memory of the recording, and knows of Python's numbers only what they were
-then.
+As a graph does, a replay reads and writes the memory of the recording, and has Python's numbers as they were then.
 """
 
 from __future__ import annotations

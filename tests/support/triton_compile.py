@@ -53,8 +53,8 @@ class KernelResources:
 def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
     """Call `function` of the Python file, with no arguments; return the kernels that it would have launched.
 
-    Raises AssertionError with what the compiler said if one does not compile. Must not be called with a file whose import
-    turns the interpreter on.
+    Raises AssertionError with what the compiler said if one does not compile. The import of the file must not turn the
+    interpreter on.
     """
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,8 +1,8 @@
 """Finds matrix products of a Hopper GPU whose left operand is overwritten while they read it.
 
-Such a product (wgmma, in machine code HGMMA) runs beside the instructions that follow it, until one waits for it. Of those with
-the left operand in registers, ptxas before CUDA 13.3 gives the registers to others too early if what waits leaves a later product
-running (triton-lang/triton#9433).
+Such a product (wgmma, in machine code HGMMA) runs beside the instructions that follow it, until one waits for it. Of
+those with the left operand in registers, ptxas before CUDA 13.3 gives the registers to others too early if what waits
+leaves a later product running (triton-lang/triton#9433).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OPERAND_REGISTERS = 4
 
 
 def overwritten_operands(sass: str) -> list[str]:
-    """Return each such product with the first instruction that overwrites its left operand, of one kernel as nvdisasm prints it."""
+    """Return each such product of a kernel, as nvdisasm prints it, with the instruction that overwrites its operand."""
     code, labels = _parse(sass)
     found = []
     for start, product in enumerate(code):

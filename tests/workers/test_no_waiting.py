@@ -1,4 +1,4 @@
-"""A step asks nothing of the device: on `meta`, whose tensors have no content, whoever did so would fail."""
+"""A step asks nothing of the device: on `meta`, where tensors have no content, that would be an error."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 
 
 class BatchInvariantAttention(TritonPagedAttention):
-    """The kernel for prompts does every request. A single query is a tile of its own, whose keys nobody splits."""
+    """The kernel for prompts does every request. A single query is a tile of its own, and its keys are not split."""
 
     fewest_tiled_queries: ClassVar[int] = 1
 

@@ -33,7 +33,7 @@ class BreakingAttention(AttentionBackend):
         super().__init__(backend.spec)
         self.breaker = GraphBreaker()
         self.backend = backend
-        # All layers of all graphs write here: each one's result is used up before the next one's is there.
+        # All layers of all graphs write here: a layer's result is used up before the next layer's is written.
         self._attended_THK = torch.empty(0)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:

@@ -46,7 +46,10 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(f"a head_dim of {spec.head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Head dimensions are padded to whole vectors, and in int8 each token has a scale; see `csrc/kv_cache.h` for the order within."""
+        """Head dimensions are padded to whole vectors, and in int8 each token has a scale.
+
+        `csrc/kv_cache.h` has the order within a block.
+        """
         padded_head_dim = -(-self.head_dim // _LANES) * _LANES
         if self.dtype == torch.int8:
             padded_head_dim += _SCALE_BYTES

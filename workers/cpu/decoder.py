@@ -111,8 +111,8 @@ class NativeDecoder:
     ) -> SamplerOutput:
         """Return what the sampler makes of the logits of `forward`'s rows `rows_S`, by one native call.
 
-        Spares the logits' way through memory where every row takes its most likely token, and for other rows most of the
-        last layer.
+        Where every row takes its most likely token, the logits are not written to memory. Rows that are not sampled are
+        not computed to the end of the last layer.
         """
         metadata = self._sampler.describe(slots_S)
         rows = None

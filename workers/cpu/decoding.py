@@ -23,9 +23,9 @@ from .sampling import NativeSampler, RowsToSample
 
 
 class Decoded(NamedTuple):
-    """What was sampled, or what is in its place, and how often that is: int32 [K]. And log-probabilities.
+    """The sampled tokens, int32 [K], and how many of them are marks in place of a token that could not be sampled.
 
-    With drafts also how many tokens each row sampled, and how many drafts of it were verified: int32 [S].
+    With drafts also how many tokens each row sampled, and how many of its drafts were verified: int32 [S].
     """
 
     tokens_K: Int32Array
@@ -53,7 +53,7 @@ class NativeDecoding:
         self._tokens = np.empty(self._most_rows, np.int32)
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
-        # The native side has addresses only.
+        # The native side has their addresses only.
         self._kept = batch, kv_caches
         self._metadata: SamplingMetadata | None = None
         self._rows: RowsToSample | None = None

@@ -19,7 +19,7 @@ from .library import DraftLookup, native_library
 
 
 class Drafts:
-    """The drafts of every slot of a batch, which lie behind its tokens there."""
+    """The drafts of every slot of a batch, which are written behind the slot's tokens."""
 
     def __init__(self, config: SpeculativeConfig, batch: PersistentBatch) -> None:
         """Raises `NotSupportedNatively` if the native library was not built."""
@@ -67,7 +67,7 @@ class Drafts:
         self._forced_start[slots] = self._batch.num_tokens[slots]
 
     def forget(self, slots: Int32Array | list[int]) -> None:
-        """The slots have other tokens, and no drafts of what follows those."""
+        """Drop the drafts of these slots, which have other tokens now."""
         self._num_drafts[slots] = 0
         self._num_forced[slots] = 0
 
@@ -84,7 +84,7 @@ class Drafts:
         )
 
     def found(self, step: int) -> DraftTokenIds | None:
-        """What was found last, after that step."""
+        """The drafts that were found last, to be sent as found after that step."""
         num_found = self.lookup.num_found
         if not num_found:
             return None

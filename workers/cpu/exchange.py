@@ -15,7 +15,7 @@ from .library import NotSupportedNatively
 
 
 def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
-    """Return zeroed memory that all ranks see. It goes with the last process that has it.
+    """Return zeroed memory that all ranks see. It is freed with the last process that maps it.
 
     Raises `NotSupportedNatively`, on every rank, where they cannot share any.
     """
@@ -29,7 +29,7 @@ def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
         memory = None
         if len(set(machines)) == 1 and fds[0] >= 0:
             memory = _map(f"/proc/{pids[0]}/fd/{fds[0]}", num_bytes)
-        # Whoever has mapped it needs the descriptor no more; and all of them can or none does.
+        # Once all ranks have tried, the descriptor can be closed. Where one failed, none uses the memory.
         has_mapped = tensor_parallel.stack(torch.tensor([memory is not None]))
     finally:
         if fd >= 0:

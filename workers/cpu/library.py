@@ -256,5 +256,5 @@ def native_library() -> ctypes.CDLL:
 
 
 def instruction_set() -> str:
-    """For which the kernels in use were compiled."""
+    """The instruction set that the kernels in use were compiled for."""
     return INSTRUCTION_SETS[native_library().engine_isa()]

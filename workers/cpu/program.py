@@ -89,7 +89,7 @@ class NativeProgram:
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join(self, tensor_parallel: TensorParallel) -> None:
-        """Make this the program of one of several ranks, which run the same steps from then on.
+        """Make this the program of one of several ranks, which run the same steps from now on.
 
         Raises `NotSupportedNatively`, on every rank, where they share no memory.
         """
@@ -109,7 +109,7 @@ class NativeProgram:
         return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
 
     def choose(self, batch: DecodeBatch) -> int:
-        """Choose the tokens of a batch that `chooses_later`, after `decode`. Returns what that does else."""
+        """After `decode` of a batch that `chooses_later`, choose its tokens. Returns what `decode` does otherwise."""
         return int(self._library.engine_program_choose(self._handle, ctypes.byref(batch)))
 
     def profile(self) -> list[tuple[str, float]]:

@@ -24,7 +24,7 @@ _QK_NORMS = {None: 0, "head": 1, "full": 2}
 
 
 def intermediate_shares(spec: ModelSpec, tensor_parallel: TensorParallel) -> list[range]:
-    """What each rank has of the intermediate elements: whole blocks of stored weights, where these are enough."""
+    """Each rank's share of the intermediate elements: whole blocks of stored weights, if every rank can have some."""
     size = spec.intermediate_size
     for unit in (LARGEST_BLOCK, GROUP_SIZE):
         if size % unit == 0 and size // unit >= tensor_parallel.size:
@@ -58,8 +58,8 @@ class Recorder:
     def record(self) -> None:
         """Record everything, as the weights are read.
 
-        Without a matrix to embed with, a program begins with the hidden states of the stage before; without a norm
-        at its end, it leaves them to the next one.
+        Without an embedding, a program begins with the hidden states of the stage before; without a final norm, its
+        hidden states are for the next stage.
         """
         spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
         vocabulary = spec.vocab_size, spec.hidden_size, self._part(spec.vocab_size)
@@ -219,7 +219,7 @@ class Recorder:
         return range(heads.start * self._spec.head_dim, heads.stop * self._spec.head_dim)
 
     def _output_projection(self, name: str, shares: list[range]) -> PackedWeight:
-        """The matrix that ends a block, of whose inputs each rank has a share."""
+        """The matrix that ends a block. Each rank has a share of its inputs."""
         hidden_size, inputs = self._spec.hidden_size, shares[-1].stop
         if self._is_alone:
             return self._weights.packed(name, hidden_size, inputs)

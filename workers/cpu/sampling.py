@@ -22,7 +22,7 @@ from .program import NativeProgram
 
 
 class NativeSampler(Sampler):
-    """Remembers nothing of what it sampled: the tokens before the next are those that `batch` has."""
+    """Keeps no tokens of its own: those that penalties and bad words look at are the batch's."""
 
     def __init__(self, batch: PersistentBatch, vocab_size: int, program: NativeProgram) -> None:
         super().__init__(batch.num_slots, vocab_size, torch.device("cpu"))
@@ -73,7 +73,7 @@ class NativeSampler(Sampler):
 
     @contextmanager
     def limited_to(self, grammar: Grammar | None) -> Iterator[None]:
-        """What is sampled meanwhile is what a grammar allows."""
+        """Within it, only tokens that the grammar allows are sampled."""
         if grammar is None:
             yield
             return
@@ -117,10 +117,10 @@ class NativeSampler(Sampler):
 
 
 class RowsToSample:
-    """What the program is told of the rows of a batch, and what it tells of them.
+    """The sampling parameters of a batch's rows for the native program, and the log-probabilities that it writes.
 
-    There are at most `num_rows` with their drafts. A program that decodes knows the `positions_S`. What is given here
-    must outlive the call.
+    There are at most `num_rows` rows, those of drafts included. A program that decodes knows the `positions_S`. All
+    that is given here must outlive the call.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RowsToSample:
         self.pointer = ctypes.pointer(rows)
 
     def logprobs(self, num_sampled_S: Int32Array | None = None) -> Logprobs | None:
-        """What was written, for a token of each row or for so many, of the rows that want it."""
+        """What was written, for one token of each row that wants it or for so many."""
         if self._metadata.logprobs is None:
             return None
         wants_K = (

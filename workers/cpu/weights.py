@@ -33,9 +33,9 @@ class ActivationKind(IntEnum):
 
     @property
     def of_whole_rows(self) -> ActivationKind:
-        """What is used in its place where a row is quantized all at once.
+        """The kind in its place where a row is quantized all at once.
 
-        Rows in parts are what activations and heads give: their outliers are in no few columns.
+        Rows that come in parts, from gated activations and attention heads, do not have their outliers in few columns.
         """
         return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
 
@@ -155,8 +155,9 @@ class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder packed, and its vectors as float32.
 
     Quantized matrices keep their values; those of a GGUF type without a packed format become int8 in
-    groups of 32, those of other formats that GGUF's types cannot hold are dequantized. Matrices of a float type are packed in `dtype`, or quantized if `quantization`
-    says so and their rows are whole groups; the embedding and the head to no less than int8.
+    groups of 32, those of other formats that GGUF's types cannot hold are dequantized. Matrices of a
+    float type are packed in `dtype`, or quantized if `quantization` says so and their rows are whole
+    groups; the embedding and the head to no less than int8.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class NativeWeightReader(WeightReader):
         return self._quantization
 
     def _few_rows(self, name: str) -> QuantizedMatrix | None:
-        """Of a matrix that is stored quantized; they tell what all of them are."""
+        """The first rows of a matrix that is stored quantized, from which its format is read."""
         return self.checkpoint.quantized(name, part=range(min(8, self.checkpoint.shape(name)[0])))
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:

@@ -1,8 +1,8 @@
 """Integers of a few bits, packed for kernels.
 
-O rows, D columns. A plane holds `bits` (1, 2, 4 or 8) of each element. Its bytes are in runs of 32, a run for 32 * 8 / `bits`
-columns: the lowest bits of byte i are the column i of those, the next ones the column 32 + i, and so on. So neighbouring threads
-read neighbouring bytes, and no bits have to change places.
+O rows, D columns. A plane holds `bits` (1, 2, 4 or 8) of each element. Its bytes are in runs of 32, a run for
+32 * 8 / `bits` columns: the lowest bits of byte i are the column i of those, the next ones the column 32 + i, and so
+on. So neighbouring threads read neighbouring bytes, and no bits have to change places.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ Rows = Tensor | Float8Rows
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """With a scale for every `group_size` columns of a row, for a whole row, or with `input_scale` for all.
+    """To float8: with a scale for every `group_size` columns of a row, for a whole row, or with `input_scale` for all.
 
-    `group_size` is a power of two. What is rounded with `input_scale` has no scales: the matrix has it.
+    `group_size` is a power of two. Rows that are rounded with `input_scale` come without scales: the matrix has it.
     """
 
     group_size: int | None = None
@@ -65,7 +65,7 @@ def store_row(
     if SCALES == "given":
         y_GC = tl.clamp(y_GC / input_scale, -FLOAT8_MAX, FLOAT8_MAX)
     elif SCALES == "found":
-        # Of groups without any value but zero it is small, yet not zero.
+        # Never zero, also for a group of zeros only.
         scale_G = tl.maximum(tl.max(tl.abs(y_GC), 1), 1e-10) / FLOAT8_MAX
         num_groups = tl.cdiv(num_columns, GROUP)
         tl.store(scale_ptr + token * num_groups + groups_G, scale_G, mask=groups_G < num_groups)
@@ -77,7 +77,8 @@ def store_row(
 class RowOutput:
     """What a kernel that computes rows is launched with: memory for them, and how much of a row a program has.
 
-    A program has `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr, scale_ptr, input_scale and num_columns.
+    A program has `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr, scale_ptr,
+    input_scale and num_columns.
     """
 
     def __init__(

@@ -22,10 +22,11 @@ from .sampling import append_tokens, choose_greedy, choose_tokens
 
 
 class TritonKernels(LayerKernels):
-    """Quantized matrices stay so; products with others are torch's. What is computed for a product that wants float8 is rounded on the way.
+    """Quantized matrices stay so; products with others are torch's.
 
-    `has_float8` says whether the device computes with float8. With `is_batch_invariant` all products are those of the kernel for
-    quantized matrices, which adds up in one order where torch chooses another kernel for another number of tokens.
+    The input of a product that wants float8 is rounded by the kernel that computes it. `has_float8` says whether the
+    device computes with float8. With `is_batch_invariant` all products are those of the kernel for quantized matrices:
+    its order of sums is fixed, while torch has other kernels for other numbers of tokens.
     """
 
     keeps_quantized = True

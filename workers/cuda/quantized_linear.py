@@ -2,11 +2,13 @@
 
 T tokens, O output and D input features, G groups of a row, S splits of it.
 
-One kernel for all formats: it turns tiles of the stored matrix into numbers and multiplies them with the tokens. The matrix is the left operand, of which
-a tile has at least 64 rows; so few tokens waste little. For few tokens the columns are split among programs, whose sums another kernel adds
-up. Where they are split, and so the order of a sum, depends on the matrix alone; for many tokens one program adds up all splits.
+One kernel for all formats: it turns tiles of the stored matrix into numbers and multiplies them with the tokens. The
+matrix is the left operand, of which a tile has at least 64 rows; so few tokens waste little. For few tokens the columns
+are split among programs, and another kernel adds up their sums. Where they are split, and so the order of a sum,
+depends on the matrix alone; for many tokens one program adds up all splits.
 
-Where both factors are float8 and have a scale a row, torch's library has a faster product for many tokens; it may add up in another order.
+Where both factors are float8 and have a scale a row, torch's library has a faster product for many tokens; it may add
+up in another order.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def _of_columns(
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Load what the groups of a tile's columns have, float32 [BLOCK_O, 1], or [BLOCK_O, BLOCK_D] if there are several."""
+    """Load the groups' values for a tile's columns: float32 [BLOCK_O, 1], or [BLOCK_O, BLOCK_D] for several groups."""
     if GROUP >= BLOCK_D:
         values = tl.load(row_ptr + first // GROUP, mask=mask_O1, other=0).to(tl.float32)
     else:
@@ -76,7 +78,7 @@ def _of_columns(
 
 @triton.jit
 def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask_O1, mask_1T):
-    """Multiply with the scales that are one for all columns, and add the bias. What there is none of is None."""
+    """Multiply with the scales that all columns share, and add the bias; None for those that there are not."""
     if scale_ptr is not None:
         sum_OT *= tl.load(scale_ptr + rows_O1, mask=mask_O1, other=0).to(tl.float32)
     if x_scale_ptr is not None:
@@ -172,8 +174,9 @@ def _linear_kernel(
                         x_scale_ptr + tokens_1T * num_groups + group, mask=mask_1T, other=0
                     )
             elif BITS or SCALED == "elements" or low_ptr.dtype != x_ptr.dtype:
-                # What was computed is in registers, which ptxas before CUDA 13.3 gives to others while a product still reads them, if the
-                # product may go on beside the next one (triton-lang/triton#9433). None does when its sum is used here.
+                # The computed operand is in registers. Before CUDA 13.3 ptxas gives them to others while the product
+                # still reads them, if the product may run beside the next one (triton-lang/triton#9433). As its sum is
+                # used here, it does not.
                 part_OT *= one
             sum_OT += part_OT
         total_OT += sum_OT
@@ -253,7 +256,7 @@ class PackedMatrix:
             if matrix.activations is ActivationScheme.GROUP and self._num_groups > 1:
                 self.rounding = Rounding(self._group_size)
                 self._block_columns = min(_BLOCK_COLUMNS, self._group_size)
-        # What is scaled after the product costs less, and is not rounded before it.
+        # Scaling after the product costs less, and no scaled element is rounded for it.
         if self._offset_OG is not None:
             self._scaled = "elements"
         elif self._num_groups == 1:
@@ -305,13 +308,13 @@ class PackedMatrix:
         self._offset_OG = None if matrix.offset_OG is None else regrouped(matrix.offset_OG)
 
     def multiply(self, x: Float8Rows, bias_O: Tensor | None, out_TO: Tensor) -> None:
-        """Write x @ matrix.T + bias; neighbours in the last dimension of all are neighbours in memory."""
+        """Write x @ matrix.T + bias. The last dimension of all tensors is contiguous."""
         x_TD, x_scale_TG = x
         if self._order_D is not None:
             x_TD = x_TD[:, self._order_D]
         num_tokens = len(x_TD)
         scale_1O = self._library_scale_1O
-        # With a scale a row torch computes bfloat16 only.
+        # With a scale a row torch's product gives bfloat16 only.
         dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
         if num_tokens > _TILES[-1].tokens and scale_1O is not None and dtypes == {torch.bfloat16}:
             self._multiply_by_library(x_TD, x_scale_TG, scale_1O, bias_O, out_TO)
@@ -403,8 +406,8 @@ class PackedMatrix:
 class QuantizedLinear:
     """x [T, D] -> x @ matrix.T + bias, in `dtype`, of matrices with their rows one below the other.
 
-    Each must be one that `can_keep` takes. Where all of them round what they are multiplied with in the same way, `rounding` says how; then
-    rows that are rounded so already may be given.
+    Each must be one that `can_keep` takes. Where all of them round their input in the same way, `rounding` says how,
+    and the input may be rounded so already.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Finding tokens of a row of logits by their rank or by the weight of what ranks before them, without sorting.
 
-Logits are compared as integers of the same order, their *levels*; tokens of one level rank by id. A token's weight is an
-integer, as `workers.sampling.distribution` has it, so sums are exact in any order: what is found here is what a sort would find.
+Logits are compared as integers of the same order, their *levels*; tokens of one level rank by id. A token's weight is
+an integer, as `workers.sampling.distribution` has it, so sums are exact in any order: what is found here is what a sort
+would find.
 
 V vocabulary, N any number of candidates, D of the best.
 """
@@ -52,9 +53,9 @@ def share_of(total, top_p):
 
 @triton.jit
 def positions_of_largest(levels_N, count):
-    """Return where the `count` largest go in a list in the order in which they are here: int32 [N], -1 for all others.
+    """Return the place of each of the `count` largest in a list of them, which keeps their order: int32 [N].
 
-    Of equals the first ones count as larger.
+    -1 for all others. Of equals the first ones count as larger.
     """
     low = tl.full((), LOWEST_LEVEL, tl.int64)
     high = tl.full((), _HIGHEST_LEVEL, tl.int64)
@@ -107,7 +108,7 @@ def level_that_exceeds(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the highest level with which the measure of it and all above exceeds the target, and the measure of all above.
+    """Return the highest level that measures more than the target with all above it, and what those above measure.
 
     Both are int64. `lowest` is the level to return where no higher one does.
     """

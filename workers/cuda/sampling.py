@@ -1,7 +1,8 @@
 """The next token of every row of logits, chosen by one program a row, as `workers.sampling.choose_tokens` does.
 
-The noise, the weights and so the choices are those of the torch code. Only the exponential may differ from that of another device,
-in the last bit of a likely token and by a millionth of an unlikely one, which changes a choice once in millions of tokens.
+The noise, the weights and so the choices are those of the torch code. Only the exponential may differ from that of
+another device, in the last bit of a likely token and by a millionth of an unlikely one, which changes a choice once in
+millions of tokens.
 
 S rows of the batch, V vocabulary, N blocks of 32 neighbouring tokens, D tokens that are ranked.
 """
@@ -53,7 +54,7 @@ def _block_max_kernel(
     blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = blocks_N[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    # What is not a number shall not get lost in a maximum, and is told from infinity by nobody.
+    # A maximum would lose a NaN. Infinity stands for it: both mean that the row cannot be sampled.
     logits = tl.where(logits != logits, float("inf"), logits)
     tl.store(
         block_max_ptr + row * num_blocks + blocks_N, tl.max(logits, 1), mask=blocks_N < num_blocks

@@ -58,9 +58,10 @@ def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) 
 
 
 def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
-    """Return the matrix of R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as integers with float16 scales and offsets.
+    """Return the matrix of R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as integers.
 
-    Those of types with scales of scales are rounded to it. Raises KeyError for a type that is not in `BLOCK_TYPES`.
+    Scales and offsets are float16; those of types with scales of scales are rounded to it. Raises KeyError for a type
+    that is not in `BLOCK_TYPES`.
     """
     block = BLOCK_TYPES[ggml_type]
     num_rows = len(raw_Rb)

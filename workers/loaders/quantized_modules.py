@@ -20,7 +20,7 @@ _UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
 
 
 class QuantizedModules:
-    """`names` are those of the checkpoint's tensors with the tensors of each quantized module replaced by its `weight`."""
+    """`names` are the checkpoint's tensors, but one `weight` for the tensors of each quantized module."""
 
     def __init__(self, scheme: QuantizationScheme, checkpoint: HFCheckpoint) -> None:
         self._scheme = scheme

@@ -1,4 +1,4 @@
-"""From the page cache to a GPU as fast as the bus is: through pinned memory, one part being filled while another is sent."""
+"""From the page cache to a GPU, as fast as the bus: through pinned memory, one part filled while another is sent."""
 
 from __future__ import annotations
 

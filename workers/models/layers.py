@@ -56,11 +56,11 @@ class HeadNorm:
 class LayerKernels:
     """What computes the layers' operations and chooses tokens: torch, on any device.
 
-    A kernel of another kind may hand what it computes to the product that follows, `consumer`, in that one's own form.
+    Other kernels may give the product that follows, `consumer`, its input in the form that it wants, such as float8.
     """
 
     keeps_quantized = False
-    """Whether there are quantized matrices that products need not have dequantized."""
+    """Whether there are quantized matrices that products can take as they are."""
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Whether this is one of them."""
@@ -90,7 +90,7 @@ class LayerKernels:
         return choose_greedy(logits_SV)
 
     def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
-        """Write each token after the place `index_S`, int32, of all of `token_ids_NL`; token 0 for what is in a token's place."""
+        """Write each token after its place `index_S`, int32, in the flat `token_ids_NL`; 0 for a negative one."""
         token_ids_NL.view(-1)[1:][index_S] = tokens_S.clamp(min=0).to(torch.int32)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:

@@ -48,7 +48,7 @@ def read_rope_of_layer_type(
 
 
 def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFields | None:
-    """`rope_scaling` goes before `rope_parameters`, beside which only somebody who extends a model writes it."""
+    """`rope_scaling` goes before `rope_parameters`: in a config with both it was added by hand, for longer contexts."""
     scaling = fields.section("rope_scaling")
     if scaling is None or not scaling.config:
         return parameters

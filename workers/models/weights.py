@@ -51,8 +51,8 @@ def rows_of(names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) 
 class WeightReader:
     """The text decoder's tensors, under whatever prefix the checkpoint keeps them.
 
-    `has_head` says whether the output projection is a tensor of its own. Of the tensors only those are expected to
-    be read that `shard` has a part of; by default all. Quantized matrices are kept so if `can_keep` says that they can be.
+    `has_head` says whether the output projection is a tensor of its own. The tensors that `shard` has a part of, by
+    default all, must all be read. Quantized matrices stay so if `can_keep` says that they can.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WeightReader:
         return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
-        """Return what these heads' keys and values are to be divided by in an FP8 cache, float32 [2, G], if it is known.
+        """Return what keys and values of these heads are divided by in an FP8 cache, float32 [2, G], if it is known.
 
         A checkpoint that was calibrated has a number for a layer's keys and one for its values, or one a head.
         """

@@ -1,7 +1,7 @@
 """AWQ: 4-bit integers, packed along the outputs; Lin et al., "AWQ: Activation-aware Weight Quantization" (2023).
 
-Of AutoAWQ's `gemm` layout, with D input and O output features in G groups of inputs: `qweight` int32 [D, O / 8], `qzeros` int32
-[G, O / 8], `scales` float16 [G, O].
+Of AutoAWQ's `gemm` layout, with D input and O output features in G groups of inputs: `qweight` int32 [D, O / 8],
+`qzeros` int32 [G, O / 8], `scales` float16 [G, O].
 """
 
 from __future__ import annotations

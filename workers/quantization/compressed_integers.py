@@ -1,9 +1,10 @@
 """Integers as compressed-tensors stores them.
 
-O output and D input features, G groups of inputs (one where a row has one scale), F = 32 / bits fields in a word. `int-quantized`
-modules have `weight` int8 [O, D]; `pack-quantized` ones `weight_packed` int32 [O, D / F], whose fields are the signed integers plus
-2 ** (bits - 1), and `weight_shape`. Both have `weight_scale` [O, G] and may have `weight_zero_point`, int8 [O, G] or packed along the
-outputs [O / F, G], and, for each input, its group in `weight_g_idx` [D].
+O output and D input features, G groups of inputs (one where a row has one scale), F = 32 / bits fields in a word.
+`int-quantized` modules have `weight` int8 [O, D]; `pack-quantized` ones `weight_packed` int32 [O, D / F], whose fields
+are the signed integers plus 2 ** (bits - 1), and `weight_shape`. Both have `weight_scale` [O, G] and may have
+`weight_zero_point`, int8 [O, G] or packed along the outputs [O / F, G], and, for each input, its group in
+`weight_g_idx` [D].
 """
 
 from __future__ import annotations

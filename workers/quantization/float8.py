@@ -1,7 +1,8 @@
 """float8 (e4m3) weights, as vLLM, DeepSeek and compressed-tensors store them.
 
-A module has `weight` [O, D] in float8 and, in any float type, its scale: `weight_scale`, one number, or one for each of the outputs,
-or `weight_scale_inv` (in spite of its name a factor, too) or `weight_scale`, one for each block. With static activations it has a number `input_scale`.
+A module has `weight` [O, D] in float8 and, in any float type, its scales: `weight_scale`, one number or one for each
+output, or `weight_scale_inv` (in spite of its name a factor, too) or `weight_scale`, one for each block. With static
+activations it has a number `input_scale`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ _BLOCK = 32
 
 
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
-    """Return the type that holds the matrix: its integers as they are, its scales and offsets in float16. None if there is none."""
+    """Return the type that holds the matrix: its integers as they are, its scales and offsets in float16.
+
+    None if there is no such type.
+    """
     has_one_group = matrix.scale_OG.shape[1] == 1
     if (
         matrix.column_order_D is not None

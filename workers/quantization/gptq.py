@@ -1,7 +1,8 @@
 """GPTQ: 4 or 8-bit integers, packed along the inputs; Frantar et al., "GPTQ" (2022).
 
-Of AutoGPTQ's layout, with D input and O output features in G groups of inputs, and F = 32 / bits fields in a word: `qweight` int32
-[D / F, O], `qzeros` int32 [G, O / F], `scales` float16 [G, O] and, for each input, its group in `g_idx` int32 [D].
+Of AutoGPTQ's layout, with D input and O output features in G groups of inputs, and F = 32 / bits fields in a word:
+`qweight` int32 [D / F, O], `qzeros` int32 [G, O / F], `scales` float16 [G, O] and, for each input, its group in `g_idx`
+int32 [D].
 """
 
 from __future__ import annotations

@@ -15,24 +15,25 @@ from torch import Tensor
 
 
 class ActivationScheme(Enum):
-    """In what the rows that a matrix is multiplied with are rounded to float8 before it."""
+    """Which values share a scale where the rows that a matrix is multiplied with are rounded to float8 before."""
 
     NONE = "none"
     STATIC = "static"
     """All values share the matrix's `input_scale`."""
     TOKEN = "token"
-    """The values of a token share a scale, which its largest one sets."""
+    """The values of a token share a scale, which the largest of them sets."""
     GROUP = "group"
-    """The same, of every group of columns."""
+    """The values of a token in one group of columns share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [O, D] whose elements are (value - zero) * scale + offset.
 
-    `values_OD` are uint8 below 2 ** `bits`, or floats, as a rule float8_e4m3fn, where `bits` is None. Scale, zero and offset are one number for
-    `group_size` neighbouring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG` are of any float type,
-    the zeros uint8, or one number for all. Where `column_order_D` is given, `values_OD[:, i]` is the column `column_order_D[i]` of the matrix.
+    `values_OD` are uint8 below 2 ** `bits`, or floats, as a rule float8_e4m3fn, where `bits` is None. Scale, zero and
+    offset are one number for `group_size` neighbouring columns; the last group of a row may be shorter. `scale_OG` and
+    `offset_OG` are of any float type, the zeros uint8, or one number for all. Where `column_order_D` is given,
+    `values_OD[:, i]` is the column `column_order_D[i]` of the matrix.
     """
 
     values_OD: Tensor
@@ -98,11 +99,11 @@ class QuantizedMatrix:
 
 
 Weight: TypeAlias = Tensor | tuple[QuantizedMatrix, ...]
-"""A matrix [O, D] as it is kept: all of it in one tensor, or quantized, the rows of one matrix below those of the other."""
+"""A matrix [O, D] as it is kept: one tensor, or quantized matrices of its rows, one below the other."""
 
 
 def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ...]:
-    """Return matrices of the same columns, one below the other, as few as can be: neighbours that are alike become one."""
+    """Return as few matrices as can be with the rows of these in order: neighbours that are alike become one."""
     merged: list[QuantizedMatrix] = []
     run: list[QuantizedMatrix] = []
     for matrix in matrices:

@@ -19,7 +19,7 @@ SUPPORTED = (
     "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits) and compressed-tensors "
     "(float-quantized, int-quantized, pack-quantized with 4 and 8 bits)"
 )
-"""What a message says in place of a scheme that is not."""
+"""What an error says to take in place of a scheme that is not supported."""
 
 
 class UnsupportedScheme(ValueError):
@@ -30,8 +30,8 @@ class UnsupportedScheme(ValueError):
 class StoredModule:
     """The tensors of one linear module, by the last part of their names.
 
-    `shape` returns None for one that is not there. `load` reads the part of one that lies in these ranges of its dimensions;
-    None means all of a dimension. `problem` makes the error for a module that contradicts itself.
+    `shape` returns None for one that is not there. `load` reads the part of one that lies in these ranges of its
+    dimensions; None means all of a dimension. `problem` makes the error for a module that contradicts itself.
     """
 
     name: str
@@ -132,7 +132,8 @@ class ColumnGroups:
 def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> QuantizedMatrix:
     """Return a matrix whose columns belong to groups in any order with the columns of each together.
 
-    `matrix` has the scales and zeros of all groups. Where the columns are a part of which groups have unequal shares, each column becomes a group.
+    `matrix` has the scales and zeros of all groups. Where its columns are only a part, with unequal shares of the
+    groups, each column becomes a group.
     """
     order_D = torch.argsort(group_of_column_D, stable=True)
     groups, counts = torch.unique_consecutive(group_of_column_D[order_D], return_counts=True)

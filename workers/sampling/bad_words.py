@@ -21,8 +21,9 @@ _ANY = -1
 class BadWordRows:
     """The bad words of a batch, on the device.
 
-    `prefixes_WT` int64 is aligned right and padded with `_ANY`; `last_W` is the token it leads to. `rows_W` and `slots_W`
-    say whose word it is; `tail_rows_B` and `tail_slots_B` are the rows that have any.
+    `prefixes_WT` int64 are all tokens of each word but the last, aligned right and padded with `_ANY`; `last_W` are the
+    last ones. `rows_W` and `slots_W` say which row each word is of; `tail_rows_B` and `tail_slots_B` are the rows that
+    have any.
     """
 
     prefixes_WT: torch.Tensor

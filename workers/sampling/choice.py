@@ -42,7 +42,7 @@ def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
-    """With what is in place of tokens that cannot be chosen, in place."""
+    """Replace, in place, the tokens of rows that cannot be sampled by the mark that says why."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
     return token_ids.masked_fill_(x.peak_R.isnan() | x.peak_R.isposinf(), NOT_A_NUMBER)
 

@@ -46,7 +46,7 @@ class RowGroup:
 
 @dataclass(slots=True)
 class RowParameters:
-    """What each row asks for, on the device, for a kernel that chooses the tokens of all of them; see `SamplingState`."""
+    """What each row asks for, on the device, for a kernel that chooses the tokens of all rows; see `SamplingState`."""
 
     is_greedy_S: torch.Tensor
     inverse_temperature_S: torch.Tensor
@@ -117,7 +117,7 @@ class SamplingMetadata:
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether all that anybody wants is the most likely token."""
+        """Whether every row wants its most likely token, and no row anything else."""
         return self.is_greedy and not self.changes_logits and self.logprobs is None
 
     @property

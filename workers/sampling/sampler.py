@@ -26,7 +26,7 @@ _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class Grammar(NamedTuple):
-    """What G slots may sample, by bitmasks int32[N, ceil(V / 32)]: next, and in the rows that follow after each draft."""
+    """The bitmasks int32[N, ceil(V / 32)] of what G slots may sample: next, and in the rows after it for each draft."""
 
     slots_G: Int32Array
     first_rows_G: Int64Array
@@ -97,7 +97,7 @@ class SamplerOutput:
         return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots]
 
     def _slots_with(self, mark: int) -> Int64Array:
-        """Those that have it in place of a token."""
+        """The slots that have this mark in place of a token."""
         slots_S = self._metadata.slots_S
         if self._num_sampled_S is not None:
             slots_S = np.repeat(slots_S, self._num_sampled_S)

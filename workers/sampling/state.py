@@ -56,7 +56,7 @@ class SamplingState:
     ) -> None:
         """A request takes the slot. `params` have been verified; `output_token_ids` are those sampled before."""
         self.remove(slot)
-        # The only one of the most likely one is what greedy chooses, for less.
+        # A top-k of 1 is greedy, which costs less.
         self.is_greedy[slot] = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
         self.inverse_temperature[slot] = 1 / max(params.temperature, GREEDY_TEMPERATURE)
         self.top_k[slot] = (

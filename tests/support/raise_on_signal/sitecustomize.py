@@ -1,4 +1,4 @@
-"""Python imports this at its start where the directory is on PYTHONPATH: a signal raises an exception, another damages memory.
+"""Imported at the start where the directory is on PYTHONPATH: a signal raises an exception, another damages memory.
 
 So a test can make any process of a server fail wherever it happens to be, with no help from the server.
 """

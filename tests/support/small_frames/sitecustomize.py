@@ -1,4 +1,4 @@
-"""Python imports this at its start where the directory is on PYTHONPATH: no process of a server takes a message beyond 1 MB."""
+"""Imported at the start where the directory is on PYTHONPATH: no process of a server takes messages beyond 1 MB."""
 
 from engine.protocol import transport
 

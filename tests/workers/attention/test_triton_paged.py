@@ -222,7 +222,7 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison, scheduled):
 
 @pytest.mark.parametrize("scheduled", [1, 9])
 def test_nothing_comes_in_from_the_blocks_before_a_window(scheduled):
-    """They have been given back: what is there now is somebody else's."""
+    """They have been given back: what is there now is another request's."""
     window = 200
     case = PagedCase(
         [(700, scheduled)],

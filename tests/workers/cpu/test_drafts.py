@@ -348,7 +348,7 @@ def test_what_a_grammar_forces_is_drafted_as_long_as_it_comes(checkpoint):
     # It comes otherwise than it was expected, and what is forced is over.
     assert drafted(run([50, 51], [], 1)) == []
     assert drafted(run([60], [60, 61])) == [61]
-    # Whoever takes the slot has nothing of it.
+    # The next request in the slot gets nothing of it.
     steps.run(slots=[0], removed=[0], chunks=[(0, 2)], new=[steps.new(0, [70, 71])])
     assert drafted(run([61], [])) == []
 

@@ -110,7 +110,7 @@ def test_shared_prefix(decoders):
 
 
 def test_a_block_that_is_filled_and_read_in_the_same_step(tmp_path):
-    """Nobody's first token attends to the block before it until its last key is there.
+    """No request's first token attends to the block before it until its last key is there.
 
     What fills it lies among rows that take longer than those that read it.
     """

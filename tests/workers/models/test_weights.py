@@ -123,7 +123,7 @@ def test_gemma3_with_its_vision_tower(tmp_path, prefix):
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5] * 2)])
 def test_scales_of_an_fp8_cache(path, scale):
-    """They are for those who have such a cache; to others they are nothing unexpected."""
+    """They are read for an FP8 cache; with another they are not unexpected tensors."""
     names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
     edit_tensors(path, lambda tensors: tensors.update({names[0]: scale, names[1]: scale * 4}))
     reader = WeightReader(open_checkpoint(path), torch.bfloat16, torch.device("cpu"), has_head=True)

@@ -282,7 +282,7 @@ def test_a_grammar_restricts_its_slots_only(new_rows: NewRows) -> None:
     best = 96 if logits[0, 96] > logits[0, 60] else 60
     output = batch.sample(logits, [5, 1, 9], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free, best, 50]
-    # A grammar whose slot has left the batch constrains nobody.
+    # A grammar for a slot that has left the batch constrains no row.
     output = batch.sample(logits[:1], [5], grammar_of([9, 1], bitmask))
     assert output.token_ids.tolist() == [free]
 

@@ -81,8 +81,8 @@ def attend_keys(
         weights_MN = tl.exp2(tl.fma(scores_MN, factor, -(top_M * factor)[:, None]))
         rescale_M = tl.exp2((max_M - top_M) * factor)
         sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-        # Past the sequence a block has what its last owner left, before the window it may be another's already, and
-        # 0 * NaN is not 0.
+        # Past the sequence a block has what its last request left; before the window it may be another request's
+        # already. And 0 * NaN is not 0.
         if IS_MASKED:
             is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
             v_NK = tl.load(k_ptrs_NK + VALUES, mask=is_own_N[:, None] & in_head_1K, other=0.0)

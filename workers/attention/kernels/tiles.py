@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 MIN_DOT_ROWS = 16
-"""Fewer rows than this a matrix product cannot have."""
+"""The fewest rows that a matrix product can have."""
 
 SPLIT_KEYS = 256
-"""A decoding request's keys are cut into splits of so many, or into `max_splits` longer ones."""
+"""How many keys of a decoding request make a split; with more than `max_splits` of them, splits are longer."""
 
 _PROGRAMS = 132
-"""For one sequence: one for each multiprocessor of an H100 or H200. More would have nothing to do in a batch of short ones."""
+"""How many share a sequence: one a multiprocessor of an H100 or H200. Short sequences would leave more of them idle."""
 
 
 class Tile(NamedTuple):

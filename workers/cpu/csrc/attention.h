@@ -3,7 +3,7 @@
 // A row is one query head of one token. Its keys are taken in chunks of kChunk and partitions of
 // kPartition, both at multiples of their size from the start of the sequence; a partition is one
 // running softmax, and partitions are combined in their order. So the result of a row depends on its query,
-// its keys and values and its window, and not on which rows are computed together or by whom.
+// its keys and values and its window, and not on which rows are computed together or by which thread.
 #pragma once
 
 #include "kv_cache.h"

@@ -1,10 +1,10 @@
-// Attention over keys and values in bf16 by AMX: sixteen rows times sixteen keys, or sixteen elements of values, at once.
-// Other formats, and heads that are no multiple of sixteen, are left to AVX-512.
+// Attention over keys and values in bf16 by AMX: sixteen rows times sixteen keys, or sixteen elements of values, at
+// once. Other formats, and heads that are no multiple of sixteen, are left to AVX-512.
 //
-// A tile takes as long for one row as for sixteen. A few rows, one token's heads, are faster without: AVX-512 does for them
-// what TDPBF16PS is defined to do, in its order and with its roundings. That is, for the even and the odd elements of up to
-// 32, or of sixteen keys, a sum each that begins with zero; the two are added, and then added to what was there. Numbers
-// below the normal ones count as zero.
+// A tile takes as long for one row as for sixteen. A few rows, one token's heads, are faster without: AVX-512 does for
+// them what TDPBF16PS is defined to do, in its order and with its roundings. That is, for the even and the odd elements
+// of up to 32, or of sixteen keys, a sum each that begins with zero; the two are added, and then added to what was
+// there. Subnormal numbers count as zero.
 #include "isa.h"
 #if defined(ENGINE_AMX)
 #include <immintrin.h>
@@ -143,7 +143,7 @@ ENGINE_VECTOR Pairs load_pairs(const uint16_t* p) {
   return {(Floats)(words << 16), (Floats)(words & broadcast_int(-65536))};
 }
 
-// What a register of a tile has for each of some rows, while one instruction passes.
+// The sums of some rows as one tile instruction makes them: of even and of odd elements.
 template <int kRows>
 struct TileSums {
   Floats even[kRows] = {}, odd[kRows] = {};
@@ -161,7 +161,7 @@ struct TileSums {
   }
 };
 
-// As the tiles have it, for a few rows. `queries` are floats, [kRows][head_dim].
+// For a few rows, with the results that the tiles have. `queries` are floats, [kRows][head_dim].
 template <int kRows, int kVectors>
 void add_chunk(const ChunkOf<Format>& chunk, const ChunkFetch* fetch, const KVLayout& layout,
                const AttentionLayer& layer, const float* queries, const int* seen_from, const int* seen_to,
@@ -225,7 +225,7 @@ struct WithoutSubnormals {
   ~WithoutSubnormals() { _mm_setcsr(before); }
 };
 
-// What is fetched of vectors that a chunk's rows do not see.
+// Fetches what the vectors that a chunk's rows do not see would have fetched.
 ENGINE_VECTOR void fetch_unseen(const ChunkFetch* fetch, int num_vectors, int lines) {
   for (int g = num_vectors; fetch && g < kChunkVectors; g++) fetch_lines(fetch->after_scores[g], 0, lines);
 }

@@ -8,7 +8,7 @@ namespace engine {
 
 namespace {
 
-// How many tokens before `end` are those at the end of all.
+// How many tokens before `end` are the same as those at the end of the request.
 int32_t match_length(const int32_t* tokens, int32_t length, int32_t end) {
   const int32_t most = std::min(end, kLongestMatch);
   int32_t matched = 0;
@@ -29,12 +29,12 @@ int32_t draft(int32_t* tokens, int32_t length, int32_t most, int32_t shortest_ma
   }
   if (!follows) return 0;
   const int32_t count = std::min(most, longest);
-  // One by one: what is copied may begin to be what has been.
+  // One by one: what is copied may reach into what has just been written.
   for (int32_t k = 0; k < count; k++) tokens[length + k] = tokens[follows + k];
   return count;
 }
 
-// Writes what is expected to follow, as far as what has come since agrees with it, and returns how many.
+// Writes the forced tokens that follow, if the tokens sampled since agree with those before them; returns how many.
 int32_t go_on_as_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
   int32_t& num_forced = lookup.num_forced[slot];
   const int32_t num_known = length - lookup.forced_start[slot];

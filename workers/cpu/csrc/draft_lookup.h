@@ -6,16 +6,16 @@
 
 namespace engine {
 
-// The requests of a step share so many drafts equally, so that nobody waits long for what others try. They have none if
-// it is less than `kLeastShare` each: with so many at once a draft takes about as long as its part of the step that it
-// may spare.
+// The requests of a step share so many drafts equally, so that no request waits long for the drafts of others. With
+// less than `kLeastShare` each they have none: among so many requests verifying a draft takes about as long as the part
+// of a step that it may save.
 constexpr int32_t kMaxDraftsOfStep = 16, kLeastShare = 4;
 // For so many requests more one token more has to match. A step of one request waits for weights and has time for
 // drafts; the more requests it has the more of its time a draft takes, so the likelier it must be right.
 constexpr int32_t kRequestsOfMatchedToken = 2;
-// A longer match says nothing more.
+// Longer matches are not told apart.
 constexpr int32_t kLongestMatch = 64;
-// Of what is forced more may share a step: it is nearly always right, and then a row of it gives as much as any other.
+// There may be more forced drafts in a step: they are nearly always right, and then a row gives as much as any other.
 constexpr int32_t kMaxForcedOfStep = 32;
 
 // The drafts of every slot, and what was found last.
@@ -32,8 +32,8 @@ struct DraftLookup {
   int32_t* found_tokens;  // of all found slots, one after the other
 };
 
-// Looks for drafts of the slots that have a new token. A slot has as many as tokens matched before them: who copies
-// goes on copying, the surer the longer it has. Of matches that are as long the last one counts.
+// Looks for drafts of the slots that have a new token. A slot has as many as tokens matched before them: the longer a
+// request has copied, the surer it is to go on. Of matches of the same length the last one counts.
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
 

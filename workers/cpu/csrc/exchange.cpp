@@ -65,7 +65,7 @@ void Exchange::meet() {
   std::atomic<uint32_t>& num_over = meeting_->num_over;
   if (meeting_->num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(num_ranks_)) {
     meeting_->num_arrived.store(0, std::memory_order_relaxed);
-    // In one order with the sleepers' own count and look: either they see this or it sees them.
+    // In one order with what a sleeper does: either it sees this store, or the next line counts it.
     num_over.store(before + 1, std::memory_order_seq_cst);
     if (meeting_->num_sleeping.load(std::memory_order_seq_cst)) wake_all(num_over);
     return;

@@ -1,7 +1,7 @@
 // Where the ranks that share every layer meet, in memory that all of them see.
 //
-// Each writes its part, all meet, each reads the parts of all. There are two sets of parts, used by turns:
-// who writes to one has met the others since they read it.
+// Each rank writes its part, all meet, each reads the parts of all. There are two sets of parts, used by turns:
+// before a rank writes to one again, it has met the others after they read it.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// The linear kernels for AMX: products of bf16 weights, for every number of rows, since their roundings are not those of
-// AVX-512. All else is as AVX-512 has it: integer weights have a scale for every group of 32, so their sums would have to
-// leave the tiles after half a product, which takes longer than the products.
+// The linear kernels for AMX: products of bf16 weights, for every number of rows, since their roundings are not those
+// of AVX-512. All else is as in AVX-512: integer weights have a scale for every group of 32, so their sums would have
+// to leave the tiles after half a product, which takes longer than the products.
 //
 // A sum takes k in steps of 32. Of each the products of even and those of odd k are summed apart, every sum rounded to
 // the nearest, then both together, and that is added to what the steps before gave. Subnormal numbers count as zeros.
@@ -20,8 +20,8 @@ namespace engine::amx {
 namespace {
 
 constexpr int kTileK = kTileRowBytes / 2, kTileSteps = kTileK / 2;
-// Both as in avx512_bf16. Weights stay in the second cache while rows pass: to decode them again takes less time than
-// to read them decoded, which are more, from there.
+// Both as in avx512_bf16. Weights stay in the second cache while rows pass. To decode them again takes less time than
+// to read decoded ones, which are more bytes, from there.
 constexpr int kPrefetchBytes = 12288, kCachedWeightBytes = 256 << 10;
 
 using Tile = uint8_t[kTileRows][kTileRowBytes];

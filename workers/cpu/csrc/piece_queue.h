@@ -1,9 +1,9 @@
 // Which piece of a step a thread computes next.
 //
 // A piece goes through segments, one after the other, in any thread. Each thread has pieces of its own, which it
-// prefers so that what they leave in its caches is found there, and takes others' where these have fallen behind: no
-// thread waits for another as long as there is a piece that nobody has. Where all are taken, one that has lost its
-// processor is computed once more, and the first to be done writes it.
+// prefers because their data is in its caches, and takes those of other threads where these have fallen behind: no
+// thread waits for another as long as there is a piece that no thread has taken. Where all are taken, a thread computes
+// one once more, in case the other one has lost its processor, and the first to be done writes it.
 #pragma once
 
 #include <atomic>
@@ -19,15 +19,16 @@ struct PieceSegment {
 
 class PieceQueue {
  public:
-  // Not while a thread is in any of the other functions. `in_order`: a piece's segment needs that those before it
-  // have done all segments before this one.
+  // Not to be called while a thread is in any of the other functions. `in_order`: a segment of a piece needs all
+  // segments before it of the pieces before.
   void begin(int num_pieces, int num_segments, int num_threads, bool in_order);
 
-  // What a thread computes next, after a while perhaps; false when nothing is left to do for anyone.
+  // Waits for what the thread is to compute next; false when there is nothing left for any thread.
   bool take(int thread, PieceSegment& next);
   // Whether it still makes sense to compute it.
   bool is_wanted(const PieceSegment& at) const { return state(at.piece) <= taken(at.segment); }
-  // Before anything is written that is not the thread's own: whether it may be. Then `finish` must follow.
+  // To be asked before the first write outside of the thread's own memory: whether it may write. Then `finish` must
+  // follow.
   bool commit(const PieceSegment& at);
   void finish(const PieceSegment& at);
 

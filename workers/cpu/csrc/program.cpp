@@ -13,10 +13,10 @@ namespace engine {
 namespace {
 
 constexpr int kRowBlock = 64;
-// So many that the time a tile takes is worth cutting, for the threads to end at the same time.
+// With so many rows tiles are cut smaller, so that the threads end at about the same time.
 constexpr int kManyRows = 16;
 constexpr int kTileWeights = 1 << 18;
-// Rows of so few elements altogether are not worth waking anyone for.
+// Rows of so few elements altogether are not worth sharing out among threads.
 constexpr int kNotWorthSharing = 6144;
 
 // Columns are shared out in units that are whole groups of activations; larger ones if there are many, and where
@@ -265,7 +265,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::quantize: {
       const float* x = rows.residual(row);
       if (op.vectors[0]) {
-        // The norm's result is needed by nobody else: it passes through the block's buffer.
+        // No other operation needs the norm's result: it passes through the block's buffer.
         rows_.rms_norm(x, op.vectors[0], op.eps, shape_.hidden_size, rows.block(row));
         x = rows.block(row);
       }
@@ -318,7 +318,7 @@ void Program::embed(const Op& op, int row) {
   }
 }
 
-// Where the weights begin that the thread reads after those of a tile: threads take them in turn, most of the time, of
+// Where the weights begin that the thread reads after those of a tile: most of the time threads take tiles in turn, of
 // this product and of those that follow, which are shared out as in the step before.
 const uint8_t* Program::weights_after(const Op& op_of_tile, const Shares& shares, const Tile& tile) const {
   if (shares.row_blocks > 1) return nullptr;
@@ -338,7 +338,6 @@ const uint8_t* Program::weights_after(const Op& op_of_tile, const Shares& shares
 }
 
 // The sums of some rows and columns, side by side in the thread's memory.
-
 float* Program::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) {
   const PackedWeight& weight = *op.parts[columns.part];
   const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);

@@ -146,7 +146,7 @@ void Program::write_attention(const Op& op, const Task& task, uint8_t* result, S
     float* partials = partial_.floats() + task.first_slot * partial_floats();
     std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(), result,
                 partial_floats() * sizeof(float));
-    // Whoever is last combines the partitions, in their order.
+    // The last thread to be done combines the partitions, in their order.
     std::atomic<int>& finished = finished_slots_[task.first_slot];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_slots) return;
     const AttentionState total = partial_state(partials);
@@ -232,8 +232,8 @@ void Program::make_tasks(TaskList& list) {
   make_tiles(list);
 }
 
-// What takes longest goes first, and tiles become smaller towards the end, where threads would wait for each
-// other. A tile's tasks are few, but more than one: each fetches what the next begins with.
+// The longest tasks come first, and tiles become smaller towards the end, so that the threads end at about the same
+// time. A tile has few tasks, but more than one: each fetches what the next begins with.
 void Program::make_tiles(TaskList& list) const {
   std::vector<Task>& tasks = list.tasks;
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {

@@ -11,8 +11,8 @@ namespace engine {
 
 namespace {
 
-// Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance. But as many as
-// products take at once are no slower than these.
+// Rows of a piece: fewer would cost more in unpacking weights than they save, more are slower to balance. But as many
+// as products take at once are no slower than these.
 constexpr int kFewestRows = 8, kMostRows = 18;
 // Each thread reads all weights: those of two layers must fit into the last cache, to come from memory once.
 constexpr int kLayersInCache = 2;
@@ -45,7 +45,7 @@ void Program::find_segments() {
   }
 }
 
-// None where they do not pay, or one of them would keep the others waiting.
+// None where they do not pay, or where a long one would make the other threads wait.
 int Program::count_pieces() const {
   const int num_threads = pool_.num_threads();
   if (exchange_ || segments_.size() < 3 || num_tokens_ < kFewestRows * num_threads) return 0;
@@ -64,8 +64,8 @@ int Program::count_pieces() const {
   return most * num_threads * 4 <= total * 5 ? pieces : 0;
 }
 
-// Whether keys of the slice are read by other rows of it: by those of the same chunk, or by a request that has found
-// a block which another one fills in this very step. Such a request comes after those that fill, and begins a block.
+// Whether keys of the slice are read by other rows of it: by those of the same chunk, or by a request with a cached
+// block that another request fills in this very step. Such a request comes after it, and begins with a new block.
 bool Program::reads_own_keys() {
   const int32_t *starts = step_.query_start_loc, end_token = first_token_ + num_tokens_;
   int end_sequence = first_sequence_;
@@ -129,7 +129,7 @@ void Program::run_piece(const PieceSegment& at, Scratch& scratch) {
   scratch.readahead = {};
   if (!pieces_.commit(at)) return;
   std::copy(rows.residual(rows.first), rows.residual(end_row), slice_rows_.residual(rows.first));
-  // What others see.
+  // The operation that other rows read from.
   for (int row = rows.first; row < end_row; row++) run_row(ops_[last_op], rows, row);
   pieces_.finish(at);
   scratch.profile[last_op] += std::chrono::duration<double>(Clock::now() - start).count();

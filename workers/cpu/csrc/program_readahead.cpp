@@ -1,9 +1,9 @@
 // What is stored at the end of a segment and what the next attention reads, fetched while products are computed.
 //
 // A step of many sequences spends its time in products, which hardly read any memory, and in attention, which
-// waits for memory: each layer's keys and values are read once a step, and are not in the caches when others are stored
-// beside them. So they are fetched during the products before, by processors whose last cache takes all that leaves
-// the second one.
+// waits for memory: each layer's keys and values are read once a step, and are not in the caches when new ones are
+// stored beside them. So they are fetched during the products before, on processors whose last cache takes all that
+// leaves the second one.
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace engine {
 
 namespace {
 
-// Intel's last cache is not sure to take what was fetched and not read yet, and what is on its way from memory holds up
-// products there: that cost more than it gave.
+// Intel's last cache need not take what was fetched and not read yet, and memory that is being fetched holds up
+// products there: it cost more than it gave.
 bool reads_ahead() {
 #if defined(__x86_64__)
   static const bool is_amd = __builtin_cpu_is("amd");
@@ -26,7 +26,7 @@ bool reads_ahead() {
 #endif
 }
 
-// sysconf gives those of all of a processor's chips together on AMD's, of which a core has one.
+// On AMD's processors sysconf gives the sum of all chips' caches, of which a core has but one.
 ptrdiff_t find_last_cache_bytes() {
   for (int index = 4; index >= 0; index--) {
     char path[64];
@@ -92,7 +92,7 @@ void Program::find_stored(FoundRuns& runs, const Op& op, int first_row, int end_
   }
 }
 
-// Of tasks of a single token, whose keys nobody else reads, the blocks before the one that it is stored in.
+// Of tasks of a single token, whose keys no other row reads, the blocks before the one that it is stored in.
 void Program::find_attended(FoundRuns& runs, const Op& op, int first_row, int end_row) {
   // More would displace what was fetched before.
   const ptrdiff_t bytes = 2 * kv_.head_bytes(), most = last_cache_bytes() / 2 / pool_.num_threads();

@@ -29,7 +29,7 @@ struct LogprobRows {
   float* logprobs;         // [rows, width]
   int32_t* ranks;          // [rows], 1 + how many are more likely than the chosen one
 
-  // What was written of one row takes the place of an earlier one's.
+  // Overwrites what was written of an earlier row with that of a later one.
   void move(int from, int to) const;
 };
 
@@ -49,7 +49,7 @@ struct SamplingRows {
   const int32_t* num_tokens;
   const uint32_t* const* grammar;  // what it allows next, as in `LogitRules`, and after each draft; or null
   const int64_t* grammar_words;    // of each of these masks
-  const LogprobRows* logprobs;     // null where nobody wants any
+  const LogprobRows* logprobs;     // null where no slot wants any
   const int64_t* slots;      // [rows]
   const int32_t* positions;  // [rows], of the token to be chosen
 };

@@ -14,7 +14,7 @@ constexpr int kSpinsBeforeRepeat = 1000;
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-// Those of a step differ; what has the number again is long gone.
+// The phases of a step have different ones. When a number comes again, the phase that had it is long over.
 constexpr uint32_t kSerials = 1u << (64 - 2 * kTileBits);
 
 inline int claimed(uint64_t state) { return int(state & kMaxTiles); }
@@ -36,7 +36,7 @@ ThreadPool::ThreadPool(int num_threads)
   try {
     for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker(i); });
   } catch (const std::system_error&) {
-    // The system allows no more: those that there are share the work.
+    // The system allows no more threads: those that have started share the work.
   }
 }
 
@@ -57,7 +57,7 @@ void ThreadPool::open(int phase, int thread) {
   const uint32_t serial = (first_serial_ + uint32_t(phase)) % kSerials;
   if (tiles < 0) {
     next_serial_ = (serial + 1) % kSerials;
-    // What is left to claim is computed already, and must not be claimed once the step is over.
+    // No tiles: once the step is over none may be claimed.
     state_.store(uint64_t(serial) << (2 * kTileBits));
     running_.store(false, std::memory_order_release);
     return;
@@ -71,16 +71,16 @@ void ThreadPool::compute(uint32_t serial, int num_tiles, int index, int thread) 
   const int phase = phase_of(serial, first_serial_);
   Tile tile(index, thread, committed_[index], serial);
   phases_->run_tile(phase, tile);
-  // As long as a tile of this thread's is not counted the phase is the same.
+  // The phase stays open until this thread has counted its tile.
   if (tile.is_mine() && finished_tiles_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_tiles)
     open(phase + 1, thread);
 }
 
 bool ThreadPool::run_a_tile(int thread) {
-  // Looking first keeps the count of claims from running away.
+  // Looking first keeps the number of claims from growing past its bits.
   uint64_t state = state_.load(std::memory_order_acquire);
   if (claimed(state) >= total(state)) return false;
-  // Set before the claim: a step does not end under a thread that has claimed a tile of it.
+  // Set before the claim: a step does not end while a thread may have claimed a tile of it.
   std::atomic<bool>& is_computing = is_computing_[thread].is_set;
   is_computing.store(true);
   state = state_.fetch_add(1);

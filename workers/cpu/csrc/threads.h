@@ -1,9 +1,9 @@
 // One pool of threads that runs the phases of a step.
 //
-// Threads claim tiles one at a time. Whoever finishes the last tile of a phase opens the next; nobody waits for
-// threads that hold no work, nor for one that has lost its processor in the middle of a tile: another computes the
-// tile as well, and the first to be done writes it. Threads spin for microseconds while a step runs and shortly
-// after it, and sleep between steps.
+// Threads claim tiles one at a time, and the thread that finishes the last tile of a phase opens the next. None waits
+// for threads without work, nor for one that has lost its processor in the middle of a tile: another computes the tile
+// as well, and the first to be done writes it. Threads spin for microseconds while a step runs and shortly after it,
+// and sleep between steps.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class Tile {
       : index(index), thread(thread), committed_(committed), serial_(serial) {}
   Tile(const Tile&) = delete;
 
-  // To be asked once, before anything is written that is not this thread's own: whether it may be. If not,
-  // the step may be past this phase: all that has been read since it was computed may be anything.
+  // To be asked once, before the first write outside of this thread's own memory: whether it may write. If not, another
+  // thread has written the tile. The step may then be past this phase, and what this thread has read meaningless.
   bool commit() {
     uint32_t open = serial_ - 1;
     is_mine_ = committed_.compare_exchange_strong(open, serial_, std::memory_order_acq_rel);
@@ -55,8 +55,8 @@ class Phases {
   virtual ~Phases() = default;
   // The number of tiles of the phase, at most kMaxTiles, or -1 if there is no such phase any more. Called
   // once for each, by one thread, after all tiles of the phases before it have been written: what is not worth
-  // sharing is done here. Tiles of those phases may still be computed, in vain: what they are computed from must
-  // stay valid, whatever its values, unless ThreadPool::wait_for_others() is called first.
+  // sharing is done here. Threads may still compute tiles of those phases, in vain: the memory that these read must
+  // stay valid, whatever is in it, unless ThreadPool::wait_for_others() is called first.
   virtual int begin(int phase) = 0;
   virtual void run_tile(int phase, Tile& tile) = 0;
 };
@@ -88,7 +88,7 @@ class ThreadPool {
   void compute(uint32_t serial, int num_tiles, int index, int thread);
   void open(int phase, int thread);
 
-  // The serial number of the phase above, then kTileBits of its tiles, then of those claimed. Claiming adds one.
+  // From the highest bit: the phase's serial number, kTileBits of its number of tiles, kTileBits of those claimed.
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> finished_tiles_{0};
   alignas(64) std::atomic<bool> running_{false};
