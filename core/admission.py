@@ -72,8 +72,20 @@ class Admission:
         self._blocked: tuple[Request, int] | None = None
         self._lora_turn: Request | None = None
         """Whose adapter gets the next slot that no running request needs, if it has waited long."""
-        self.end = AdmissionEnd.ALL_ADMITTED
+        self.end = AdmissionEnd.NONE_LEFT
         """Why the last step admitted no further request."""
+        self._was_closed = False
+        """Whether that was so before it looked at any."""
+
+    def why_waiting(self, request: Request) -> Obstacle | AdmissionEnd:
+        """Why a request in the queue is not in the last step."""
+        obstacle = None if self._was_closed else self._queue.obstacle_of(request)
+        return self.end if obstacle is None else obstacle
+
+    def close(self, end: AdmissionEnd) -> None:
+        """The step admits no request."""
+        self.end = end
+        self._was_closed = True
 
     def displace(self, plan: RunningPlan, now: float) -> RunningPlan | None:
         """Preempt requests that the first waiting one may displace, if that makes room for it.
@@ -138,28 +150,28 @@ class Admission:
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         num_sent = 0
         if not (queue and max_admitted and budget > 0):
-            self.end = (
-                AdmissionEnd.TOKENS
-                if max_admitted
-                else AdmissionEnd.PREEMPTION
-                if self._running.slots.num_free
-                else AdmissionEnd.SEQUENCES
-            )
+            if max_admitted:
+                self.close(AdmissionEnd.NONE_LEFT if budget > 0 else AdmissionEnd.TOKENS)
+            elif self._running.slots.num_free:
+                self.close(AdmissionEnd.PREEMPTION)
+            else:
+                self.close(AdmissionEnd.SEQUENCES)
             return admitted
+        self._was_closed = False
         partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
         num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
         if not limits.are_long_at_limit(num_long):
-            queue.recall(Obstacle.LONG_PREFILLS)
+            queue.put_back(Obstacle.LONG_PREFILLS)
         has_lora_slot = len(self._running.loras) < self._config.max_loras
         if has_lora_slot:
-            queue.recall(Obstacle.LORA_SLOTS)
+            queue.put_back(Obstacle.LORA_SLOTS)
         if self._lora_turn is not None and (has_lora_slot or self._lora_turn.is_finished):
             self._lora_turn = None
-            queue.recall(Obstacle.LORA_TURN)
+            queue.put_back(Obstacle.LORA_TURN)
         if self._tenants is not None:
             for name, num_seqs in self._tenants.take_openings():
-                queue.let_go(name, num_seqs)
-        queue.recall(Obstacle.CONNECTOR)
+                queue.put_back_of_tenant(name, num_seqs)
+        queue.put_back(Obstacle.CONNECTOR)
         starts_singly = (
             transfers is not None
             or encoders is not None
@@ -172,7 +184,7 @@ class Admission:
                 encoders.undo(0)
             request = queue.peek()
             if request is None:
-                self.end = AdmissionEnd.ALL_ADMITTED
+                self.end = AdmissionEnd.NONE_LEFT
                 break
             if request is not tried and (tried or request.key in suspects):
                 self.end = AdmissionEnd.QUARANTINE
@@ -189,7 +201,7 @@ class Admission:
                     queue.set_aside(obstacle)
                     continue
             if self._tenants is not None and not self._tenants.may_run(request.tenant):
-                queue.hold_back()
+                queue.set_aside(Obstacle.TENANT)
                 continue
             if admitted.granted and num_sent + request.num_tokens > MAX_SENT_TOKENS:
                 self.end = AdmissionEnd.MESSAGE
@@ -218,6 +230,7 @@ class Admission:
             granted = wanted
             if wanted > budget or wanted > share:
                 granted = self._first_chunk(wanted, budget, share)
+            end_if_none = AdmissionEnd.ENCODERS if granted else AdmissionEnd.TOKENS
             if request.encoder_inputs and encoders is not None:
                 most = num_computed + (budget if granted else 0)
                 end = self._encoders.fit(
@@ -233,7 +246,7 @@ class Admission:
             is_partial = granted < wanted
             is_long = is_partial and limits.is_long(request.num_tokens)
             if not granted:
-                self.end = AdmissionEnd.TOKENS
+                self.end = end_if_none
                 break
             if is_partial and limits.are_at_limit(num_partial):
                 self.end = AdmissionEnd.PARTIAL_PREFILLS
@@ -277,7 +290,8 @@ class Admission:
             budget -= granted
             num_sent += request.num_tokens
         else:
-            self.end = AdmissionEnd.TOKENS if budget <= 0 else AdmissionEnd.SEQUENCES
+            is_full = len(admitted.granted) == max_admitted
+            self.end = AdmissionEnd.SEQUENCES if is_full else AdmissionEnd.TOKENS
         self._start(admitted, now)
         return admitted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from ..protocol.messages import EventKind, FinishedRequest, RequestEvent
 from .admission_end import AdmissionEnd
@@ -11,11 +12,30 @@ from .event_dump import Dump
 from .events import AddRequest, FinishClient, FinishRequests, ResetPrefixCache, Schedule
 from .replayer import Moment, Replayer
 from .request import Request, RequestKey, RequestStatus
+from .request_queue import Obstacle
 from .scheduler import Scheduler
 from .step_rows import StepRows
 
-COMPILING = "its grammar was being compiled"
-NEXT_STEP = "no step was scheduled yet"
+COMPILING: Final = "its grammar was being compiled"
+LOADING: Final = "its KV cache was being loaded"
+NEXT_STEP: Final = "no step was scheduled yet"
+REASONS: Final[dict[Obstacle | AdmissionEnd, str]] = {
+    AdmissionEnd.NONE_LEFT: "it came after the step was planned",
+    AdmissionEnd.PREEMPTION: "no admission in a step that preempts",
+    AdmissionEnd.SEQUENCES: "max_num_seqs requests were running",
+    AdmissionEnd.TOKENS: "the step was full: max_num_batched_tokens",
+    AdmissionEnd.MESSAGE: "the step was full: as many tokens as go to the workers at once",
+    AdmissionEnd.QUARANTINE: "a suspect of having killed a worker is tried alone",
+    AdmissionEnd.ENCODERS: "the encoder budget of the step or the encoder cache was used up",
+    AdmissionEnd.BLOCKS: "the next in the queue did not fit into the free KV-cache blocks",
+    AdmissionEnd.DELAY: "held back by scheduler_delay_factor",
+    AdmissionEnd.PARTIAL_PREFILLS: "max_num_partial_prefills prompts were being computed",
+    Obstacle.LONG_PREFILLS: "max_long_partial_prefills other long prompts were being computed",
+    Obstacle.LORA_SLOTS: "requests of max_loras other adapters were running",
+    Obstacle.LORA_TURN: "the next slot for an adapter was kept for a request that had waited longer",
+    Obstacle.CONNECTOR: "the KV connector did not know yet what it can load",
+    Obstacle.TENANT: "max_num_seqs_per_tenant requests of its tenant were running",
+}
 
 
 def find_requests(dump: Dump, name: str) -> list[RequestKey]:
@@ -168,12 +188,8 @@ class RequestAccount:
         elif self._cause:
             self._waits[self._cause] += self._now - self._last_look
         self._last_look = self._now
-        if self._request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._cause = COMPILING
-            return
-        self._cause = scheduler.admission_end.value
-        if scheduler.admission_end is AdmissionEnd.BLOCKS:
-            self._cause = "the next in the queue did not fit into the free KV-cache blocks"
+        if not self._request.is_finished:
+            self._cause = _find_cause(self._request, scheduler)
 
     def _close_wait(self) -> None:
         if self._waiting_since is None:
@@ -271,6 +287,15 @@ class RequestAccount:
     def _say(self, at: float, text: str) -> None:
         assert self._start is not None
         self.lines.append(f"{at - self._start:10.3f} s  {text}")
+
+
+def _find_cause(request: Request, scheduler: Scheduler) -> str:
+    """Why a waiting request is not in the last step."""
+    if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+        return COMPILING
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return LOADING
+    return REASONS[scheduler.why_waiting(request)]
 
 
 def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..protocol.arrays import Int64Array
-from .held_requests import HeldRequests
+from .aside_by_tenant import AsideByTenant
 from .request import Request
 from .running_requests import RunningRequests
 from .slots import Float64Array, SlotArray
@@ -21,12 +21,13 @@ _MIN_LEFT = 64
 
 
 class Obstacle(enum.IntEnum):
-    """Why a request is passed by others behind it."""
+    """Why a request is set aside, so that those behind it pass it."""
 
     LONG_PREFILLS = 0
     LORA_SLOTS = 1
     CONNECTOR = 2
     LORA_TURN = 3
+    TENANT = 4
 
 
 class RequestQueue(ABC):
@@ -39,7 +40,7 @@ class RequestQueue(ABC):
         self._running = running
         self._num_waiting = 0
         self._aside: tuple[dict[int, Request], ...] = tuple({} for _ in Obstacle)
-        self._held = HeldRequests()
+        self._aside_by_tenant = AsideByTenant()
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -60,11 +61,14 @@ class RequestQueue(ABC):
         return self._remove_first()
 
     def set_aside(self, obstacle: Obstacle) -> None:
-        """Take the first request out of the order until `recall`; it still waits."""
+        """Take the first request out of the order until it is put back; it still waits."""
         request = self._remove_first()
-        self._aside[obstacle][request.arrival] = request
+        if obstacle is Obstacle.TENANT:
+            self._aside_by_tenant.add(request)
+        else:
+            self._aside[obstacle][request.arrival] = request
 
-    def recall(self, obstacle: Obstacle) -> None:
+    def put_back(self, obstacle: Obstacle) -> None:
         """Put every request that was set aside for this reason back in its place."""
         aside = self._aside[obstacle]
         for request in aside.values():
@@ -76,20 +80,22 @@ class RequestQueue(ABC):
         aside = (r for r in self._aside[obstacle].values() if r.queued_at < before)
         return min(aside, key=lambda r: (r.rank, r.arrival), default=None)
 
-    def hold_back(self) -> None:
-        """Take the first request out of the order until its tenant may run more; it still waits."""
-        self._held.add(self._remove_first())
-
-    def let_go(self, tenant: str, count: int) -> None:
-        """Put the first `count` requests of the tenant that are held back in their places."""
-        for request in self._held.take(tenant, count):
+    def put_back_of_tenant(self, tenant: str, count: int) -> None:
+        """Put back the first `count` requests that were set aside because this tenant ran as many as it may."""
+        for request in self._aside_by_tenant.take(tenant, count):
             self._reinsert(request)
+
+    def obstacle_of(self, request: Request) -> Obstacle | None:
+        """Why a waiting request is set aside, if it is."""
+        if request in self._aside_by_tenant:
+            return Obstacle.TENANT
+        return next((o for o in Obstacle if request.arrival in self._aside[o]), None)
 
     def discard(self, request: Request) -> None:
         """A request in the queue has finished."""
         self._num_waiting -= 1
         is_aside = any(aside.pop(request.arrival, None) for aside in self._aside)
-        if not is_aside and not self._held.discard(request):
+        if not is_aside and not self._aside_by_tenant.discard(request):
             self._leave(request)
 
     @abstractmethod

@@ -62,7 +62,7 @@ from .partial_prefills import PartialPrefills
 from .quarantine import Accused
 from .request import Request, RequestKey
 from .request_lifecycle import RequestLifecycle
-from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
+from .request_queue import DeadlineQueue, FCFSQueue, Obstacle, PriorityQueue, RequestQueue
 from .requirements import Requirements
 from .running_pass import RunningPass, RunningPlan
 from .running_requests import RunningRequests
@@ -297,6 +297,7 @@ class Scheduler(SchedulerInterface):
         tried = self._lifecycle.quarantine.next()
         if tried is not None:
             if self._results.is_anything_expected:
+                self._admission.close(AdmissionEnd.QUARANTINE)
                 return None
             step = self._schedule(now, tried)
             if step is not None:
@@ -455,6 +456,10 @@ class Scheduler(SchedulerInterface):
     def admission_end(self) -> AdmissionEnd:
         """Why the last step admitted no further request."""
         return self._admission.end
+
+    def why_waiting(self, request: Request) -> Obstacle | AdmissionEnd:
+        """Why a request in the queue is not in the last step."""
+        return self._admission.why_waiting(request)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)

@@ -345,8 +345,14 @@ class _Restorer:
                 built = list(map(self.build, keys))
                 target.update(zip(built, map(self.build, values), strict=True))
                 return target
-            case Member():
-                return _find_class(node.name)(node.value)
+            case Member(name, value):
+                try:
+                    return _find_class(name)(value)
+                except ValueError as error:
+                    raise SnapshotError(
+                        f"{name} has no {value!r} any more: the enumeration has changed, "
+                        "and only a log from the start can be replayed"
+                    ) from error
             case Instance(layout, fields):
                 return self._build_instance(*self._layouts[layout], fields, given)
             case _:

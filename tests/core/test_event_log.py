@@ -385,6 +385,19 @@ def test_a_changed_class_is_named():
         replay(dump)
 
 
+def test_a_changed_enumeration_is_named():
+    dump = record(20, SMALL_SEGMENT).dump()
+    snapshot = dump.segments[0].snapshot
+    node = snapshot.root
+    for name in ("_admission", "end"):
+        fields = node.fields
+        position = snapshot.layouts[node.layout].fields.index(name)
+        node = fields[position]
+    fields[position] = msgspec.structs.replace(node, value="bored")
+    with pytest.raises(event_dump.EngineError, match=r"'bored' .* the enumeration has changed"):
+        replay(dump)
+
+
 @pytest.mark.parametrize(
     "name", ["os:system", "core.request:os", "builtins:eval", "core.request:Nobody", "core.x:y"]
 )

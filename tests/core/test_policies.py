@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from engine.core.aside_by_tenant import AsideByTenant
 from engine.core.backlog import TenantLimits
-from engine.core.held_requests import HeldRequests
 from engine.core.request import Request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import SchedulingPolicy
@@ -332,7 +332,7 @@ def test_of_a_tenant_at_its_running_limit_the_policy_chooses_who_is_next():
     assert admissions(harness) == [first, urgent, late, later]
 
 
-def test_when_requests_of_a_tenant_stop_as_many_of_it_are_let_go():
+def test_when_requests_of_a_tenant_stop_as_many_of_it_may_run():
     limits = TenantLimits(3, 0)
     for _ in range(9):
         limits.arrived("a")
@@ -346,14 +346,14 @@ def test_when_requests_of_a_tenant_stop_as_many_of_it_are_let_go():
     assert limits.take_openings() == []
 
 
-def test_requests_that_are_held_back_leave_in_the_order_of_the_policy():
+def test_requests_aside_for_their_tenant_leave_in_the_order_of_the_policy():
     def request(arrival: int, rank: float) -> Request:
         message = EngineCoreRequest(arrival, int32_bytes([1]), SamplingParams(), 0.0, tenant="a")
         request = Request(0, message, arrival, 0.0)
         request.rank = rank
         return request
 
-    held = HeldRequests()
+    held = AsideByTenant()
     requests = [request(0, 1.0), request(1, 0.0), request(2, 1.0), request(3, 0.0)]
     for each in requests:
         held.add(each)

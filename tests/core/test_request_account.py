@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from engine.core.event_dump import write_dump
+from engine.core.kv_connector import ExternalMatch
 from engine.core.replay import main
 from engine.core.replayer import Replayer
-from engine.core.request_account import RequestAccount, find_requests
-from engine.protocol.messages import EventKind
+from engine.core.request_account import NEXT_STEP, RequestAccount, find_requests
+from engine.protocol.messages import EncoderInput, EventKind
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness
 
 
@@ -72,6 +74,100 @@ def test_waiting_for_blocks_and_preemption():
         assert ("blocks were lacking" in text) == bool(number)
     waited = account(harness, keys[2])
     assert "the next in the queue did not fit into the free KV-cache blocks" in waited
+
+
+def causes(harness: RecordedHarness, key: tuple[int, int]) -> set[str]:
+    """What the request waited for."""
+    harness.drain()
+    summary = account(harness, key).splitlines()[-1]
+    return {part.split(" s: ")[1] for part in summary.split("; ") if " s: " in part}
+
+
+def test_waiting_for_a_tenants_turn():
+    harness = RecordedHarness(max_num_seqs_per_tenant=1)
+    first = harness.add(6, 4, tenant="a")
+    second = harness.add(6, 4, tenant="a")
+    other = harness.add(6, 4, tenant="b")
+    reason = "max_num_seqs_per_tenant requests of its tenant were running"
+    assert causes(harness, second) == {NEXT_STEP, reason}
+    assert causes(harness, first) == causes(harness, other) == {NEXT_STEP}
+
+
+def test_waiting_for_a_slot_for_an_adapter():
+    harness = RecordedHarness(max_loras=1)
+    harness.add(6, 4, lora_name="x")
+    key = harness.add(6, 4, lora_name="y")
+    assert causes(harness, key) == {NEXT_STEP, "requests of max_loras other adapters were running"}
+
+
+def test_waiting_behind_an_adapter_whose_turn_it_is():
+    harness = RecordedHarness(max_loras=1, max_in_flight=1)
+    harness.add(6, 10, lora_name="x")
+    harness.add(6, 4, lora_name="y")
+    for _ in range(3):
+        harness.step()
+    key = harness.add(6, 4, lora_name="x")
+    reason = "the next slot for an adapter was kept for a request that had waited longer"
+    assert reason in causes(harness, key)
+
+
+def test_waiting_for_the_answer_of_a_connector():
+    answers = iter([None, None, None])
+    connector = ModelConnector(lambda request, num_computed: next(answers, ExternalMatch(0)))
+    harness = RecordedHarness(connector=connector)
+    key = harness.add(6, 4)
+    reason = "the KV connector did not know yet what it can load"
+    assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def test_waiting_for_a_load():
+    connector = ModelConnector(lambda request, num_computed: ExternalMatch(4 - num_computed, True))
+    harness = RecordedHarness(connector=connector)
+    key = harness.add(6, 4)
+    assert causes(harness, key) == {NEXT_STEP, "its KV cache was being loaded"}
+
+
+def test_waiting_as_a_long_prompt_and_then_for_a_sequence():
+    harness = RecordedHarness(
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=4,
+    )
+    harness.add([1] * 30, 20)
+    key = harness.add([2] * 20, 1)
+    for index in range(2):
+        harness.add([3, index], 20)
+    assert causes(harness, key) == {
+        NEXT_STEP,
+        "max_long_partial_prefills other long prompts were being computed",
+        "max_num_seqs requests were running",
+    }
+
+
+def test_waiting_for_a_sequence_when_the_tokens_of_the_step_are_gone_too():
+    harness = RecordedHarness(max_num_seqs=1, max_num_batched_tokens=6)
+    harness.add(6, 40)
+    key = harness.add([2] * 6, 1)
+    assert causes(harness, key) == {NEXT_STEP, "max_num_seqs requests were running"}
+
+
+def test_waiting_for_the_encoder():
+    harness = RecordedHarness(max_num_encoder_input_tokens=5, encoder_cache_size=20)
+    for content in (b"a", b"b"):
+        key = harness.add([1] * 8, 2, inputs=[EncoderInput(0, 4, content, 4, b"pixels")])
+    reason = "the encoder budget of the step or the encoder cache was used up"
+    assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def test_waiting_while_a_suspect_is_tried():
+    harness = RecordedHarness()
+    harness.add(6, 4)
+    harness.step()
+    harness.add([2] * 6, 4, is_suspect=True)
+    key = harness.add([3] * 6, 4)
+    reason = "a suspect of having killed a worker is tried alone"
+    assert causes(harness, key) == {NEXT_STEP, reason}
 
 
 def test_displacement_by_priority():
