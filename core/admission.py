@@ -48,27 +48,26 @@ class Admission:
     def __init__(
         self,
         config: SchedulerConfig,
-        *,
-        partial_prefills: PartialPrefills,
-        delay: AdmissionDelay,
         lifecycle: RequestLifecycle,
+        *,
         running_pass: RunningPass,
+        partial_prefills: PartialPrefills,
         encoders: EncoderInputs,
         drafts: Drafts | None,
-        transfers: KVTransfers | None,
+        delay: AdmissionDelay,
     ) -> None:
         self._config = config
-        self._partial_prefills = partial_prefills
-        self._delay = delay
         self._lifecycle = lifecycle
         self._manager = lifecycle.manager
         self._queue = lifecycle.queue
         self._running = lifecycle.running
         self._tenants = lifecycle.tenants
+        self._transfers = lifecycle.transfers
         self._running_pass = running_pass
+        self._partial_prefills = partial_prefills
         self._encoders = encoders
         self._drafts = drafts
-        self._transfers = transfers
+        self._delay = delay
         self._blocked: tuple[Request, int] | None = None
         self._lora_turn: Request | None = None
         """Whose adapter gets the next slot that no running request needs, if it has waited long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..protocol.arrays import Int64Array, int32_bytes
+from ..protocol.config import SchedulerConfig
 from ..protocol.messages import EncoderInput, EncoderWork, SchedulerOutput
 from .encoder_cache_connector import EncoderCacheConnector
 from .encoder_cache_manager import EncoderCacheManager
@@ -52,19 +53,14 @@ class EncoderInputs:
     """Which inputs running requests hold in the cache: those that their computed tokens have not passed."""
 
     def __init__(
-        self,
-        cache: EncoderCacheManager,
-        budget: int,
-        *,
-        may_split: bool,
-        connector: EncoderCacheConnector | None = None,
+        self, config: SchedulerConfig, connector: EncoderCacheConnector | None = None
     ) -> None:
-        self.cache = cache
+        self.cache = EncoderCacheManager(config.encoder_cache_capacity)
         self.connector = connector
         self.are_in_use = False
         """Whether there ever was a request with an encoder input."""
-        self._budget = budget
-        self._may_split = may_split
+        self._budget = config.encoder_budget
+        self._may_split = not config.disable_chunked_mm_input
         self._held: dict[Request, set[int]] = {}
         self._to_compute: list[tuple[int, int]] = []
         self._to_load: list[tuple[Request, int]] = []

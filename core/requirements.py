@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
 from ..protocol.block_hash import HASH_BYTES
+from ..protocol.config import MAX_STEPS_IN_FLIGHT, SchedulerConfig
+from ..protocol.kv_cache_groups import KVCacheGroup, max_request_tokens
 from ..protocol.messages import EngineCoreRequest, FinishReason
 
 
@@ -34,6 +36,47 @@ class Requirements(msgspec.Struct, frozen=True):
     splits_prompts: bool
     splits_encoder_inputs: bool
     max_computed_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        kv_cache_groups: tuple[KVCacheGroup, ...],
+        has_grammars: bool,
+    ) -> Self:
+        """Those of a scheduler that has `num_blocks` blocks to give."""
+        max_uncertain_tokens = 0
+        if config.speculative is not None:
+            # Beyond the certain tokens of a decoding request, those that steps in flight may verify.
+            max_uncertain_tokens = config.speculative.num_lookahead_tokens + MAX_STEPS_IN_FLIGHT * (
+                config.speculative.num_speculative_tokens + 1
+            )
+        return cls(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            has_grammars=has_grammars,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            max_num_queued_reqs_per_tenant=config.max_num_queued_reqs_per_tenant,
+            max_encoder_input_size=min(config.encoder_budget, config.encoder_cache_capacity),
+            max_step_tokens=config.max_num_batched_tokens,
+            splits_prompts=config.enable_chunked_prefill,
+            splits_encoder_inputs=not config.disable_chunked_mm_input,
+            max_computed_tokens=max_request_tokens(
+                kv_cache_groups,
+                num_blocks,
+                max(config.max_num_batched_tokens, max_uncertain_tokens),
+                block_size,
+                max_model_len,
+            ),
+        )
 
     @property
     def max_total_tokens(self) -> int:

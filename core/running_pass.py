@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..protocol.arrays import BoolArray, Int64Array
+from ..protocol.config import SchedulerConfig
 from .block_tables import Growth
 from .drafts import Drafts
 from .encoder_inputs import EncoderInputs, EncoderPlan
-from .kv_cache_manager import KVCacheManager
 from .micro_batches import MicroBatches
 from .partial_prefills import PartialPrefills
-from .request_queue import RequestQueue
-from .running_requests import RunningRequests
+from .request_lifecycle import RequestLifecycle
 from .slots import SlotArray
 
 
@@ -46,22 +45,20 @@ class RunningPass:
 
     def __init__(
         self,
+        config: SchedulerConfig,
+        lifecycle: RequestLifecycle,
         *,
-        max_num_batched_tokens: int,
         partial_prefills: PartialPrefills,
-        manager: KVCacheManager,
-        running: RunningRequests,
-        queue: RequestQueue,
         encoders: EncoderInputs,
         drafts: Drafts | None,
         micro_batches: MicroBatches | None,
     ) -> None:
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._manager = lifecycle.manager
+        self._running = lifecycle.running
+        self._slots = lifecycle.running.slots
+        self._queue = lifecycle.queue
         self._partial_prefills = partial_prefills
-        self._manager = manager
-        self._running = running
-        self._slots = running.slots
-        self._queue = queue
         self._encoders = encoders
         self._drafts = drafts
         self._micro_batches = micro_batches

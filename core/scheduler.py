@@ -15,19 +15,16 @@ import msgspec
 
 from ..protocol.block_hash import HashBlocks, block_hasher
 from ..protocol.config import (
-    MAX_STEPS_IN_FLIGHT,
     CacheConfig,
     KVTransferConfig,
     SchedulerConfig,
     SchedulingPolicy,
-    SpeculativeConfig,
 )
 from ..protocol.errors import ConfigError
 from ..protocol.kv_cache_groups import (
     FULL_ATTENTION,
     AttentionKind,
     KVCacheGroup,
-    max_request_tokens,
 )
 from ..protocol.kv_events import KVCacheEvent
 from ..protocol.messages import (
@@ -48,7 +45,6 @@ from .client_outputs import ClientOutputs
 from .conservation import find_violations
 from .drafts import Drafts
 from .encoder_cache_connector import EncoderCacheConnector
-from .encoder_cache_manager import EncoderCacheManager
 from .encoder_inputs import EncoderInputs
 from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
@@ -99,29 +95,8 @@ class Scheduler(SchedulerInterface):
         kv_transfer: KVTransferConfig | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> None:
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} is below "
-                f"max_model_len={max_model_len}, which only chunked prefill allows"
-            )
-        if num_blocks < 2:
-            raise ConfigError(f"the KV cache has {num_blocks} blocks and needs at least 2")
-        if kv_transfer is not None and (kv_cache_groups != FULL_ATTENTION or num_host_blocks):
-            raise ConfigError(
-                f"kv_connector={kv_transfer.kv_connector!r} moves the blocks of full attention alone, "
-                "neither those of layers with a window or a state nor those of a host tier: "
-                "remove it, or --kv-host-gib"
-            )
-        speculative = config.speculative
-        if speculative is not None and any(
-            group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups
-        ):
-            raise ConfigError(
-                f"num_speculative_tokens={speculative.num_speculative_tokens}: a state-space layer "
-                "cannot take back a rejected draft; the model has such layers"
-            )
+        _verify(config, max_model_len, num_blocks, num_host_blocks, kv_cache_groups, kv_transfer)
         self._config = config
-        self._delay = AdmissionDelay(config.scheduler_delay_factor)
         self.slots = Slots(config.max_num_seqs, vocab_size)
         self._kv_events = KVEventLog(cache_config.block_size) if log_kv_events else None
         self.kv_cache_manager = KVCacheManager(
@@ -139,35 +114,16 @@ class Scheduler(SchedulerInterface):
         self._queue = _make_queue(config, self._running)
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
-        encoder_budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
-        encoder_cache_size = config.encoder_cache_size or config.max_num_batched_tokens
-        self._encoders = EncoderInputs(
-            EncoderCacheManager(encoder_cache_size),
-            encoder_budget,
-            may_split=not config.disable_chunked_mm_input,
-            connector=encoder_cache_connector,
-        )
-        self._lifecycle = RequestLifecycle(
-            requirements=Requirements(
+        self._encoders = EncoderInputs(config, encoder_cache_connector)
+        self._lifecycle = lifecycle = RequestLifecycle(
+            requirements=Requirements.of(
+                config,
                 vocab_size=vocab_size,
                 max_model_len=max_model_len,
                 block_size=cache_config.block_size,
                 num_blocks=num_blocks - 1,
+                kv_cache_groups=kv_cache_groups,
                 has_grammars=structured_output is not None,
-                max_num_queued_reqs=config.max_num_queued_reqs,
-                max_num_queued_tokens=config.max_num_queued_tokens,
-                max_num_queued_reqs_per_tenant=config.max_num_queued_reqs_per_tenant,
-                max_encoder_input_size=min(encoder_budget, encoder_cache_size),
-                max_step_tokens=config.max_num_batched_tokens,
-                splits_prompts=config.enable_chunked_prefill,
-                splits_encoder_inputs=not config.disable_chunked_mm_input,
-                max_computed_tokens=max_request_tokens(
-                    kv_cache_groups,
-                    num_blocks - 1,
-                    max(config.max_num_batched_tokens, _max_uncertain_tokens(speculative)),
-                    cache_config.block_size,
-                    max_model_len,
-                ),
             ),
             manager=self.kv_cache_manager,
             running=self._running,
@@ -177,60 +133,54 @@ class Scheduler(SchedulerInterface):
             encoders=self._encoders,
             tenants=_tenant_limits(config),
         )
-        self.requests = self._lifecycle.requests
+        self.requests = lifecycle.requests
         self._transfers: KVTransfers | None = None
         if kv_transfer is not None:
             connector = kv_connector or create_connector(kv_transfer)
-            self._transfers = KVTransfers(connector, kv_transfer, self._lifecycle)
-            self._lifecycle.transfers = self._transfers
+            self._transfers = KVTransfers(connector, kv_transfer, lifecycle)
+            lifecycle.transfers = self._transfers
         self._drafts: Drafts | None = None
-        if speculative is not None:
+        if config.speculative is not None:
             self._drafts = Drafts(
-                speculative,
+                config.speculative,
                 self._running,
                 self._grammars,
                 uses_placeholders=config.async_scheduling,
             )
-        self._results = StepResults(self._lifecycle, self._drafts)
+        self._results = StepResults(lifecycle, self._drafts)
+        micro_batches: MicroBatches | None = None
+        if config.num_micro_batches > 1:
+            micro_batches = MicroBatches(
+                config.num_micro_batches, config.max_num_seqs, self._results
+            )
         partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._running_pass = RunningPass(
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            config,
+            lifecycle,
             partial_prefills=partial_prefills,
-            manager=self.kv_cache_manager,
-            running=self._running,
-            queue=self._queue,
             encoders=self._encoders,
             drafts=self._drafts,
-            micro_batches=MicroBatches(config.num_micro_batches, config.max_num_seqs, self._results)
-            if config.num_micro_batches > 1
-            else None,
+            micro_batches=micro_batches,
         )
+        self._delay = AdmissionDelay(config.scheduler_delay_factor)
         self._admission = Admission(
             config,
-            partial_prefills=partial_prefills,
-            delay=self._delay,
-            lifecycle=self._lifecycle,
+            lifecycle,
             running_pass=self._running_pass,
+            partial_prefills=partial_prefills,
             encoders=self._encoders,
             drafts=self._drafts,
-            transfers=self._transfers,
+            delay=self._delay,
         )
         self._writer = StepWriter(self._running, self.kv_cache_manager, self._drafts)
         self._steady: SteadyDecode | None = None
-        is_fixed = (
-            kv_transfer is None
-            and (speculative is None or speculative.num_lookahead_tokens == 0)
-            and config.num_micro_batches == 1
-            and not config.inject_preemption
-        )
-        if is_fixed and SteadyDecode.is_possible(self.kv_cache_manager):
+        if SteadyDecode.is_possible(config, lifecycle):
             self._steady = SteadyDecode(
-                self._lifecycle,
-                self._encoders,
-                self._results,
-                self._drafts,
-                may_displace=config.policy == SchedulingPolicy.PRIORITY
-                and config.priority_preemption,
+                config,
+                lifecycle,
+                encoders=self._encoders,
+                drafts=self._drafts,
+                results=self._results,
             )
         self._step = 0
         self.violations: list[str] = []
@@ -492,17 +442,39 @@ class Scheduler(SchedulerInterface):
         return self._lifecycle.make_stats()
 
 
+def _verify(
+    config: SchedulerConfig,
+    max_model_len: int,
+    num_blocks: int,
+    num_host_blocks: int,
+    kv_cache_groups: tuple[KVCacheGroup, ...],
+    kv_transfer: KVTransferConfig | None,
+) -> None:
+    """Raises ConfigError for what contradicts itself."""
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is below "
+            f"max_model_len={max_model_len}, which only chunked prefill allows"
+        )
+    if num_blocks < 2:
+        raise ConfigError(f"the KV cache has {num_blocks} blocks and needs at least 2")
+    if kv_transfer is not None and (kv_cache_groups != FULL_ATTENTION or num_host_blocks):
+        raise ConfigError(
+            f"kv_connector={kv_transfer.kv_connector!r} moves the blocks of full attention alone, "
+            "neither those of layers with a window or a state nor those of a host tier: "
+            "remove it, or --kv-host-gib"
+        )
+    has_state = any(group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups)
+    if config.speculative is not None and has_state:
+        raise ConfigError(
+            f"num_speculative_tokens={config.speculative.num_speculative_tokens}: a state-space "
+            "layer cannot take back a rejected draft; the model has such layers"
+        )
+
+
 def _tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
     limits = config.max_num_seqs_per_tenant, config.max_num_queued_reqs_per_tenant
     return TenantLimits(*limits) if any(limits) else None
-
-
-def _max_uncertain_tokens(speculative: SpeculativeConfig | None) -> int:
-    """Beyond the tokens that are certain, those that steps in flight may verify of one request that decodes."""
-    if speculative is None:
-        return 0
-    verified = MAX_STEPS_IN_FLIGHT * (speculative.num_speculative_tokens + 1)
-    return verified + speculative.num_lookahead_tokens
 
 
 def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..protocol.arrays import Int64Array
+from ..protocol.config import SchedulerConfig, SchedulingPolicy
 from ..protocol.messages import SchedulerOutput
 from .batch import Batch, StepInFlight
 from .drafts import Drafts
 from .encoder_inputs import EncoderInputs
-from .kv_cache_manager import KVCacheManager
 from .request_lifecycle import RequestLifecycle
 from .step_results import StepResults
 
@@ -24,14 +24,13 @@ class SteadyDecode:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         lifecycle: RequestLifecycle,
-        encoders: EncoderInputs,
-        results: StepResults,
-        drafts: Drafts | None,
         *,
-        may_displace: bool,
+        encoders: EncoderInputs,
+        drafts: Drafts | None,
+        results: StepResults,
     ) -> None:
-        """`may_displace` tells whether a request that waits may take the slot of one that runs."""
         self._lifecycle = lifecycle
         self._queue = lifecycle.queue
         self._slots = lifecycle.running.slots
@@ -39,9 +38,12 @@ class SteadyDecode:
         self._pool = lifecycle.manager.pool
         self._block_size = lifecycle.manager.block_size
         self._encoders = encoders
-        self._results = results
         self._drafts = drafts
-        self._may_displace = may_displace
+        self._results = results
+        self._may_displace = (
+            config.policy == SchedulingPolicy.PRIORITY and config.priority_preemption
+        )
+        """Whether a request that waits may take the slot of one that runs."""
         self._batch = Batch(np.zeros(0, np.intp), self._slots)
         self._num_common_blocks = 0
         self._num_left = 0
@@ -52,9 +54,17 @@ class SteadyDecode:
         """For each of `block_size` steps the slots that need a block in it, and how many they hold by then."""
 
     @staticmethod
-    def is_possible(manager: KVCacheManager) -> bool:
-        """Whether blocks are only ever added to the tables, and nothing is copied."""
-        return manager.host is None and manager.tables.is_simple
+    def is_possible(config: SchedulerConfig, lifecycle: RequestLifecycle) -> bool:
+        """Whether all decoding requests are in every step, and of their blocks one at a time is added and none copied."""
+        speculative, manager = config.speculative, lifecycle.manager
+        return (
+            manager.tables.is_simple
+            and manager.host is None
+            and lifecycle.transfers is None
+            and (speculative is None or speculative.num_lookahead_tokens == 0)
+            and config.num_micro_batches == 1
+            and not config.inject_preemption
+        )
 
     def begin(self, output: SchedulerOutput, in_flight: StepInFlight) -> None:
         """A step was planned. If it is one that repeats itself, it may be repeated until `end`."""

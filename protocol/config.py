@@ -183,6 +183,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     speculative: SpeculativeConfig | None = None
 
     @property
+    def encoder_budget(self) -> int:
+        """How many embeddings are computed in a step."""
+        return self.max_num_encoder_input_tokens or self.max_num_batched_tokens
+
+    @property
+    def encoder_cache_capacity(self) -> int:
+        """How many embeddings are kept."""
+        return self.encoder_cache_size or self.max_num_batched_tokens
+
+    @property
     def max_steps_in_flight(self) -> int:
         """One for each stage, and one more that is there when the first stage is free."""
         return min(self.num_micro_batches + self.async_scheduling, MAX_STEPS_IN_FLIGHT)
