@@ -11,7 +11,7 @@ from .admission_delay import AdmissionDelay
 from .admission_end import AdmissionEnd
 from .batch import Tenure
 from .drafts import Drafts
-from .encoder_inputs import EncoderInputs
+from .encoder_inputs import EncoderInputs, EncoderPlan
 from .kv_cache_manager import Claim, Prefix
 from .kv_transfers import KVTransfers
 from .partial_prefills import PartialPrefills
@@ -28,18 +28,46 @@ LORA_PATIENCE_S: Final = 1.0
 
 
 class Admissions(NamedTuple):
-    """Rows that enter a step in the making, and those of them that load blocks in it.
-
-    The last of them still have to be started, together: `first_hashes` are of the first block of each that will be
-    findable then and is not yet.
-    """
+    """Rows that enter a step in the making, and those of them that load blocks in it."""
 
     requests: list[NewRequestData]
     granted: list[int]
     samples: list[bool]
     loading: list[Tenure]
-    starts: list[Start]
-    first_hashes: set[bytes]
+
+
+class _Room:
+    """What a step in the making has left for waiting requests, and which of them enter it.
+
+    The requests of `starts` have blocks, and must still be started, together: `first_hashes` are of the first block of
+    each that will be findable then and is not yet.
+    """
+
+    __slots__ = (
+        "admitted",
+        "budget",
+        "encoders",
+        "first_hashes",
+        "now",
+        "num_long",
+        "num_partial",
+        "num_sent",
+        "share",
+        "starts",
+    )
+
+    def __init__(self, plan: RunningPlan, budget: int, partial: list[bool], now: float) -> None:
+        """`partial` tells of each prompt that is being computed piecewise whether it is long."""
+        self.now = now
+        self.budget = budget
+        self.share = plan.share
+        self.encoders = plan.encoders
+        self.num_sent = 0
+        self.num_partial = len(partial)
+        self.num_long = sum(partial)
+        self.starts: list[Start] = []
+        self.first_hashes: set[bytes] = set()
+        self.admitted = Admissions([], [], [], [])
 
 
 class Admission:
@@ -54,7 +82,7 @@ class Admission:
         partial_prefills: PartialPrefills,
         encoders: EncoderInputs,
         drafts: Drafts | None,
-        delay: AdmissionDelay,
+        delay: AdmissionDelay | None,
     ) -> None:
         self._config = config
         self._lifecycle = lifecycle
@@ -68,23 +96,31 @@ class Admission:
         self._encoders = encoders
         self._drafts = drafts
         self._delay = delay
+        self._starts_singly = (
+            lifecycle.transfers is not None
+            or lifecycle.tenants is not None
+            or lifecycle.queue.charges_for_computing
+            or delay is not None
+        )
+        """Whether a request must be started before the next one is looked at."""
         self._blocked: tuple[Request, int] | None = None
         self._lora_turn: Request | None = None
-        """Whose adapter gets the next slot that no running request needs, if it has waited long."""
+        """A request that has waited long, if its adapter gets the next slot that no running request needs."""
         self.end = AdmissionEnd.NONE_LEFT
         """Why the last step admitted no further request."""
-        self._was_closed = False
-        """Whether that was so before it looked at any."""
+        self._has_looked = False
+        """Whether the last step looked at the requests in the queue."""
 
     def why_waiting(self, request: Request) -> Obstacle | AdmissionEnd:
         """Why a request in the queue is not in the last step."""
-        obstacle = None if self._was_closed else self._queue.obstacle_of(request)
+        obstacle = self._queue.obstacle_of(request) if self._has_looked else None
         return self.end if obstacle is None else obstacle
 
-    def close(self, end: AdmissionEnd) -> None:
-        """The step admits no request."""
+    def admit_none(self, end: AdmissionEnd) -> Admissions:
+        """What enters a step that no request may enter."""
         self.end = end
-        self._was_closed = True
+        self._has_looked = False
+        return Admissions([], [], [], [])
 
     def displace(self, plan: RunningPlan, now: float) -> RunningPlan | None:
         """Preempt requests that the first waiting one may displace, if that makes room for it.
@@ -95,9 +131,7 @@ class Admission:
         request = self._queue.peek()
         if request is None or self._is_blocked(request):
             return None
-        if request.lora_name and self._lora_obstacle(request, now) is not None:
-            return None
-        if self._tenants is not None and not self._tenants.may_run(request.tenant):
+        if self._obstacle(request, now) is not None:
             return None
         candidates = self._queue.displaceable(request)
         if not candidates or self._has_room(request, plan):
@@ -133,33 +167,55 @@ class Admission:
 
     def _is_blocked(self, request: Request) -> bool:
         """Whether the request was found not to fit, and no block has become free since."""
-        if self._blocked is None:
-            return False
-        blocked, num_openings = self._blocked
-        return blocked is request and num_openings == self._manager.pool.num_openings
+        return self._blocked == (request, self._manager.pool.num_openings)
 
     def admit(
         self, plan: RunningPlan, max_admitted: int, now: float, tried: Request | None = None
     ) -> Admissions:
         """Admit waiting requests while tokens, slots and blocks last; only `tried`, if it is given."""
-        queue, manager, limits = self._queue, self._manager, self._partial_prefills
-        encoders, transfers, share = plan.encoders, self._transfers, plan.share
-        suspects = self._lifecycle.quarantine.suspects
-        admitted = Admissions([], [], [], [], [], set())
+        queue, suspects, delay = self._queue, self._lifecycle.quarantine.suspects, self._delay
         budget = self._config.max_num_batched_tokens - plan.num_tokens
-        num_sent = 0
-        if not (queue and max_admitted and budget > 0):
-            if max_admitted:
-                self.close(AdmissionEnd.NONE_LEFT if budget > 0 else AdmissionEnd.TOKENS)
-            elif self._running.slots.num_free:
-                self.close(AdmissionEnd.PREEMPTION)
+        if not max_admitted:
+            has_slot = self._running.slots.num_free > 0
+            return self.admit_none(AdmissionEnd.PREEMPTION if has_slot else AdmissionEnd.SEQUENCES)
+        if budget <= 0:
+            return self.admit_none(AdmissionEnd.TOKENS)
+        if not queue:
+            return self.admit_none(AdmissionEnd.NONE_LEFT)
+        self._has_looked = True
+        running, is_long = self._running, self._partial_prefills.is_long
+        partial = [is_long(running[slot].num_tokens) for slot in running.prefilling]
+        room = _Room(plan, budget, partial, now)
+        granted = room.admitted.granted
+        self._put_back(room.num_long)
+        end: AdmissionEnd | None = None
+        while end is None and room.budget > 0 and len(granted) < max_admitted:
+            request = queue.peek()
+            if request is None:
+                end = AdmissionEnd.NONE_LEFT
+            elif request is not tried and (tried or request.key in suspects):
+                end = AdmissionEnd.QUARANTINE
+            elif self._is_blocked(request):
+                end = AdmissionEnd.BLOCKS
+            elif delay is not None and delay.holds_back(request, now) and len(running):
+                end = AdmissionEnd.DELAY
+            elif (obstacle := self._obstacle(request, now)) is not None:
+                queue.set_aside(obstacle)
+            elif granted and room.num_sent + request.num_tokens > MAX_SENT_TOKENS:
+                end = AdmissionEnd.MESSAGE
             else:
-                self.close(AdmissionEnd.SEQUENCES)
-            return admitted
-        self._was_closed = False
-        partial = [self._running[slot].num_tokens for slot in self._running.prefilling]
-        num_partial, num_long = len(partial), sum(map(limits.is_long, partial))
-        if not limits.are_long_at_limit(num_long):
+                end = self._admit(request, room)
+        if end is None:
+            is_full = len(granted) == max_admitted
+            end = AdmissionEnd.SEQUENCES if is_full else AdmissionEnd.TOKENS
+        self.end = end
+        self._start(room)
+        return room.admitted
+
+    def _put_back(self, num_long: int) -> None:
+        """Put requests back in the queue whose obstacles are gone; `num_long` long prompts are computed piecewise."""
+        queue = self._queue
+        if not self._partial_prefills.are_long_at_limit(num_long):
             queue.put_back(Obstacle.LONG_PREFILLS)
         has_lora_slot = len(self._running.loras) < self._config.max_loras
         if has_lora_slot:
@@ -171,135 +227,116 @@ class Admission:
             for name, num_seqs in self._tenants.take_openings():
                 queue.put_back_of_tenant(name, num_seqs)
         queue.put_back(Obstacle.CONNECTOR)
-        starts_singly = (
-            transfers is not None
-            or encoders is not None
-            or queue.charges_for_computing
-            or self._tenants is not None
-            or self._delay.factor > 0
-        )
-        while budget > 0 and len(admitted.granted) < max_admitted:
-            if encoders is not None:
-                encoders.undo(0)
-            request = queue.peek()
-            if request is None:
-                self.end = AdmissionEnd.NONE_LEFT
-                break
-            if request is not tried and (tried or request.key in suspects):
-                self.end = AdmissionEnd.QUARANTINE
-                break
-            if self._blocked and self._is_blocked(request):
-                self.end = AdmissionEnd.BLOCKS
-                break
-            if self._delay.factor and self._delay.holds_back(request, now) and len(self._running):
-                self.end = AdmissionEnd.DELAY
-                break
-            if request.lora_name:
-                obstacle = self._lora_obstacle(request, now)
-                if obstacle is not None:
-                    queue.set_aside(obstacle)
-                    continue
-            if self._tenants is not None and not self._tenants.may_run(request.tenant):
-                queue.set_aside(Obstacle.TENANT)
-                continue
-            if admitted.granted and num_sent + request.num_tokens > MAX_SENT_TOKENS:
-                self.end = AdmissionEnd.MESSAGE
-                break
+
+    def _obstacle(self, request: Request, now: float) -> Obstacle | None:
+        """Why a request must let others pass, before anything is looked up for it."""
+        if request.lora_name:
+            obstacle = self._lora_obstacle(request, now)
+            if obstacle is not None:
+                return obstacle
+        if self._tenants is not None and not self._tenants.may_run(request.tenant):
+            return Obstacle.TENANT
+        return None
+
+    def _admit(self, request: Request, room: _Room) -> AdmissionEnd | None:
+        """Admit the first request of the queue, or let those behind it pass, or return why neither is possible.
+
+        It may also stay the first, to be tried again.
+        """
+        manager, limits, transfers = self._manager, self._partial_prefills, self._transfers
+        if room.encoders is not None:
+            # What a request would have needed that did not enter the step.
+            room.encoders.undo(0)
+        prefix = manager.find_prefix(request)
+        first_hash = request.block_hash(prefix.num_cached_blocks)
+        if first_hash in room.first_hashes and not prefix.is_reserved:
+            # Another request of this step computes the block, and it can be found once that is started.
+            self._start(room)
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)
-            if first_hash in admitted.first_hashes and not prefix.is_reserved:
-                self._start(admitted, now)
-                prefix = manager.find_prefix(request)
-                first_hash = request.block_hash(prefix.num_cached_blocks)
-            num_external = 0
-            if transfers is not None:
-                match = transfers.match(request, prefix)
-                if match is None or match.is_async:
-                    if match is None and not request.is_finished:
-                        queue.set_aside(Obstacle.CONNECTOR)
-                    elif match is not None and not self._load(
-                        transfers, request, prefix, match.num_tokens
-                    ):
-                        self.end = AdmissionEnd.BLOCKS
-                        break
-                    continue
-                num_external = match.num_tokens
-            num_computed = prefix.num_tokens + num_external
-            wanted = request.num_tokens - num_computed
-            granted = wanted
-            if wanted > budget or wanted > share:
-                granted = self._first_chunk(wanted, budget, share)
+        num_external = 0
+        if transfers is not None:
+            match = transfers.match(request, prefix)
+            if match is None:
+                if not request.is_finished:
+                    self._queue.set_aside(Obstacle.CONNECTOR)
+                return None
+            if match.is_async:
+                is_loading = self._load(transfers, request, prefix, match.num_tokens)
+                return None if is_loading else AdmissionEnd.BLOCKS
+            num_external = match.num_tokens
+        num_computed = prefix.num_tokens + num_external
+        granted = wanted = request.num_tokens - num_computed
+        if wanted > room.budget or wanted > room.share:
+            granted = self._first_chunk(wanted, room.budget, room.share)
+        end_if_none = AdmissionEnd.TOKENS
+        if request.encoder_inputs and room.encoders is not None:
             end_if_none = AdmissionEnd.ENCODERS if granted else AdmissionEnd.TOKENS
-            if request.encoder_inputs and encoders is not None:
-                most = num_computed + (budget if granted else 0)
-                end = self._encoders.fit(
-                    encoders, request, num_computed, num_computed + granted, most
-                )
-                granted = end - num_computed
-                if granted < wanted and not self._config.enable_chunked_prefill:
-                    granted = 0
-                if encoders.failed:
-                    self._lifecycle.fail_all(encoders.failed)
-                    encoders.failed.clear()
-                    continue
-            is_partial = granted < wanted
-            is_long = is_partial and limits.is_long(request.num_tokens)
-            if not granted:
-                self.end = end_if_none
-                break
-            if is_partial and limits.are_at_limit(num_partial):
-                self.end = AdmissionEnd.PARTIAL_PREFILLS
-                break
-            if is_long and limits.are_long_at_limit(num_long):
-                queue.set_aside(Obstacle.LONG_PREFILLS)
-                continue
-            num_tokens = num_computed + granted
-            if self._drafts is not None:
-                num_tokens = self._with_lookahead(request, num_tokens)
-            claim = manager.claim(request, prefix, num_tokens)
-            if claim is None and admitted.starts:
+            granted = self._fit_encoder_inputs(room, room.encoders, request, num_computed, granted)
+            if request.is_finished:
+                return None
+        if not granted:
+            return end_if_none
+        is_partial = granted < wanted
+        is_long = is_partial and limits.is_long(request.num_tokens)
+        if is_partial and limits.are_at_limit(room.num_partial):
+            return AdmissionEnd.PARTIAL_PREFILLS
+        if is_long and limits.are_long_at_limit(room.num_long):
+            self._queue.set_aside(Obstacle.LONG_PREFILLS)
+            return None
+        num_tokens = self._with_lookahead(request, num_computed + granted)
+        claim = manager.claim(request, prefix, num_tokens)
+        if claim is None:
+            if room.starts:
                 # What was found may be evicted now: it is looked for again.
-                self._start(admitted, now)
-                continue
+                self._start(room)
+                return None
+            claim = self._claim(request, prefix, num_tokens)
             if claim is None:
-                claim = self._claim(request, prefix, num_tokens)
-                if claim is None:
-                    self.end = AdmissionEnd.BLOCKS
-                    break
-            if transfers is not None:
-                manager.fulfil([claim])
-                if num_external and not transfers.allocated(request, claim.tables[0], num_external):
-                    continue
-            if request.num_reserved_tokens:
-                self._lifecycle.reservations.end(request)
-            num_partial += is_partial
-            num_long += is_long
-            queue.pop()
-            admitted.starts.append(Start(claim, num_external, granted))
-            admitted.granted.append(granted)
-            admitted.samples.append(not is_partial)
-            if first_hash is not None:
-                admitted.first_hashes.add(first_hash)
-            if starts_singly or request.lora_name:
-                self._start(admitted, now)
-                if encoders is not None:
-                    self._encoders.carry_out(encoders)
-                if num_external:
-                    admitted.loading.append(Tenure(request, request.num_admissions))
-            budget -= granted
-            num_sent += request.num_tokens
-        else:
-            is_full = len(admitted.granted) == max_admitted
-            self.end = AdmissionEnd.SEQUENCES if is_full else AdmissionEnd.TOKENS
-        self._start(admitted, now)
-        return admitted
+                return AdmissionEnd.BLOCKS
+        if transfers is not None:
+            manager.fulfil([claim])
+            if num_external and not transfers.allocated(request, claim.tables[0], num_external):
+                return None
+        if request.num_reserved_tokens:
+            self._lifecycle.reservations.end(request)
+        self._queue.pop()
+        room.starts.append(Start(claim, num_external, granted))
+        room.admitted.granted.append(granted)
+        room.admitted.samples.append(not is_partial)
+        if first_hash is not None:
+            room.first_hashes.add(first_hash)
+        if self._starts_singly or room.encoders is not None or request.lora_name:
+            self._start(room)
+            if room.encoders is not None:
+                self._encoders.carry_out(room.encoders)
+            if num_external:
+                room.admitted.loading.append(Tenure(request, request.num_admissions))
+        room.budget -= granted
+        room.num_sent += request.num_tokens
+        room.num_partial += is_partial
+        room.num_long += is_long
+        return None
 
-    def _start(self, admitted: Admissions, now: float) -> None:
-        """Start who is admitted, where others are to be seen beside them, or at last."""
-        if admitted.starts:
-            admitted.requests.extend(self._lifecycle.start(admitted.starts, now))
-            admitted.starts.clear()
-            admitted.first_hashes.clear()
+    def _fit_encoder_inputs(
+        self, room: _Room, encoders: EncoderPlan, request: Request, num_computed: int, granted: int
+    ) -> int:
+        """How many tokens a request gets with its encoder inputs; 0 as well if it ends, for it cannot have them."""
+        most = num_computed + (room.budget if granted else 0)
+        end = self._encoders.fit(encoders, request, num_computed, num_computed + granted, most)
+        if encoders.failed:
+            self._lifecycle.fail_all(encoders.failed)
+            encoders.failed.clear()
+            return 0
+        is_whole = end == request.num_tokens
+        return end - num_computed if is_whole or self._config.enable_chunked_prefill else 0
+
+    def _start(self, room: _Room) -> None:
+        """Start those that were admitted, because a later one may find their blocks, or because the step is complete."""
+        if room.starts:
+            room.admitted.requests.extend(self._lifecycle.start(room.starts, room.now))
+            room.starts.clear()
+            room.first_hashes.clear()
 
     def _with_lookahead(self, request: Request, num_tokens: int) -> int:
         """How many tokens blocks are needed for, for so many to be computed."""
@@ -327,7 +364,7 @@ class Admission:
         """A claim of the first request of the queue; None, and it is remembered, if there are too few blocks."""
         manager = self._manager
         while (claim := manager.claim(request, prefix, num_tokens)) is None:
-            # Nobody who runs will make room: those who wait with blocks behind this request must.
+            # No running request will make room, so waiting ones that hold blocks must.
             if self._running or not self._lifecycle.reservations.take_back(request):
                 self._blocked = request, manager.pool.num_openings
                 break

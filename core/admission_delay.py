@@ -8,19 +8,18 @@ from .request import Request, RequestStatus
 
 
 class AdmissionDelay:
-    """Nobody is admitted before the oldest waiting request has waited `factor` times the last prefill's latency.
+    """No request is admitted before the oldest waiting one has waited `factor` times the last prefill's latency.
 
-    A request that was preempted has waited long enough. A factor of 0 never holds back.
+    A request that was preempted has waited long enough.
     """
 
     def __init__(self, factor: float) -> None:
-        self.factor = factor
+        self._factor = factor
         self._arrivals: deque[Request] = deque()
         self._last_prefill_s = 0.0
 
     def arrived(self, request: Request) -> None:
-        if self.factor:
-            self._arrivals.append(request)
+        self._arrivals.append(request)
 
     def prefilled(self, latency_s: float) -> None:
         """A step with a prompt in it took so long."""
@@ -28,10 +27,10 @@ class AdmissionDelay:
 
     def holds_back(self, next_request: Request, now: float) -> bool:
         """Whether the next request to admit must wait on."""
-        if not self.factor or next_request.status is RequestStatus.PREEMPTED:
+        if next_request.status is RequestStatus.PREEMPTED:
             return False
         arrivals = self._arrivals
         while arrivals and arrivals[0].status is not RequestStatus.WAITING:
             arrivals.popleft()
         oldest = arrivals[0] if arrivals else next_request
-        return now - oldest.queued_at <= self.factor * self._last_prefill_s
+        return now - oldest.queued_at <= self._factor * self._last_prefill_s

@@ -162,7 +162,9 @@ class Scheduler(SchedulerInterface):
             drafts=self._drafts,
             micro_batches=micro_batches,
         )
-        self._delay = AdmissionDelay(config.scheduler_delay_factor)
+        self._delay: AdmissionDelay | None = None
+        if config.scheduler_delay_factor:
+            self._delay = AdmissionDelay(config.scheduler_delay_factor)
         self._admission = Admission(
             config,
             lifecycle,
@@ -206,7 +208,7 @@ class Scheduler(SchedulerInterface):
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         request = self._lifecycle.add(client_index, message, now)
-        if request is not None:
+        if request is not None and self._delay is not None:
             self._delay.arrived(request)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
@@ -247,7 +249,7 @@ class Scheduler(SchedulerInterface):
         tried = self._lifecycle.quarantine.next()
         if tried is not None:
             if self._results.is_anything_expected:
-                self._admission.close(AdmissionEnd.QUARANTINE)
+                self._admission.admit_none(AdmissionEnd.QUARANTINE)
                 return None
             step = self._schedule(now, tried)
             if step is not None:
@@ -369,7 +371,7 @@ class Scheduler(SchedulerInterface):
             self.violations += violations
             self._lifecycle.stats.num_violations += len(violations)
         step, outputs = self._results.take(scheduler_output, model_runner_output, now)
-        if step.has_prefill:
+        if step.has_prefill and self._delay is not None:
             self._delay.prefilled(now - step.scheduled_at)
         return outputs
 
