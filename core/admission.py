@@ -21,14 +21,14 @@ from .request_queue import Obstacle
 from .running_pass import RunningPass, RunningPlan
 
 MAX_SENT_TOKENS: Final = 1 << 24
-"""So many tokens go to the workers with the requests that enter a step; a request with more enters alone."""
+"""The most tokens that new requests bring into one step; a request with more enters alone."""
 
 LORA_PATIENCE_S: Final = 1.0
-"""Once a request has waited so long for a slot for its adapter, those behind it leave the slots to run empty."""
+"""A request that has waited so long for a slot for its adapter lets no later one keep the slots in use."""
 
 
 class Admissions(NamedTuple):
-    """Rows that enter a step in the making, and those of them that load blocks in it."""
+    """The requests that enter a step in the making. `loading` are those for which it loads blocks."""
 
     requests: list[NewRequestData]
     granted: list[int]
@@ -39,8 +39,8 @@ class Admissions(NamedTuple):
 class _Room:
     """What a step in the making has left for waiting requests, and which of them enter it.
 
-    The requests of `starts` have blocks, and must still be started, together: `first_hashes` are of the first block of
-    each that will be findable then and is not yet.
+    The requests of `starts` have their blocks, and are still to be started, all at once. That makes blocks findable:
+    `first_hashes` has the hash of the first such block of each.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Admission:
             or lifecycle.queue.charges_for_computing
             or delay is not None
         )
-        """Whether a request must be started before the next one is looked at."""
+        """Whether a request is started before the next one is looked at, because that depends on it."""
         self._blocked: tuple[Request, int] | None = None
         self._lora_turn: Request | None = None
         """A request that has waited long, if its adapter gets the next slot that no running request needs."""
@@ -146,7 +146,7 @@ class Admission:
         return plan
 
     def _has_room(self, request: Request, plan: RunningPlan, without: Sequence[int] = ()) -> bool:
-        """Whether a waiting request could be admitted beside the plan, were it not for some slots."""
+        """Whether a waiting request could be admitted beside the plan, if the slots `without` were vacated."""
         manager = self._manager
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if budget <= 0 or not (self._running.slots.num_free or without):
@@ -213,7 +213,10 @@ class Admission:
         return room.admitted
 
     def _put_back(self, num_long: int) -> None:
-        """Put requests back in the queue whose obstacles are gone; `num_long` long prompts are computed piecewise."""
+        """Put back the requests that were set aside for an obstacle that is gone.
+
+        `num_long` long prompts are being computed piecewise.
+        """
         queue = self._queue
         if not self._partial_prefills.are_long_at_limit(num_long):
             queue.put_back(Obstacle.LONG_PREFILLS)
@@ -229,7 +232,7 @@ class Admission:
         queue.put_back(Obstacle.CONNECTOR)
 
     def _obstacle(self, request: Request, now: float) -> Obstacle | None:
-        """Why a request must let others pass, before anything is looked up for it."""
+        """Why a request is to be set aside, as far as that is known without looking up its prefix."""
         if request.lora_name:
             obstacle = self._lora_obstacle(request, now)
             if obstacle is not None:
@@ -239,18 +242,18 @@ class Admission:
         return None
 
     def _admit(self, request: Request, room: _Room) -> AdmissionEnd | None:
-        """Admit the first request of the queue, or let those behind it pass, or return why neither is possible.
+        """Admit the first request of the queue. Returns why admission ends with it, if it does.
 
-        It may also stay the first, to be tried again.
+        A request that is neither admitted nor the end is set aside, finished or loading, or to be tried again at once.
         """
         manager, limits, transfers = self._manager, self._partial_prefills, self._transfers
         if room.encoders is not None:
-            # What a request would have needed that did not enter the step.
+            # The plan may have room for a request before this one that did not enter the step in the end.
             room.encoders.undo(0)
         prefix = manager.find_prefix(request)
         first_hash = request.block_hash(prefix.num_cached_blocks)
         if first_hash in room.first_hashes and not prefix.is_reserved:
-            # Another request of this step computes the block, and it can be found once that is started.
+            # A request of this step computes that block: once it is started, the block can be found.
             self._start(room)
             prefix = manager.find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)
@@ -288,7 +291,7 @@ class Admission:
         claim = manager.claim(request, prefix, num_tokens)
         if claim is None:
             if room.starts:
-                # What was found may be evicted now: it is looked for again.
+                # To start requests takes free blocks, perhaps some of this prefix: it is looked up again.
                 self._start(room)
                 return None
             claim = self._claim(request, prefix, num_tokens)
@@ -321,7 +324,7 @@ class Admission:
     def _fit_encoder_inputs(
         self, room: _Room, encoders: EncoderPlan, request: Request, num_computed: int, granted: int
     ) -> int:
-        """How many tokens a request gets with its encoder inputs; 0 as well if it ends, for it cannot have them."""
+        """How many tokens a request gets with its encoder inputs; 0, too, if it fails for want of them."""
         most = num_computed + (room.budget if granted else 0)
         end = self._encoders.fit(encoders, request, num_computed, num_computed + granted, most)
         if encoders.failed:
@@ -332,14 +335,14 @@ class Admission:
         return end - num_computed if is_whole or self._config.enable_chunked_prefill else 0
 
     def _start(self, room: _Room) -> None:
-        """Start those that were admitted, because a later one may find their blocks, or because the step is complete."""
+        """Start the requests that have been admitted and not started yet."""
         if room.starts:
             room.admitted.requests.extend(self._lifecycle.start(room.starts, room.now))
             room.starts.clear()
             room.first_hashes.clear()
 
     def _with_lookahead(self, request: Request, num_tokens: int) -> int:
-        """How many tokens blocks are needed for, for so many to be computed."""
+        """How many tokens a request needs blocks for while it computes up to `num_tokens`."""
         if self._drafts is None:
             return num_tokens
         most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
@@ -361,7 +364,7 @@ class Admission:
         return Obstacle.LORA_TURN
 
     def _claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
-        """A claim of the first request of the queue; None, and it is remembered, if there are too few blocks."""
+        """A claim of the first request of the queue. None if there are too few blocks, which is remembered."""
         manager = self._manager
         while (claim := manager.claim(request, prefix, num_tokens)) is None:
             # No running request will make room, so waiting ones that hold blocks must.

@@ -1,4 +1,4 @@
-"""Who waits for admission, and for how long that will take."""
+"""How many requests wait for admission, and how long that will take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NUM_REMEMBERED = 64
 
 
 class AdmissionRate:
-    """The pace of the last admissions, of which time in which nobody waited is no part."""
+    """The pace of the last admissions. Time in which no request waited is left out."""
 
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=_NUM_REMEMBERED)
@@ -89,7 +89,7 @@ class TenantLimits:
             del self._tenants[name]
 
     def take_openings(self) -> list[tuple[str, int]]:
-        """The tenants of which a request has stopped or ended since the last call, and how many more each may run."""
+        """(tenant, how many more it may run) of tenants with a request that stopped or ended since the last call."""
         if not self._changed:
             return []
         names, self._changed = self._changed, {}

@@ -22,7 +22,7 @@ class ClientRows(NamedTuple):
 
 
 class Batch:
-    """Rows of a step and who was in them. Consecutive steps with the same rows share one object.
+    """The rows of a step and the requests in them. Consecutive steps with the same rows share one object.
 
     Every row is alive while `num_vacated` equals that of `Slots`.
     """
@@ -53,7 +53,7 @@ class Batch:
         return rows
 
     def owners(self, state: Slots) -> dict[int, Request]:
-        """The requests that still are where they were scheduled, by slot."""
+        """The requests that still have the slot they were scheduled in, by slot."""
         slots = self.slots[self.alive(state)].tolist()
         owners = zip(slots, map(state.requests.__getitem__, slots), strict=True)
         return {slot: request for slot, request in owners if request is not None}
@@ -98,10 +98,9 @@ class Tenure(msgspec.Struct, frozen=True, gc=False):
 class StepInFlight(msgspec.Struct, frozen=True, gc=False):
     """A step sent to the workers whose output is still to come.
 
-    `sampling` are the rows that sample, in batch order. `prefilled` are the requests whose first token
-    since their admission comes with this step, `constrained` those of the step's `grammar_slots`, and `loading`
-    those whose blocks a KV connector fills in this step. `num_drafts` are those of the rows that sample, None when
-    there are none.
+    `sampling` are the rows that sample, in batch order. `prefilled` are the requests that get their first token
+    since their admission, `constrained` those of the step's `grammar_slots`, `loading` those for which a KV connector
+    loads blocks in this step. `num_drafts` counts the drafts of each row that samples; None if there are none.
     """
 
     step: int

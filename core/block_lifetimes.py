@@ -63,7 +63,7 @@ class BlockLifetimes:
                 self._idle_times.append(self.now - self._idle_since.pop(block))
 
     def forgotten(self, block: int) -> None:
-        """A block is findable no more, though nobody needed its memory."""
+        """A block is no longer findable, although its memory was not needed."""
         self._cached_at.pop(block, None)
         self._idle_since.pop(block, None)
         self._held.discard(block)

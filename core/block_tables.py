@@ -18,7 +18,7 @@ from .slots import SlotArray, as_array
 from .windows import Window, windows_of
 
 _MAX_PUT_OFF: Final = 64
-"""Steps whose new blocks wait to be put into the tables."""
+"""After so many steps new blocks are put into the tables."""
 
 RequestBlocks: TypeAlias = tuple[list[int], ...]
 """The blocks of one request in each group, in the order of its tokens."""
@@ -156,7 +156,7 @@ class BlockTables:
         return self._capacity
 
     def _settle(self) -> None:
-        """Carry out what was put off: the tables of many slots are spread over memory that no other step looks at."""
+        """Put new blocks into the tables. Not at every step: the tables of many slots are spread over much memory."""
         (tables,) = self._blocks
         put_off, self._put_off = self._put_off, []
         for slots, blocks in put_off:
@@ -281,6 +281,6 @@ class BlockTables:
         if ref_counts[tables[slots[0]][0]] < num_slots:
             return 0
         rows = [tables[slot] for slot in slots.tolist()]
-        # Whatever the least and the greatest of the tables have in common, those between them have, too.
+        # The first blocks that the least and the greatest table have in common are those of all between them, too.
         ends = zip(min(rows), max(rows), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))

@@ -14,7 +14,7 @@ Lookup: TypeAlias = Callable[[bytes], int | None]
 
 
 ON_HOST: Final = -1
-"""Stands for a block whose content is in the host tier."""
+"""In the place of a block number: the content is in the host tier."""
 
 
 class Load(NamedTuple):
@@ -127,7 +127,7 @@ class _Tail(NamedTuple):
 def _find_tail(
     group: KVCacheGroup, number: int, block_size: int, digests: Sequence[bytes], lookup: Lookup
 ) -> _Tail:
-    """The longest prefix whose next token finds every block that it sees, and those blocks."""
+    """The longest prefix of which all blocks that the next token sees are cached, and those blocks."""
     num_blocks = len(digests)
     while True:
         first = group.first_visible(num_blocks * block_size) // block_size
@@ -135,7 +135,7 @@ def _find_tail(
         for index in range(num_blocks - 1, first - 1, -1):
             block = lookup(group_key(digests[index], number))
             if block is None:
-                # A shorter prefix whose next token stands after this block sees this block, too.
+                # The token after a shorter prefix that still covers this block sees this block, too.
                 num_blocks = index
                 break
             blocks.append(block)

@@ -26,9 +26,12 @@ from .request import Request
 _SCHEDULED: Final = EventKind.SCHEDULED
 _ABORT: Final = FinishReason.ABORT
 
-_TOO_MANY_LOGPROBS: Final = "the log-probabilities of this request are more than the engine's processes can tell one another"
+_TOO_MANY_LOGPROBS: Final = (
+    "the log-probabilities of this request are more than the engine's processes "
+    "can tell one another"
+)
 _FAILURE_BYTES: Final = 256
-"""More than it takes to say so."""
+"""More than that message takes."""
 
 
 class _Moment(msgspec.Struct):
@@ -54,14 +57,14 @@ class Outbox:
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
         self.aborted: list[int] = []
-        """Requests of whose end the client is told no more."""
+        """Requests that the client has aborted: it is told that they have ended, without a reason."""
         self.moments: list[_Moment] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._sequence = 0
 
     def moment(self, kind: EventKind, now: float) -> _Moment:
-        """What happens now, to more requests perhaps than are known of yet."""
+        """The record of this kind and time, to which requests are added."""
         moment = self.moments[-1] if self.moments else None
         if moment is None or moment.kind is not kind or moment.timestamp != now:
             moment = _Moment(kind, now, [], [])
@@ -89,7 +92,7 @@ class Outbox:
 
 
 class ClientOutputs:
-    """One outbox a client. The client with the lowest index hears the statistics."""
+    """One outbox a client. The client with the lowest index gets the statistics."""
 
     def __init__(self, core_index: int) -> None:
         self._core_index = core_index
@@ -126,7 +129,7 @@ class ClientOutputs:
             moment.num_cached_tokens += [request.num_cached_tokens for request in requests]
 
     def finish(self, client_index: int, finished: FinishedRequest) -> None:
-        """A request ended. A client is not told why it has aborted."""
+        """A request ended. Of one that the client has aborted it is not told why."""
         outbox = self._outboxes[client_index]
         if finished.reason is _ABORT and not finished.message:
             outbox.aborted.append(finished.request_index)

@@ -17,7 +17,7 @@ from .running_requests import RunningRequests
 from .slots import SlotArray
 
 MOST_FORCED: Final = 32
-"""A worker has no time for what is forced of one of more requests."""
+"""In steps with more requests no tokens are forced: the worker has no time for it."""
 
 
 class Drafts:
@@ -45,12 +45,13 @@ class Drafts:
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
-        # Drafts of the step after the next one, which a grammar forces if the next one accepts its drafts and samples the
-        # one token between. `_forced_token_ids` has all of these.
+        # With placeholders the next step is scheduled already, with the last drafts. If it accepts them all and samples
+        # the forced token after them, `_num_forced` tokens that a grammar forces are drafts of the step after it.
+        # `_forced_token_ids` has all of these: drafts, sampled token, forced drafts.
         self._num_forced: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._forced_token_ids: Int32Array = np.zeros((max_num_seqs, 2 * self._most + 1), np.int32)
         self.are_any = False
-        """Whether somebody who may still run has drafts."""
+        """Whether there may be drafts for a running request."""
 
     def count(self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array) -> Int64Array:
         """How many drafts each decoding slot may have verified, within its `room`."""
@@ -159,8 +160,8 @@ class Drafts:
     def propose_late(self, batch: Batch, drafts: DraftTokenIds) -> None:
         """Take in what was proposed after a step, and came after its output.
 
-        Raises EngineError as `propose` does, and with placeholders: a worker that verifies drafts which nobody else
-        knows may sample what a grammar forbids.
+        Raises EngineError as `propose` does, and with placeholders: if a worker verifies drafts that the core does
+        not know, it may sample what a grammar forbids.
         """
         if self._uses_placeholders:
             raise EngineError(

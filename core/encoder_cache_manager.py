@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class EncoderCacheManager:
-    """At most `cache_size` embeddings. What nobody refers to stays until its space is needed."""
+    """At most `cache_size` embeddings. An output without references stays until its space is needed."""
 
     def __init__(self, cache_size: int) -> None:
         self.cache_size = cache_size
@@ -19,7 +19,7 @@ class EncoderCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Embeddings that could be taken in when everything without a reference went."""
+        """How many embeddings fit if everything without a reference is evicted."""
         return self.num_unused + sum(self._unreferenced.values())
 
     @property
@@ -38,7 +38,7 @@ class EncoderCacheManager:
         return content_hash in self._ref_counts
 
     def revive(self, content_hash: bytes) -> None:
-        """Keep an output that nobody refers to from being evicted, for a reference to come."""
+        """Keep an output without references from being evicted, because it will be referred to."""
         if self._unreferenced.pop(content_hash, None) is not None:
             self._ref_counts[content_hash] = 0
 
@@ -68,7 +68,7 @@ class EncoderCacheManager:
             self._unreferenced[content_hash] = self._sizes[content_hash]
 
     def distrust(self, content_hash: bytes) -> None:
-        """An output may not be what it should: whoever needs it next brings it in again."""
+        """An output may be wrong: the next request that needs it brings it in again."""
         if content_hash in self._ref_counts:
             self._stale.add(content_hash)
         elif self._unreferenced.pop(content_hash, None) is not None:

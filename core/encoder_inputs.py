@@ -108,7 +108,7 @@ class EncoderInputs:
         plan.hashes.clear()
 
     def begin_step(self, num_computed_tokens: Int64Array) -> None:
-        """Let go what the steps so far have computed past; `num_computed_tokens` are by slot."""
+        """Release inputs that the steps so far have computed past; `num_computed_tokens` are by slot."""
         for request, held in list(self._held.items()):
             num_computed = int(num_computed_tokens[request.slot])
             for index in sorted(held):

@@ -60,15 +60,15 @@ GRAMMAR_POLL_MS = 1
 
 
 LAST_WORDS_S = 0.3
-"""How long a failed core waits for its clients to read what it knows."""
+"""How long a failed core waits for its clients to confirm that they know what it was computing."""
 
 
 class EngineCore:
-    """Runs until SIGTERM (returns) or until its replica has failed (raises EngineError): an error of its own, or
-    SIGUSR2, by which the supervisor tells that a worker is lost.
+    """Runs until SIGTERM (returns) or until its replica has failed (raises EngineError).
 
-    Peers are greeted when they connect, and nothing that they say counts before they have answered with the epoch
-    of the greeting; so what they meant for a core before this one does no harm.
+    The replica fails by an error here, or by SIGUSR2, with which the supervisor tells that a worker is lost. Peers are
+    greeted when they connect. Their messages count once they have answered with the epoch of the greeting; earlier
+    ones may have been meant for a core before this one.
     """
 
     def __init__(
@@ -92,12 +92,15 @@ class EngineCore:
         self._poller = zmq.Poller()
         self._poller.register(self._stop.fd, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
+        self._poller.register(self._clients.socket, zmq.POLLIN)
         self._grammars = StructuredOutputManager(
             config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
         )
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
             self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
+            if self._kv_events.replay_socket is not None:
+                self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         parallel = config.parallel
         is_one_of_several = parallel.data_parallel_size > 1
         self._logs_kv_events = self._kv_events is not None or is_one_of_several
@@ -113,12 +116,12 @@ class EngineCore:
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
         self._outputs: list[dict[int, EngineCoreOutputs]] = []
-        """What the clients are to be told, in this order."""
+        """Outputs still to be sent to the clients, in this order."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
         self._waiting_since = 0.0
         limits = config.recovery
-        # A worker that is still in the step is the supervisor's to kill.
+        # By then the supervisor has killed a worker that is still in the step.
         self._patience_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
 
@@ -143,12 +146,8 @@ class EngineCore:
             self._grammars.close()
 
     def _serve(self) -> None:
-        # Not before: who waits for an answer would keep the poll from sleeping while the workers load.
-        self._poller.register(self._clients.socket, zmq.POLLIN)
-        if self._kv_events is not None and self._kv_events.replay_socket is not None:
-            self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         while not self._stop.requested:
-            # To find a socket empty costs more than to ask for all of them at once.
+            # One poll of all sockets costs less than an attempt to receive from one that is empty.
             is_compiling = self._grammars.is_compiling
             timeout_ms = GRAMMAR_POLL_MS if is_compiling else BEAT_INTERVAL_MS
             readable = dict(self._poller.poll(timeout_ms))
@@ -204,7 +203,7 @@ class EngineCore:
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
-        # What lives until now lives for ever; collections need not look at it again.
+        # What exists by now stays for good: the garbage collector need not look at it again.
         gc.collect()
         gc.freeze()
         num_tokens = num_blocks // len(memory.groups) * config.cache.block_size
@@ -270,7 +269,7 @@ class EngineCore:
             self._news.added(client_index, len(requests))
 
     def _is_welcome(self, identity: bytes, hello: ClientHello) -> bool:
-        """Whether the greeting is answered in its own words, by a frontend under its own name."""
+        """Whether a frontend answers with the version and epoch of the greeting, under its own name."""
         return (
             (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
             and 0 <= hello.client_index < self._config.parallel.api_server_count
@@ -300,14 +299,14 @@ class EngineCore:
         self._in_flight.popleft()
         self._num_steps += 1
         self._num_tokens += len(result.sampled_token_ids) // 4
-        # The workers wait for a bitmask, the clients wait for nothing.
+        # Before the outputs: the workers wait for the bitmask.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
 
     def _send_outputs(self) -> None:
         """Tell the clients what came of the steps, and of their requests otherwise.
 
-        It follows the next step at once, so that what sends wakes up for both together.
+        It is called right after the next step is sent, so that the I/O thread wakes up once for both.
         """
         if urgent := self._scheduler.take_outputs(time.monotonic()):
             self._outputs.append(urgent)
@@ -323,7 +322,7 @@ class EngineCore:
             self._report_violations()
 
     def _tell(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        """Send outputs to a client; without the log-probabilities that are too much, whose requests fail."""
+        """Send outputs to a client. If they are too large, requests fail and go without their log-probabilities."""
         identity = self._client_ids[client_index]
         try:
             self._clients.send(identity, outputs)

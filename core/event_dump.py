@@ -1,7 +1,7 @@
 """Writing the event log to a file, and reading it back.
 
-A file is zlib-compressed msgpack of one `Dump`, readable by its owner only. It holds no text, no prompt and no output; see
-`redaction`.
+A file is zlib-compressed msgpack of one `Dump`, readable by its owner only. It holds no text, no prompt and no output
+(see `redaction`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class Dump(msgspec.Struct, array_like=True):
-    """`wall_time` (seconds since 1970) was `now` on the clock of the events. `problem` says why it cannot be replayed."""
+    """`wall_time` (seconds since 1970) was `now` on the clock of the events. `problem`: why it cannot be replayed."""
 
     format: str
     version: int

@@ -41,7 +41,7 @@ SEGMENT_BYTES: Final = 8 << 20
 """Memory of a segment's events, roughly, before the next one begins."""
 
 MAX_FROZEN_REQUESTS: Final = 10_000
-"""With more live requests it would hold up the steps for too long to freeze the state; it waits until they are fewer."""
+"""With more live requests, freezing the state would hold up the steps for too long: it waits for fewer."""
 
 DECISION_BYTES: Final = 300
 """Memory of a decision in the log, without arrays."""
@@ -53,17 +53,17 @@ ANSWER_BYTES: Final = 100
 """Memory of an answer in the log, without hashes."""
 
 UNSETTLED_BYTES: Final = 32 << 10
-"""Decisions and outputs are gone through together once they fill so much. A core that sleeps between two steps finds its
-code no longer in the processor's caches: so it is fetched once for many steps, but never so many that one is held up."""
+"""Decisions and outputs are hashed together once they fill so much: the core sleeps between steps, and each time the
+code for it would have to be fetched into the processor's caches. It is not more, so that no step is held up."""
 
 FEW_STOPS: Final = 16
-"""So many tokens are looked for one by one."""
+"""Up to so many stop tokens, each is searched for separately."""
 
 FORGOTTEN_A_STEP: Final = 250
-"""Events of a segment that gives way to another are freed by and by: all of them would hold up a step for too long."""
+"""How many events of a dropped segment are freed at each step; freeing all at once would hold up a step."""
 
 PATIENCE: Final = 4
-"""How many times `SEGMENT_BYTES` a segment may grow meanwhile; then its events are dropped."""
+"""While the state cannot be frozen a segment grows to so many times `SEGMENT_BYTES`; the next has no state then."""
 
 
 class Segment:
@@ -77,7 +77,7 @@ class Segment:
 
 
 class EventLog:
-    """`num_bytes` estimates the memory of the last segment's events; whoever appends adds to it."""
+    """`num_bytes` estimates the memory of the last segment's events; every append must add to it."""
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.segment_bytes = segment_bytes
@@ -103,7 +103,7 @@ class EventLog:
         self._ends.add(message.sampling_params.stop_token_ids)
 
     def answer(self, event: Answer) -> None:
-        """What somebody outside has answered while the event before was handled."""
+        """What a grammar, a connector or the hash function answered while the event before was handled."""
         self.events.append(event)
         self.num_bytes += ANSWER_BYTES
 
@@ -115,12 +115,12 @@ class EventLog:
             del self._outdated[-FORGOTTEN_A_STEP:]
 
     def scheduled(self, event: Schedule, step: SchedulerOutput | None) -> None:
-        """What came of the event. Nobody changes a step once it is decided."""
+        """What came of the event. A step does not change once it is decided."""
         event.step = step
         self._decide(event, {})
 
     def told(self, event: Update | TakeOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """What the clients are told, of which nobody changes what the chain covers."""
+        """What the clients are told. The part that the chain covers does not change any more."""
         self._decide(event, outputs)
         for message in outputs.values():
             if message.logprobs or message.prompt_logprobs:
@@ -222,7 +222,7 @@ class EventLog:
 
 
 class RecordedGrammars(Outside):
-    """A grammar backend whose opinions are written down: a replay has no grammars to ask."""
+    """A grammar backend of which the answers are recorded: a replay has no grammars to ask."""
 
     def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
         self._log = log

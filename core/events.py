@@ -42,7 +42,7 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """In a file `message` is without its prompt, of which there are `num_prompt_bytes` bytes, and has zeros for output."""
+    """In a file `message` has no prompt, only its length `num_prompt_bytes`, and zeros for output tokens."""
 
     client_index: int
     message: EngineCoreRequest
@@ -76,8 +76,8 @@ class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=Fa
 class Update(msgspec.Struct, tag=7, array_like=True, omit_defaults=True, gc=False):
     """The output of a step.
 
-    Of the `num_tokens` tokens in it only those are kept, some time later, at which some request stops: `stops` are int32
-    pairs (position, token).
+    It has `num_tokens` tokens. After some time only those are kept at which a request stops: `stops` are int32 pairs
+    (position, token).
     """
 
     now: float

@@ -14,7 +14,7 @@ from .request_queue import FCFSQueue, RequestQueue
 from .running_requests import RunningRequests
 
 _MIN_STALE: Final = 64
-"""Entries of a heap are sorted out when they outnumber twice the tenants by this."""
+"""Stale entries of a heap are removed when it has so many more than twice as many as there are tenants."""
 
 
 class Tenant:
@@ -141,7 +141,7 @@ class FairQueue(RequestQueue):
     def _push(self, heap: list[tuple[float, int]], tenant: Tenant) -> None:
         heapq.heappush(heap, (tenant.service, tenant.index))
         if len(heap) > 2 * len(self._by_index) + _MIN_STALE:
-            # Stale entries leave at the front, which a tenant that is never idle may not let them reach.
+            # Stale entries are popped at the front, which they may never reach while a tenant is never idle.
             heap[:] = sorted(
                 {entry for entry in heap if self._by_index[entry[1]].service == entry[0]}
             )
@@ -182,7 +182,7 @@ class FairQueue(RequestQueue):
 
     def discard(self, request: Request) -> None:
         super().discard(request)
-        # Of one that was set aside its tenant may have been forgotten.
+        # The tenant of a request that was set aside may have been forgotten.
         tenant = self._tenants.get(request.tenant)
         if tenant is not None:
             self._note_idle(tenant)

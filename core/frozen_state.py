@@ -1,9 +1,9 @@
-"""The state of a scheduler at one moment, held at little cost until somebody wants to read it.
+"""The state of a scheduler at one moment, kept at little cost until it is to be read.
 
-What may change is copied, what never does is only referred to. The graph of objects is walked kind by kind
-instead of object by object, so that most of the work is done by few calls, and nothing is made for a single object
-that a collection of garbage would have to look at. It relies on this: the items of a list, the keys and the values of a
-dictionary, and what the instances of a class hold in one field are of one type, or None; and fields are made in `__init__`.
+What may change is copied, what never does is only referred to. The graph of objects is walked class by class
+instead of object by object, so that few calls do most of the work, and nothing is allocated for a single object
+that the garbage collector would have to look at. This relies on two rules. All items of a list, all keys or values of
+a dictionary, and all values of one field of a class have one type, or are None; and fields are assigned in `__init__`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }
-"""Fields that hold what was said, of which no decision depends on more than the size."""
+"""Fields that hold prompts, outputs and the like: decisions depend on their size alone."""
 
 CONSTANT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
@@ -68,7 +68,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
         }
     )
 }
-"""Fields that keep what they got at first, which does not change either."""
+"""Fields that are assigned once, with a value that does not change."""
 
 _IMMUTABLE: Final = ATOMS | {
     str,
@@ -82,7 +82,7 @@ _EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, Ordere
 """Kinds of containers, and what a copy of an empty one is."""
 
 Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
-"""Copies what changes of objects of one kind. Returns columns of what these refer to."""
+"""Copies the changing parts of objects of one class. Returns columns of what these refer to."""
 
 
 class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
@@ -93,7 +93,7 @@ class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
 
 
 class FrozenState:
-    """Takes 1 µs a live request. The objects reached from `root` must not be asked themselves what they hold."""
+    """Takes 1 µs a live request. The objects go on changing: ask this for what they held, never them."""
 
     def __init__(self, root: object) -> None:
         self.root = root
@@ -112,7 +112,7 @@ class FrozenState:
                     columns += freeze(self, alike)
 
     def copy_of(self, container: Any) -> Any:
-        """A list, dictionary or array with what it held; itself if only constants refer to it."""
+        """A list, dictionary or array as it was; itself if it does not change."""
         return self._copies.get(id(container), container)
 
     def fields_of(self, instance: Any) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _find_freezer(kind: type) -> Freezer | None:
 def field_names(kind: type) -> tuple[str, ...]:
     """The fields that every instance has: its slots, and what `__init__` assigns.
 
-    Nobody asks an instance for its `__dict__`: it would be a slower object from then on.
+    An instance is not asked for its `__dict__`: that would make it a slower object from then on.
     """
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__

@@ -27,9 +27,9 @@ class GrammarBackend(Protocol):
         """How many of the tokens the grammar would accept in a row, without advancing."""
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """What the grammar leaves no choice about after these tokens, which it accepts, without advancing.
+        """The tokens that the grammar forces after these, which it accepts, without advancing.
 
-        As tokens this may be written in more than one way.
+        They are one way to tokenise the text that it forces; there may be others.
         """
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
@@ -63,7 +63,7 @@ class Grammars:
         return self._backend is None or self._backend.accept_tokens(request.key, token_ids)
 
     def accept_output(self, request: Request) -> bool:
-        """Advance a new grammar over what its request has generated before it came here."""
+        """Advance a new grammar over the output that a resubmitted request comes with."""
         token_ids = int32_view(request.output_token_ids).tolist()
         return not token_ids or self.accept(request, token_ids)
 
@@ -86,7 +86,7 @@ class Grammars:
     def bitmask(self, rows: Sequence[Tenure]) -> bytes:
         """The allowed next tokens of each row, and those after each of its drafts.
 
-        A row whose request has left its slot may sample anything, for its sample is dropped; so may what follows
+        A row that its request has left may sample anything, because the sample is dropped; so may what follows
         a draft that is not allowed. A grammar that refuses now what it would have accepted, or cannot be put back
         before the drafts, refuses the tokens of the step, too, which ends its request.
         """

@@ -64,7 +64,7 @@ class HostTier:
         self._num_copied_in += 1
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Their content is not to be trusted."""
+        """Drop content that is not to be trusted."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is not None:

@@ -28,7 +28,7 @@ class _Estate(NamedTuple):
 
 
 class Inheritance:
-    """Holds the blocks for the requests that were in the workers' slots, until their clients have said who goes on."""
+    """Holds the blocks of the requests that were in the workers' slots, until their clients have sent them again."""
 
     def __init__(self, manager: KVCacheManager, reservations: Reservations) -> None:
         self._manager = manager
@@ -73,7 +73,7 @@ class Inheritance:
             self._manager.release_reserved(self._estates.pop(key).number)
 
     def _num_usable(self, request: Request, estate: _Estate) -> int:
-        """The computed tokens that the next one sees, and whose last block the request may write to."""
+        """How many computed tokens the request can keep: it must see them, and may write to their last block."""
         manager = self._manager
         tables = manager.reserved[request.transfer_id]
         num_tokens = min(estate.num_tokens, request.num_tokens - 1)

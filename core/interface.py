@@ -29,11 +29,11 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def inherit(self, held: Sequence[HeldRequest]) -> None:
-        """Keep what the workers have of the requests of an earlier core, for those that come again. Called first."""
+        """Keep the blocks of an earlier core's requests for those that come again. Called before all else."""
 
     @abstractmethod
     def end_inheritance(self, client_index: int) -> None:
-        """Give up what none of a client's requests goes on with: all of them have come."""
+        """All requests of a client have come again: give up what none of them goes on with."""
 
     @abstractmethod
     def add_client(self, client_index: int) -> None:
@@ -59,7 +59,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def find_accused(self) -> Accused:
-        """Whom the steps in flight compute, should their output never come."""
+        """The requests in the steps in flight: one of them is the cause if their output never comes."""
 
     @abstractmethod
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
@@ -75,7 +75,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
-        """What grammars expect to follow the last tokens of the step's `grammar_slots`, at the time of its bitmasks."""
+        """Tokens that grammars force after the last ones of the step's `grammar_slots`. Called after its bitmasks."""
 
     @abstractmethod
     def update_from_output(
@@ -130,7 +130,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Nothing will be asked any more."""
+        """Release what the scheduler holds. It is not used afterwards."""
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0

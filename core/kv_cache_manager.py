@@ -34,7 +34,7 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, gc=False):
-    """A waiting request's right to `num_new` more blocks than it was found, `num_blocks` in each growing group."""
+    """A waiting request's right to `num_new` blocks beside the cached ones, `num_blocks` in each growing group."""
 
     request: Request
     prefix: Prefix
@@ -99,13 +99,13 @@ class KVCacheManager:
         if request.num_reserved_tokens > num_tokens:
             tables = self.reserved[request.transfer_id]
             blocks = tables if self.tables.is_simple else tuple(map(_held_tail, tables))
-            # The last token is computed again for what comes after it.
+            # The last token is computed again, because its output is needed.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
             return Prefix(CachedPrefix(len(tables[0]), blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
     def claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
-        """Hold the found blocks, and count on others for `num_tokens` tokens in all; None if they do not fit."""
+        """Hold the cached blocks, and set free ones aside for `num_tokens` tokens in all; None if they do not fit."""
         pool, found = self.pool, prefix.blocks
         num_free = pool.num_free - self._num_claimed
         num_blocks = num_new = -(-num_tokens // self.block_size)
@@ -153,7 +153,7 @@ class KVCacheManager:
         needed += self.pool.count_free(found)
         return needed - self.tables.count_freed(without, set(found)) if without else needed
 
-    # while it has one
+    # while it has a slot
 
     def assign(self, claims: Sequence[Claim], num_tokens: Sequence[int]) -> None:
         """Put the blocks of claims into the slots of their requests, of which so many tokens will be computed."""
@@ -189,10 +189,10 @@ class KVCacheManager:
             cache.num_cached_blocks[slot] = cache.add(request, tables, start, num_tokens)
 
     def distrust(self, request: Request, num_valid_blocks: int) -> None:
-        """Let nobody find the blocks of a running request but the first valid ones."""
+        """Make all blocks of a running request unfindable except for the first valid ones."""
         self.prefix_cache.distrust(request, num_valid_blocks)
 
-    # when it leaves it
+    # when it leaves its slot
 
     def free(
         self, requests: list[Request], num_tokens: list[int], *, is_preempted: bool = False
@@ -275,13 +275,13 @@ class KVCacheManager:
             self.prefix_cache.add(request, tables, 0, num_tokens)
 
     def release_reserved(self, transfer_id: int) -> None:
-        """Nobody needs these blocks any more."""
+        """Release blocks that were reserved under this id."""
         for table in self.reserved.pop(transfer_id):
             self.pool.release(_held_tail(table))
 
 
 def _held_tail(table: list[int]) -> list[int]:
-    """What is left of a table whose first blocks were given up."""
+    """What is left of a table after its first blocks were given up."""
     return table[table.count(NULL_BLOCK) :] if NULL_BLOCK in table else table
 
 

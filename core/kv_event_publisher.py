@@ -18,7 +18,7 @@ MAX_REQUEST_BYTES: Final = 1024
 
 
 class KVEventPublisher:
-    """Publishes batches of events, and sends missed ones again to who asks for them.
+    """Publishes batches of events, and sends missed ones again to subscribers that ask for them.
 
     A subscriber asks at the replay endpoint with the first sequence number it lacks (8 bytes, big-endian), and gets
     (sequence number, batch) for each one kept, then `END_OF_REPLAY`. Ports are offset by the core's index.
@@ -47,7 +47,7 @@ class KVEventPublisher:
             _bind(self.replay_socket, "replay_endpoint", endpoint)
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Send the events of one step. Never waits: who reads too slowly must ask for a replay."""
+        """Send the events of one step. Never waits: a subscriber that is too slow must ask for a replay."""
         batch = self._encode(KVEventBatch(time.time(), events, self._core_index))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1

@@ -36,7 +36,7 @@ class _Load(NamedTuple):
 
 
 class KVTransfers:
-    """Between the scheduler and its `KVConnector`, whose errors stay with the request they are about."""
+    """Between the scheduler and its `KVConnector`. An error of the connector ends only the request it is about."""
 
     def __init__(
         self, connector: KVConnector, config: KVTransferConfig, lifecycle: RequestLifecycle
@@ -57,7 +57,7 @@ class KVTransfers:
 
     @property
     def are_outstanding(self) -> bool:
-        """Whether only the workers, or the connector with time, can say how something goes on."""
+        """Whether something waits for the workers, or for an answer of the connector."""
         return bool(self._loads or self._sends or self._has_unanswered)
 
     def begin_step(self, now: float) -> None:
@@ -93,7 +93,7 @@ class KVTransfers:
     # before admission
 
     def match(self, request: Request, prefix: Prefix) -> ExternalMatch | None:
-        """What to load beyond a prefix; None when that is not known yet, or never as the request has ended."""
+        """What to load beyond a prefix. None if that is not known yet, or if the request has failed over it."""
         if prefix.is_reserved:
             return NOTHING_TO_LOAD
         self._reservations.end(request)
@@ -119,7 +119,7 @@ class KVTransfers:
         return ExternalMatch(num_tokens, is_async and num_tokens > 0)
 
     def allocated(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
-        """Blocks were allocated for a load. False, and they are free again, when that ends the request."""
+        """Blocks were allocated for a load. False if that failed the request; the blocks are free again then."""
         try:
             self.connector.update_state_after_alloc(request, blocks, num_tokens)
         except Exception as error:
@@ -138,7 +138,7 @@ class KVTransfers:
     # the end of a request
 
     def ending(self, request: Request, reason: FinishReason) -> EndOfRequest:
-        """A request that still has all it had is about to end. Raises what the connector raises."""
+        """A request is about to end, and still has its blocks. Raises what the connector raises."""
         was = request.status
         blocks: list[int] = []
         if was is RequestStatus.RUNNING:

@@ -1,7 +1,7 @@
 """What must hold of a message beyond its types before it may change anything.
 
-Arrays are raw bytes and numbers have any size, which the decoder does not judge. A message that fails is dropped: no
-process of this engine has sent it. But where it takes the place of what a step waits for, the replica is lost.
+The decoder does not look into arrays, which are raw bytes, nor at the size of numbers. A message that fails a check is
+dropped: no process of this engine sends such. If it is the output that a step waits for, the replica has failed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class MicroBatches:
         self._results = results
 
     def limit(self, slots: SlotArray, wanted: Int64Array, is_prefill: BoolArray) -> Int64Array:
-        """Return the tokens wanted without those of requests whose turn it is not."""
+        """Return `wanted` with 0 for decoding requests that must wait for their turn."""
         may_decode = (wanted > 0) & ~is_prefill
         num_batches = min(self._num_batches, int(may_decode.sum()))
         if num_batches <= 1:

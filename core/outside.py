@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Outside:
-    """Base of objects whose state is not the scheduler's: it is neither frozen nor written down."""
+    """Base of objects that are no part of the scheduler's state: they are neither frozen nor written down."""

@@ -37,11 +37,11 @@ class PartialPrefills:
         return num_tokens > self._long
 
     def are_at_limit(self, num_partial: int) -> bool:
-        """Whether no other prompt may be computed piecewise beside so many."""
+        """Whether so many prompts are the most that may be computed piecewise."""
         return 0 < self.max_num <= num_partial
 
     def are_long_at_limit(self, num_long: int) -> bool:
-        """Whether no other long prompt may be computed piecewise beside so many."""
+        """Whether so many long prompts are the most that may be computed piecewise."""
         return 0 < self.max_num_long <= num_long
 
     def share(self, num_decodes: int, num_prefilling: int, num_waiting: int) -> int:

@@ -1,4 +1,4 @@
-"""Which blocks are found by their content, by whom, and since when."""
+"""Which blocks can be found by their content, by which requests, and since when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .slots import Slots
 class PrefixCache:
     """Makes full blocks of certain tokens findable, and finds the longest prefix of a request.
 
-    `enabled` is False where nobody shares anything.
+    With `enabled` False no blocks are shared.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PrefixCache:
         request.hash_output_blocks(output, self._block_size, self._hash_blocks)
 
     def distrust(self, request: Request, num_valid_blocks: int) -> None:
-        """Let nobody find the blocks of a running request but the first valid ones."""
+        """Make all blocks of a running request unfindable except for the first valid ones."""
         self.add_states()
         digests = request.block_hashes[num_valid_blocks : self.num_cached_blocks[request.slot]]
         for group in range(len(self._groups)):

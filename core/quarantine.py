@@ -13,7 +13,7 @@ from .request_queue import RequestQueue
 
 
 class Accused(NamedTuple):
-    """Whom the steps in flight were computing. `bystanders` had a token since they were admitted."""
+    """The requests in the steps in flight. `bystanders` had a token since they were admitted."""
 
     convicts: list[RequestKey]
     suspects: list[RequestKey]
@@ -21,7 +21,7 @@ class Accused(NamedTuple):
 
 
 class Quarantine:
-    """Holds the live suspects, and picks whose turn it is."""
+    """Holds the live suspects, and picks the one to try."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.suspects: dict[RequestKey, Request] = {}

@@ -1,6 +1,6 @@
-"""Connectors whose answers are written down, and stand-ins that give the recorded answers again.
+"""Connectors that record their answers, and stand-ins that give the recorded answers again.
 
-What a connector says is made well formed here, or becomes an error: a replay hears exactly what the scheduler heard.
+Answers are made well formed here, or become errors, so that a replay gets exactly what the scheduler got.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _noting_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[None]
 
 
 class ReplayedKVConnector(KVConnector, Outside):
-    """Takes its answers from the front of `answers`. To what was not asked when they were recorded it has nothing to say."""
+    """Takes its answers from the front of `answers`; for what was not asked in the recording it has none."""
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""A scheduler whose every input and decision is written down."""
+"""A scheduler that records every input and decision."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ class RecordedScheduler(SchedulerInterface):
             and RecordedEncoderCacheConnector(encoder_cache_connector, log),
         )
         self.violations = self.scheduler.violations
-        """What did not add up, since whoever runs this last emptied it."""
 
     # inputs
 
@@ -237,7 +236,7 @@ class RecordedScheduler(SchedulerInterface):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         num_events = len(self.log.events)
         bitmask = self.scheduler.get_grammar_bitmask(scheduler_output)
-        # Nothing is decided by what grammars answer here.
+        # Answers of grammars in here decide nothing, so that a replay need not have them.
         del self.log.events[num_events:]
         return bitmask
 

@@ -33,18 +33,18 @@ from .snapshot import Node, Snapshot, without_content
 _NO_PARAMS: Final = SamplingParams()
 
 KEPT_STRINGS: Final = frozenset({"request_id"})
-"""Fields whose strings are not replaced."""
+"""Fields with strings that are not replaced."""
 
 
 class Pseudonyms:
-    """Equal ones for equal originals, throughout one dump."""
+    """Numbers and names in the place of digests and names: equal ones for equal originals, in all of one dump."""
 
     def __init__(self) -> None:
         self._digests: dict[bytes, int] = {}
         self._names: dict[str, str] = {"": ""}
 
     def numbers(self, digests: bytes) -> bytes:
-        """int32[N] of N digests."""
+        """A number for each of N digests: int32[N]."""
         numbers = self._digests
         starts = range(0, len(digests), HASH_BYTES)
         pieces = (digests[start : start + HASH_BYTES] for start in starts)
@@ -60,7 +60,7 @@ def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerC
 
 
 def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
-    """What the scheduler itself reads of it."""
+    """Only the settings that the scheduler itself reads."""
     return KVTransferConfig(
         "recorded",
         kv_load_failure_policy=config.kv_load_failure_policy,
@@ -123,7 +123,7 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
 
 
 def redact_step(step: SchedulerOutput) -> SchedulerOutput:
-    """A step with the numbers of its tokens, int32, in the place of these."""
+    """A step in which int32 counts of tokens stand in the place of the tokens."""
     work = step.encoders
     return msgspec.structs.replace(
         step,
@@ -191,7 +191,7 @@ def _redact_told(told: Told) -> Told:
 
 
 def expand_request(event: AddRequest) -> EngineCoreRequest:
-    """The message of a redacted arrival, with zeros for tokens."""
+    """The message of an arrival that was redacted. Its tokens are zeros."""
     message = event.message
     return msgspec.structs.replace(
         message,
@@ -206,7 +206,7 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
 
 
 def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
-    """The message of a settled output; `neutral_token` stands for every token at which nothing stops."""
+    """The message of a redacted output. Every token that stops no request is `neutral_token`."""
     token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
     stops = int32_view(event.stops).reshape(-1, 2)
     token_ids[stops[:, 0]] = stops[:, 1]
@@ -219,6 +219,6 @@ def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
 
 
 def expand_drafts(drafts: DraftTokenIds) -> DraftTokenIds:
-    """As many zeros as there were tokens."""
+    """Redacted drafts, with as many zeros as there were tokens."""
     num_tokens = int(int32_view(drafts.token_ids)[0])
     return msgspec.structs.replace(drafts, token_ids=bytes(4 * num_tokens))

@@ -1,4 +1,4 @@
-"""From arrival to end: what happens to a request, whoever decided it."""
+"""What happens to a request from its arrival to its end, whichever part of the scheduler decides it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 End: TypeAlias = tuple[Request, FinishReason, int | None, str]
-"""A request, why it ends, the token that ended it if that is no end of sequence, and what to say."""
+"""A request, why it ends, the token that ended it unless that is an end of sequence, and the message."""
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
@@ -103,7 +103,7 @@ class RequestLifecycle:
         self.clients.open(client_index)
         if (client_index, message.request_index) in self.requests:
             return None
-        # Those that the next step can take do not wait for anything.
+        # As many requests as there are slots do not count as queued.
         num_queued = len(self.requests) - self._max_num_seqs
         if num_queued < 0:
             num_queued = 0
@@ -163,7 +163,7 @@ class RequestLifecycle:
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed; those that wait have cost nothing yet."""
+        """End the requests that are past their deadline; those that wait have cost nothing yet."""
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
             deadline, _, request = heapq.heappop(deadlines)
@@ -282,10 +282,10 @@ class RequestLifecycle:
         self.clients.event(request, EventKind.PREEMPTED, now)
 
     def distrust(self, request: Request) -> None:
-        """What a running request computes may be wrong: nobody is to find it.
+        """What a running request computes may be wrong: no other request is to find it.
 
-        What it found when it came stays: a request can bring such numbers about by what it asks for, and must not
-        cost all others their prefix with it.
+        The blocks that it found at its admission stay: a request can cause NaNs by what it asks for, and must not be
+        able to make all others lose the prefix that they share.
         """
         num_found = request.num_cached_tokens
         self.manager.distrust(request, num_found // self.manager.block_size)

@@ -76,7 +76,7 @@ class RequestQueue(ABC):
         aside.clear()
 
     def first_aside(self, obstacle: Obstacle, before: float) -> Request | None:
-        """The first in the order of those that are set aside for this reason and came before a time."""
+        """Of the requests set aside for this reason, the first in the order that came before a time."""
         aside = (r for r in self._aside[obstacle].values() if r.queued_at < before)
         return min(aside, key=lambda r: (r.rank, r.arrival), default=None)
 
@@ -103,10 +103,10 @@ class RequestQueue(ABC):
         """The next request to admit."""
 
     charges_for_computing = False
-    """Whether who is next depends on what those before get of the same step."""
+    """Whether the order depends on what earlier requests get of the same step."""
 
     def entering(self, requests: Sequence[Request], num_cached_tokens: Sequence[int]) -> None:  # noqa: B027
-        """Requests got slots, and so many of their tokens need not be computed."""
+        """Requests got slots; the first `num_cached_tokens` tokens of each need not be computed."""
 
     def leaving(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Requests are about to lose their slots."""
@@ -116,7 +116,7 @@ class RequestQueue(ABC):
         return int(slots[-1])
 
     def displaceable(self, request: Request) -> list[int]:
-        """The slots whose requests may be preempted for a waiting one, the first to go first."""
+        """The slots of requests that may be preempted for a waiting one, in the order of preemption."""
         return []
 
     @abstractmethod
@@ -134,7 +134,7 @@ class RequestQueue(ABC):
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served: what was restored came before every arrival that still waits behind it."""
+    """First come, first served. Requests that come back (preempted, set aside) are kept apart, by arrival."""
 
     def __init__(self, running: RunningRequests) -> None:
         super().__init__(running)

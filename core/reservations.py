@@ -1,4 +1,4 @@
-"""Waiting requests whose first tokens are computed already, and who holds those blocks for them."""
+"""Waiting requests that have computed tokens already, and the blocks that are kept for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .request import Request
 
 
 class Reservations:
-    """Of each request the manager has reserved the blocks, until it runs, ends, or somebody needs the room."""
+    """The manager reserves the blocks of each until it runs, ends, or another request needs the room."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager

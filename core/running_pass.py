@@ -21,7 +21,7 @@ from .slots import SlotArray
 class RunningPlan(NamedTuple):
     """What the running requests would compute: `granted` of the `wanted` tokens each, up to `computed`.
 
-    Of the wanted tokens `needed` are no drafts. `encoders` is None when nobody who runs needs an encoder.
+    Of the wanted tokens `needed` are no drafts. `encoders` is None until a request has encoder inputs.
     `share` is the most that a prompt gets in the step, unless more of it would finish the prompt.
     """
 
@@ -41,7 +41,7 @@ class RunningPlan(NamedTuple):
 
 
 class RunningPass:
-    """Plans for all running requests together, in array operations; only those that prefill are visited singly."""
+    """Plans for all running requests at once, in array operations. Only prefilling ones are visited one by one."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RunningPass:
                 is_cut = fitted < granted
                 if encoders.failed or not is_cut.any():
                     break
-                # What these cannot use is for those behind them, who may hold what these wait for.
+                # Tokens that these requests cannot use go to later ones, which may hold the room these wait for.
                 possible = np.where(is_cut, fitted, possible)
                 granted, share = self._limit(slots, possible)
             granted = fitted

@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase: a request has computed tokens and expected tokens, and
 each step gives it tokens until the first catch up with the second. Running requests are handled
-together, in array operations; single ones are visited only when something happens to them.
+at once, in array operations; a single one is visited only when something happens to it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Scheduler(SchedulerInterface):
 
     def inherit(self, held: Sequence[HeldRequest]) -> None:
         if self._transfers is None:
-            # Whether a load had failed, only its core has heard.
+            # With a connector some blocks may hold a failed load, which only the earlier core knew.
             self._lifecycle.inheritance.begin(held)
 
     def end_inheritance(self, client_index: int) -> None:
@@ -243,7 +243,7 @@ class Scheduler(SchedulerInterface):
         return step
 
     def _plan(self, now: float) -> SchedulerOutput | None:
-        """The next step, whatever it was before."""
+        """The next step, planned anew."""
         if self._steady is not None:
             self._steady.end()
         tried = self._lifecycle.quarantine.next()
@@ -257,7 +257,7 @@ class Scheduler(SchedulerInterface):
         return self._schedule(now, None)
 
     def _schedule(self, now: float, tried: Request | None) -> SchedulerOutput | None:
-        """The next step; that of a request `tried` alone, if it can be given anything."""
+        """The next step. With a suspect to be `tried` it computes that request alone, and is None if it cannot."""
         self.kv_cache_manager.pool.lifetimes.now = now
         self._lifecycle.expire(now)
         if self._transfers is not None:
@@ -274,14 +274,14 @@ class Scheduler(SchedulerInterface):
         if may_admit and self._queue and tried is None:
             displaced = self._admission.displace(plan, now)
             if displaced is not None:
-                # Those who waited for room in the encoder cache that a victim held go further now.
+                # Requests that waited for a victim's room in the encoder cache may compute more now.
                 plan, has_preempted = self._fit(displaced, now)
                 max_admitted = 0 if has_preempted else 1
         samples = self._running_pass.carry_out(plan)
         admitted = self._admission.admit(plan, max_admitted, now, tried)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
             if tried is not None:
-                # What the connector is to be told goes with the step of the others.
+                # The connector's message goes with the step that is scheduled without `tried`.
                 return None
             is_in_flight = self._results.is_anything_expected
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
@@ -303,7 +303,7 @@ class Scheduler(SchedulerInterface):
     def _fit(
         self, plan: RunningPlan, now: float, tried: Request | None = None
     ) -> tuple[RunningPlan, bool]:
-        """What can be carried out instead of a plan, and whether running requests were preempted for it."""
+        """A plan for which the blocks suffice, and whether running requests were preempted for it."""
         has_preempted = False
         while True:
             if plan.encoders is not None and plan.encoders.failed:
@@ -313,7 +313,7 @@ class Scheduler(SchedulerInterface):
             elif self._lifecycle.reservations.take_back():
                 continue
             else:
-                # The others wait for the first token of a request that is tried: it must come.
+                # A tried request is never preempted: all others wait for its token.
                 others = self._beside(tried)
                 slots = as_array(others) if others else self._running.order
                 self._lifecycle.preempt(self._queue.victim(slots), now)
@@ -437,7 +437,7 @@ class Scheduler(SchedulerInterface):
         return len(self._running), self._lifecycle.num_waiting
 
     def find_violations(self) -> list[str]:
-        """Every conserved quantity that is not, in words."""
+        """Every sum that does not add up, in words."""
         return find_violations(self.requests, self._running, self._queue, self.kv_cache_manager)
 
     def make_stats(self) -> SchedulerStats:

@@ -25,14 +25,14 @@ Float64Array: TypeAlias = npt.NDArray[np.float64]
 _INITIAL_OUTPUT_CAPACITY = 256
 
 _FEW_STOPS: Final = 8
-"""So many tokens are looked for one by one."""
+"""Up to so many stop tokens, each is searched for separately."""
 
 _MAX_PUT_OFF: Final = 64
 """Outputs of steps that wait to be sorted into those of each request."""
 
 
 def as_array(values: list[int]) -> Int64Array:
-    """Faster than `np.array`, which looks for what a list may hold."""
+    """Faster than `np.array`, which inspects every item for its type."""
     return np.frombuffer(array("q", values), np.int64)
 
 
@@ -57,7 +57,7 @@ class Slots:
         self._appended: list[bytes] = []
         """What `settle` has still to carry out for the slots `_alike`."""
         self._num_until_limit = 0
-        """Before so many tokens more no request comes to the end of its output, or of the memory for it; 0 if unknown."""
+        """For so many more tokens no request reaches the end of its output, or of the memory for it; 0 if unknown."""
         self._output_capacity = _INITIAL_OUTPUT_CAPACITY
         self._output_token_ids: Int32Array = np.zeros(
             max_num_seqs * self._output_capacity, np.int32

@@ -1,4 +1,4 @@
-"""Steps that repeat the one before: all that runs decodes, and nobody comes or leaves."""
+"""Steps that repeat the one before: all running requests decode, and none starts or ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .step_results import StepResults
 
 
 class SteadyDecode:
-    """Repeats a step until something changes, doing in it what changes: it counts, and gives blocks to a few slots.
+    """Repeats a step until something changes: it counts the new tokens, and gives blocks to the slots that need one.
 
-    Which slots need a block is the same every `block_size` steps. What it decides is what planning for
-    everybody anew would decide. It is of use because the core sleeps between two steps: what
-    it needs then is no longer in the processor's caches, so the less of it the better.
+    Which slots those are repeats itself every `block_size` steps. The decisions are those of planning anew. It is of
+    use because the core sleeps between two steps, and code and data must be fetched into the processor's caches each
+    time: the less of them, the better.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SteadyDecode:
 
     @staticmethod
     def is_possible(config: SchedulerConfig, lifecycle: RequestLifecycle) -> bool:
-        """Whether all decoding requests are in every step, and of their blocks one at a time is added and none copied."""
+        """Whether every step has all decoding requests, and blocks are only added, never copied or loaded."""
         speculative, manager = config.speculative, lifecycle.manager
         return (
             manager.tables.is_simple
@@ -96,7 +96,7 @@ class SteadyDecode:
         self._growing = []
 
     def end(self) -> None:
-        """The step to come is planned."""
+        """The next step is planned, not repeated."""
         self._num_left = 0
 
     def repeat(self, step: int, now: float) -> SchedulerOutput | None:
@@ -135,5 +135,5 @@ class SteadyDecode:
         )
 
     def _may_admit(self) -> bool:
-        """Whether somebody waits for whom there is a slot, or who may take another's."""
+        """Whether a waiting request may get a free slot, or take that of a running one."""
         return len(self._queue) > 0 and (self._slots.num_free > 0 or self._may_displace)

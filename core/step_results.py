@@ -35,11 +35,11 @@ _ERROR: Final = FinishReason.ERROR
 _FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
 
 STEPS_A_REPORT: Final = 8
-"""Statistics are reported with every so many-th step, and with every one that computes prompts or is the last in flight."""
+"""Statistics go with every so many-th step, and with those that compute prompts or are the last in flight."""
 
 
 class StepResults:
-    """Takes in outputs in the order of their steps; rows whose request has left meanwhile count for nothing."""
+    """Takes in outputs in the order of their steps. Rows that their request has left meanwhile are ignored."""
 
     def __init__(self, lifecycle: RequestLifecycle, drafts: Drafts | None) -> None:
         self._lifecycle = lifecycle
@@ -56,7 +56,7 @@ class StepResults:
         return bool(self._in_flight)
 
     def find_accused(self) -> Accused:
-        """Whom the steps in flight compute."""
+        """The requests in the steps in flight."""
         accused = Accused([], [], [])
         rows = [row for step in self._in_flight for row in step.prefilled if row.is_alive]
         new = {row.request.key for row in rows}
@@ -80,7 +80,7 @@ class StepResults:
         return next(sent for sent in self._in_flight if sent.step == step)
 
     def last_in_flight(self, count: int) -> list[StepInFlight]:
-        """The steps that were sent last, at most `count`, and whose output has not come."""
+        """The last steps in flight, at most `count`."""
         return list(self._in_flight)[-count:]
 
     def take(
@@ -101,7 +101,7 @@ class StepResults:
         )
 
     def _is_plain(self, step: StepInFlight, output: ModelRunnerOutput) -> bool:
-        """Whether there is nothing but one more token for each of those who ran before and run still."""
+        """Whether each request of the step got one more token, runs on, and nothing else has happened."""
         return not (
             step.sampling.num_vacated != self._slots.num_vacated
             or step.prefilled
@@ -171,7 +171,7 @@ class StepResults:
             self._drafts.propose_late(batch, drafts)
 
     def _pop(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
-        """The step whose output this is. Raises EngineError if it cannot be that of the oldest one."""
+        """The step that this output belongs to. Raises EngineError if that is not the oldest one."""
         step = self._in_flight[0] if self._in_flight else None
         if step is None or not step.step == output.step == scheduler_output.step:
             raise EngineError(
@@ -273,7 +273,7 @@ class StepResults:
                 request.prompt_logprobs = None
 
     def _find_stops(self, rows: Iterable[tuple[int, int, int, bool]]) -> list[End]:
-        """Who of those that may have ended has: (slot, token, tokens of output, whether these are all)."""
+        """The requests that end, of rows (slot, last token, number of output tokens, whether it is the limit)."""
         requests = self._slots.requests
         ends: list[End] = []
         for slot, token_id, num_output, is_full in rows:
@@ -289,7 +289,7 @@ class StepResults:
     def _advance_grammars(
         self, rows: Iterable[Tenure], num_new: dict[int, int]
     ) -> dict[Request, str]:
-        """Advance by the new tokens of each slot. Returns whose grammar does not take them, and what to say."""
+        """Advance by the new tokens of each slot. Returns a message for each request whose grammar refuses them."""
         refused: dict[Request, str] = {}
         for row in rows:
             request = row.request

@@ -1,6 +1,6 @@
-"""A step in words: who computes how many tokens, who is new, who has gone.
+"""A step by requests: which compute how many tokens, which are new, which have left.
 
-The message itself carries slots and differences; readers, tests and the scheduler's half of connectors ask for requests.
+The message itself has slots and differences; readers, tests and the scheduler's half of connectors need requests.
 The names are those of vLLM's `SchedulerOutput`.
 """
 

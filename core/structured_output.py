@@ -1,7 +1,7 @@
 """Structured output: compiled grammars and the state of every constrained request.
 
-A grammar that cannot be compiled, or a token that it does not accept, is the failure of its own request. Nothing here raises
-for what a request asks for.
+A grammar that cannot be compiled, or a token that it does not accept, fails its own request. Nothing that a request
+asks for raises an error here.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class StructuredOutputManager:
         return self._states[key].num_acceptable(token_ids)
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """What must follow these tokens, without advancing. Whoever refuses them accepts nothing any more."""
+        """What must follow these tokens, without advancing. A grammar that refuses them accepts nothing any more."""
         return self._states[key].forced_tokens(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:

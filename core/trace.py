@@ -21,8 +21,10 @@ from .request import RequestKey
 
 
 class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`arrival` and `deadline` in seconds, the latter after the arrival. Requests with an equal `prefix` share their first
-    `prefix_tokens` tokens."""
+    """A request to simulate. `arrival` is in seconds, `deadline` in seconds after it.
+
+    Requests with an equal `prefix` share their first `prefix_tokens` tokens.
+    """
 
     arrival: float
     prompt_tokens: int
@@ -84,7 +86,7 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
 
 
 def trace_of(dump: Dump) -> list[TraceRequest]:
-    """The requests that arrived while the log was kept, as long as they became."""
+    """The requests that arrived in the log, with as many output tokens as each generated in it."""
     requests: dict[RequestKey, TraceRequest] = {}
     generated: dict[RequestKey, int] = {}
     done: list[tuple[TraceRequest, int]] = []

@@ -28,7 +28,7 @@ def subtract_rejections(
     num_verified: Int64Array,
     stats: SpecDecodingStats,
 ) -> None:
-    """Correct the counts of requests whose drafts were all expected to be accepted.
+    """Correct the counts of requests, which took all drafts to be accepted.
 
     Of `num_drafts` that were scheduled there were only `num_verified`.
     """

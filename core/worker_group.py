@@ -39,7 +39,7 @@ _STEP_RESULTS: Final = (ModelRunnerOutput, DraftTokenIds)
 class WorkerGroup:
     """Greets the workers, has them allocate the KV cache, then sends all of them every step.
 
-    What a worker says before it has answered the greeting of this epoch was meant for an earlier core, and is dropped.
+    What a worker sends before it has answered the greeting of this epoch was meant for an earlier core, and is dropped.
     """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, core_index: int) -> None:
@@ -61,7 +61,7 @@ class WorkerGroup:
         return self._hub.num_dropped_frames
 
     def drop_frame(self) -> None:
-        """A message made no sense."""
+        """Count a message that makes no sense."""
         self._hub.num_dropped_frames += 1
 
     def await_kv_cache(self, stop: StopSignal, beat: Callable[[], None]) -> WorkerMemory | None:
@@ -139,7 +139,7 @@ class WorkerGroup:
         self._hub.send_frame(self._identities, frame)
 
     def _write_down(self, log: StepLog, step: int, frame: bytes) -> None:
-        """A full disk costs nothing unless this core dies, too."""
+        """Append a step to the log. If the disk is full, the step is missed only if this core dies."""
         try:
             log.append(step, frame)
         except OSError as error:
@@ -152,7 +152,7 @@ class WorkerGroup:
             self._has_missed_steps = True
 
     def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
-        """The one message that a poll has found; None if it is not for us.
+        """The one message that a poll has found; None if it is dropped.
 
         Raises EngineError for a worker that has lost its state.
         """
@@ -182,7 +182,7 @@ def raise_if_worker_lost(signals: set[int]) -> None:
 
 
 def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
-    """What every worker can hold."""
+    """The blocks that every worker can hold. Raises EngineError if they have different groups."""
     groups = memories[0].groups
     for memory in memories:
         if memory.groups != groups:

@@ -66,7 +66,7 @@ def hash_blocks(
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """The first 8 bytes of each of the concatenated `hashes`, little-endian: enough to tell where a block may be found."""
+    """The first 8 bytes of each of the concatenated `hashes`, little-endian: enough to find a block by."""
     keys: list[int] = uint64_view(hashes)[:: HASH_BYTES // 8].tolist()
     return keys
 

@@ -21,7 +21,7 @@ from .errors import ConfigError
 
 
 class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two CURVE key pairs in Z85, of those who bind and of those who dial. Each machine has all of it."""
+    """Two CURVE key pairs in Z85: one for sockets that bind, one for sockets that connect. Each machine has both."""
 
     server_public: str
     server_secret: str
@@ -60,7 +60,7 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Admit only those who have this key to what `socket` binds from now on. Its context needs an `admit_clients`."""
+        """Admit only clients with this key where `socket` binds from now on. Its context needs an `admit_clients`."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.server_secret.encode())
 
@@ -89,13 +89,13 @@ def load_cluster_key(path: str) -> ClusterKey:
 
 
 def cluster_key_of(config: EngineConfig) -> ClusterKey | None:
-    """The key of an engine on several machines; None on one, whose sockets are in a private directory."""
+    """The key of an engine on several machines. None on one machine: its sockets are in a private directory."""
     path = config.parallel.cluster_key
     return None if path is None else load_cluster_key(path)
 
 
 def admit_clients(context: zmq.Context[Any], key: ClusterKey) -> None:
-    """Let in the client with `key`, and nobody else, wherever a socket of `context` is guarded.
+    """Let only clients with `key` in wherever a socket of `context` is guarded.
 
     Answers libzmq's questions (ZAP, https://rfc.zeromq.org/spec/27/) in a thread, until the context is terminated.
     """

@@ -20,7 +20,7 @@ PROTOCOL_VERSION: Final = 5
 FIRST_EPOCH: Final = 1
 
 MAX_STEPS_IN_FLIGHT: Final = 4
-"""More are never sent before the output of the first is in."""
+"""No more steps are sent before the output of the first is in."""
 
 CONFIG_FILE: Final = "config.msgpack"
 
@@ -44,8 +44,10 @@ class PreemptionMode(enum.StrEnum):
 
 
 class PrefixHash(enum.StrEnum):
-    """What blocks of the prefix cache are found by. `XXH3` is quicker, but a collision can be made on purpose: only
-    for a server whose every user is trusted."""
+    """What blocks of the prefix cache are found by.
+
+    `XXH3` is quicker, but collisions can be made on purpose: it is only for servers that trust all of their users.
+    """
 
     SHA256 = "sha256"
     XXH3 = "xxh3"
@@ -77,9 +79,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """What is served.
 
     `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is a directory with a
-    tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts prompt plus output tokens.
-    `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
-    `load_format` "dummy" takes random weights in place of the checkpoint's. `dtype` is that of weights that are not quantised; `quantization` ("int8" or "int4") quantises them at load.
+    tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts
+    prompt plus output tokens. `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
+    `load_format` "dummy" takes random weights in place of the checkpoint's. `dtype` is that of weights that are not
+    quantised; `quantization` ("int8" or "int4") quantises them at load.
     `hf_overrides` are merged over the checkpoint's own configuration.
     """
 
@@ -132,7 +135,7 @@ class ProposerMethod(enum.StrEnum):
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who proposes how many tokens a step at most, for the model to verify.
+    """What proposes tokens for the model to verify, and how many of them a step at most.
 
     By `ngram` it is what followed the last tokens where they came before, if `prompt_lookup_min` of them or more did.
     """
@@ -143,17 +146,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions after the computed ones whose KV entries the proposer writes."""
+        """For so many positions after the computed ones the proposer writes KV entries."""
         return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The limits of one step and of the queue.
 
-    0 means unbounded for the queue limits, those of a tenant and the partial prefills. `tenant_weights` are those of the `fair` policy,
-    1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of lower priority.
-    Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens` embeddings are computed
-    in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
+    0 means unbounded for the queue limits, those of a tenant and the partial prefills. `tenant_weights` are for the
+    `fair` policy, 1 for a tenant not named. With `priority_preemption` a waiting request may displace running ones of
+    lower priority. Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens`
+    embeddings are computed in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
     `disable_chunked_mm_input` the place of an encoder input is computed in one step. Decoding requests take turns in
     `num_micro_batches`, one for each stage of a pipeline.
     """
@@ -219,7 +222,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
 
 
 class ExecutorBackend(enum.StrEnum):
-    """Who starts the workers: the supervisors of the nodes, or torchrun and the like."""
+    """How workers are started: by the supervisors of the nodes, or by torchrun and the like."""
 
     MP = "mp"
     EXTERNAL_LAUNCHER = "external_launcher"
@@ -228,9 +231,9 @@ class ExecutorBackend(enum.StrEnum):
 class ParallelConfig(msgspec.Struct, frozen=True):
     """How many processes of each kind, and on which machines.
 
-    A replica is one core with P x T workers; those of a stage are ranks that follow one another. The workers are counted
-    through all replicas, and each of `nnodes` nodes has equally many that follow one another; cores and frontends are on node 0,
-    which the others reach at `master_addr`. With an external launcher each worker comes by itself, as a node of its own.
+    A replica is one core with P x T workers; the workers of a stage have consecutive ranks. Workers are counted through
+    all replicas, and each of `nnodes` nodes has equally many consecutive ones. Cores and frontends are on node 0, which
+    the others reach at `master_addr`. With an external launcher each worker comes by itself, as a node of its own.
     `cluster_key` is the path of a key file, which several nodes need.
     """
 
@@ -371,9 +374,8 @@ class RecoveryConfig(msgspec.Struct, frozen=True):
     """When a process counts as hung, and how often one is started again.
 
     A process that gives no sign of life for `heartbeat_timeout_s`, or a step that takes longer than `step_timeout_s`,
-    is killed. After more than `max_restarts` deaths with no token in between the engine gives up, unless another replica
-    or frontend serves.
-    With `inject_crash` (tests) a worker kills itself when a prompt has that token.
+    is killed. After more than `max_restarts` deaths with no token in between the engine gives up, unless another
+    replica or frontend serves. With `inject_crash` (tests) a worker kills itself when a prompt has that token.
     """
 
     heartbeat_timeout_s: float = 5.0
@@ -441,7 +443,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
 
     def save(self) -> Path:
-        """Write this configuration into its run directory, readable by the owner only. Raises ConfigError if there is no room."""
+        """Write this into its run directory, readable by the owner only. Raises ConfigError if there is no room."""
         path = Path(self.run_dir) / CONFIG_FILE
         try:
             path.touch(mode=0o600)

@@ -7,7 +7,7 @@ CONVICTION: Final = (
     "this request was being computed when a process of the engine died, and alone when another one did: "
     "it is not tried again"
 )
-"""What a client hears whose request is taken for the cause."""
+"""The error of a request that is taken to have caused crashes."""
 
 
 class EngineError(Exception):

@@ -74,7 +74,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full
     blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
-    set here. `request_id` is what people call it; several sequences may share one. `kv_transfer_params` are for the
+    set here. `request_id` is what clients know it by; several sequences may share one. `kv_transfer_params` are for the
     KV connector alone.
 
     A request `is_resubmitted` when the core that had it is gone, under the index `was_index`. It goes on after
@@ -105,8 +105,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
     """A frontend's answer to `CoreReady`, of the same epoch; anything before it is dropped.
 
-    The `requests` are all that it has at this core: those of an earlier connection are aborted, and whatever of an
-    earlier core's nobody goes on with is given up. Unless it `is_whole` they are the first of them: the others follow in
+    The `requests` are all that it has at this core. Those of an earlier connection are aborted, and blocks of an
+    earlier core's requests with which none of them goes on are given up. Unless it `is_whole`, more requests follow in
     `AddRequests`, the last of which `ends_greeting`.
     """
 
@@ -123,7 +123,7 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
-    """Requests whose client is gone, or whose stop string was found by the frontend."""
+    """Requests that lost their HTTP client, or in which the frontend found a stop string."""
 
     request_indices: I32
 
@@ -134,7 +134,7 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, f
 
 
 class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen=True):
-    """Write the scheduler's last events to a file, whose path is the answer's detail."""
+    """Write the scheduler's last events to a file. Its path is the detail of the answer."""
 
     call_id: int
 
@@ -164,8 +164,8 @@ class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=T
 class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """`stop_reason` is the stop token id, None for the end-of-sequence token.
 
-    `kv_transfer_params` are the KV connector's, for whoever fetches the request's blocks. For what was not admitted
-    `retry_after_s` says how long the queue will take, 0.0 if that is not known.
+    `kv_transfer_params` are the KV connector's, for the engine that fetches the request's blocks. For a request that
+    was not admitted `retry_after_s` says how long the queue will take, 0.0 if that is not known.
     """
 
     request_index: int
@@ -243,11 +243,11 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Gauges are values at the end of the step; the rest counts since the last message with stats.
 
-    Of the `num_waiting`, `num_deferred` wait not for room but for a grammar or for blocks from elsewhere. Of the tokens
-    of `prefix_cache_hits`, `host_cache_hits` are in the host tier.
+    Of the `num_waiting` requests, `num_deferred` wait for a grammar or for blocks from elsewhere, not for room.
+    `host_cache_hits` of the `prefix_cache_hits` tokens are in the host tier.
 
-    Of a sample of cached blocks, float32 seconds: how long those lived that were evicted, how long they had idled
-    by then, and how long those idled that were used again.
+    The block times are float32 seconds of a sample of cached blocks: how long evicted ones lived, how long these had
+    idled by then, and how long reused ones idled.
     """
 
     num_running: int = 0
@@ -321,7 +321,7 @@ class ReplicaNews(msgspec.Struct, tag="news", array_like=True, omit_defaults=Tru
     """What a frontend must know of a core to choose between several.
 
     `num_others` requests of other frontends are there. `stored` and `removed` are the keys of blocks that its prefix
-    cache has got and lost (see `block_hash.block_keys`); nothing else `is_whole` news finds in it.
+    cache has got and lost (see `block_hash.block_keys`). If the news `is_whole`, `stored` is all that the cache has.
     """
 
     num_others: int
@@ -386,7 +386,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     `slots` int32[S] is the batch in order, None when it is that of the previous step. Each slot computes one token,
     but for `chunks` int32[k, 2]: rows (position in the batch, number of tokens). A slot samples when its
     chunk reaches its last known token; the sampled token is appended by the worker itself.
-    `grammar_slots` int32 lists the slots whose sampling must wait for this step's `GrammarOutput`.
+    `grammar_slots` int32 lists the slots that sample only after this step's `GrammarOutput` has come.
     `kv_connector_metadata` is from the scheduler's half of the KV connector to the workers'.
     `drafts` int32[k, 2]: rows (position in the batch, number of drafts), drafts being the last tokens of such a chunk,
     to be verified. `draft_token_ids` int32 are theirs, empty when the worker is to take those that it proposed last,
@@ -460,7 +460,7 @@ class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, froz
 
 
 class HeldRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """What the KV cache holds of a request whose core is gone: its first `num_computed_tokens` tokens, in `block_ids`.
+    """What the KV cache holds of an earlier core's request: its first `num_computed_tokens` tokens, in `block_ids`.
 
     `request_id`, `arrival_time` and `block_ids` are as in `NewRequestData`, the blocks with all later changes.
     """
@@ -522,8 +522,8 @@ class ModelRunnerOutput(
     """The result of step `step`.
 
     `sampled_token_ids` int32 has one token for each batch row that sampled, in batch order; `num_sampled` int32
-    gives another count a row when drafts were verified, and is empty otherwise; `num_verified` int32 is how many drafts of
-    each row were, empty if all that were scheduled. `nan_slots` int32 had NaNs in their logits.
+    gives another count a row when drafts were verified, and is empty otherwise; `num_verified` int32 is how many drafts
+    of each row were, empty if all that were scheduled. `nan_slots` int32 had NaNs in their logits.
     `failed_slots` are rows for which no token can be chosen, with the reason: what was computed of them is good.
     """
 

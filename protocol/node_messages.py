@@ -1,7 +1,7 @@
-"""What the supervisor says to the nodes whose workers it looks after, and they to it.
+"""Messages between the supervisor and the other nodes, which run workers for it.
 
-A node dials, is welcomed, and says who it is. Then it starts and kills what it is told to, and passes on what its
-workers report. Both sides say something at least every half second.
+A node connects, is welcomed, and introduces itself. Then it starts and kills the processes it is told to, and passes on
+what its workers report. Both sides send something at least every half second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, froz
 
 
 class StartProcess(msgspec.Struct, tag="start", array_like=True, gc=False, frozen=True):
-    """`name` is one of the workers that the configuration gives to this node. Those of its replica meet at `master_addr`."""
+    """`name` is a worker that the configuration gives to this node. The replica's workers meet at `master_addr`."""
 
     name: str
     epoch: int
@@ -40,7 +40,7 @@ class SignalProcess(msgspec.Struct, tag="signal", array_like=True, gc=False, fro
 
 
 class NodePing(msgspec.Struct, tag="ping", array_like=True, gc=False, frozen=True):
-    """There is somebody at the other end."""
+    """The connection is alive."""
 
 
 class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):

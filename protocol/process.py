@@ -1,7 +1,7 @@
 """How an engine process is born and how it ends.
 
 Every child is started with a pipe from the supervisor as its standard input: end of file means that the supervisor is
-gone, however it died. Nothing else is read from it, but for the epoch of a process that was started before it was needed.
+gone, however it died. Only a process that was started before it was needed reads anything from it: its epoch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The last steps that a core has sent, in a file where its workers find them when it has died.
 
-A step goes to one of several workers after the other, and a core may die in between. It is written down before it goes to the
-first, so that whoever has not got it can catch up with the others, which wait for him in that step.
+A step is sent to one worker after the other, and a core may die in between. It is written down before it is sent to the
+first, so that workers that did not get it can catch up with the others, which wait for them in that step.
 """
 
 from __future__ import annotations

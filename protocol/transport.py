@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
-"""Larger frames close the connection that sent them, and the next one if they are sent again: nobody sends them."""
+"""A larger frame closes its connection. No process sends one: it would be sent again and close the next one."""
 
 RECONNECT_MS: Final = 10
 """How often a peer dials."""
 
 REMOTE_RECONNECT_MS: Final = 1000
-"""How often at least it dials another machine, where it begins as often."""
+"""A peer dials another machine less and less often, but at least this often."""
 
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _SNDMORE: Final = int(zmq.SNDMORE)
-"""pyzmq's own are enumerations, whose every operator runs Python code."""
+"""An int: pyzmq's own constants are enumerations, of which every operator runs Python code."""
 
 _send: Final = zmq.backend.Socket.send
 """What `zmq.Socket` adds is for other messages, in Python."""
@@ -176,7 +176,7 @@ class Hub(Generic[In]):
             _send(socket, frame)
 
     def receive(self) -> tuple[bytes, In | None] | None:
-        """The next message and who sent it; None when there is none.
+        """(identity of the sender, message): the next one; None when there is none.
 
         The message None is a new connection: what this peer said before counts no more, what was sent to
         it may be lost.
@@ -233,8 +233,10 @@ class StatusReporter:
         )
 
     def run(self, work: Callable[[], None]) -> int:
-        """Do a process's work and return its exit code. What ends the work is reported; an error that
-        nobody raised on purpose is logged with its traceback besides."""
+        """Do a process's work and return its exit code.
+
+        An error that ends the work is reported. One that is no EngineError is also logged, with its traceback.
+        """
         try:
             work()
         except EngineError as error:
@@ -277,7 +279,7 @@ class StatusReceiver:
 
 
 class StatusPublisher:
-    """The supervisor's account of the whole engine, for whoever listens."""
+    """Publishes the state of the whole engine; the supervisor's end of every `StatusSubscriber`."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self._socket = _open_socket(context, zmq.PUB)
@@ -291,7 +293,7 @@ class StatusPublisher:
 
 
 class StatusSubscriber:
-    """A frontend's end of the `StatusPublisher`: only the newest account counts."""
+    """A frontend's end of the `StatusPublisher`: only the newest state counts."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.SUB)
@@ -301,7 +303,7 @@ class StatusSubscriber:
         self._decode = msgspec.msgpack.Decoder(EngineStatus).decode
 
     def receive(self) -> EngineStatus | None:
-        """The newest account, if there is one that was not read."""
+        """The newest state, if it was not read yet."""
         try:
             return self._decode(self.socket.recv(zmq.NOBLOCK))
         except (zmq.Again, *UNREADABLE):
