@@ -53,6 +53,12 @@ class WorkerGroup:
         self.held: list[HeldRequest] = []
         """What the KV cache has of the requests of an earlier core."""
         self._core_index = core_index
+        self._num_workers = config.parallel.workers_per_core
+        self._memories: dict[bytes, WorkerMemory] = {}
+        self._memory: WorkerMemory | None = None
+        """What all workers have, once each has told it."""
+        self._ready: set[bytes] = set()
+        """The workers that have their KV cache."""
         self._step_log: StepLog | None = None
         self._has_missed_steps = False
 
@@ -70,64 +76,65 @@ class WorkerGroup:
         It may take as long as a download, or until a machine joins; `beat` tells meanwhile that this is no hang.
         Raises EngineError on SIGUSR2.
         """
-        config = self._config
-        mine = PROTOCOL_VERSION, config.epoch
-        greeting = CoreHello(*mine)
-        memories: dict[bytes, WorkerMemory] = {}
-        memory: WorkerMemory | None = None
-        ready: set[bytes] = set()
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
         poller.register(self.socket, zmq.POLLIN)
-        expected = config.parallel.workers_per_core
-        while len(ready) < expected and not stop.requested:
+        while len(self._ready) < self._num_workers and not stop.requested:
             poller.poll(int(BEAT_INTERVAL_S * 1000))
             beat()
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
-                identity, message = received
-                match message:
-                    case None:
-                        # A lost machine may let its worker answer, before another one comes in its place.
-                        if identity in self._identities:
-                            self._identities.remove(identity)
-                            memories.pop(identity, None)
-                            ready.discard(identity)
-                        self._hub.send(identity, greeting)
-                    case WorkerHello(version, epoch, rank) if (
-                        (version, epoch) == mine
-                        and 0 <= rank < expected
-                        and identity == b"worker%d" % rank
-                        and identity not in self._identities
-                    ):
-                        self._identities.append(identity)
-                        if message.rank == config.parallel.output_rank:
-                            self._output_worker = identity
-                    case _ if identity not in self._identities:
-                        self.drop_frame()
-                    case WorkerMemory(rank) | WorkerReady(rank) if identity != b"worker%d" % rank:
-                        self.drop_frame()
-                    case WorkerMemory():
-                        memories[identity] = message
-                        if len(memories) == expected:
-                            memory = _common_memory(list(memories.values()))
-                            self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
-                    case WorkerReady(_, held):
-                        if memory is None or not self._may_hold(held, memory):
-                            self.drop_frame()
-                            continue
-                        ready.add(identity)
-                        self.held = held
-                    case _:
-                        self.drop_frame()
+                self._take_greeting(*received)
         if stop.requested:
             return None
-        path = config.step_log_path(self._core_index)
+        path = self._config.step_log_path(self._core_index)
         if path is not None:
-            self._step_log = StepLog(path, config.epoch)
-        return memory
+            self._step_log = StepLog(path, self._config.epoch)
+        return self._memory
 
-    def _may_hold(self, held: list[HeldRequest], memory: WorkerMemory) -> bool:
+    def _take_greeting(self, identity: bytes, message: WorkerMessage | None) -> None:
+        """A worker has connected, or tells how far it is on its way to a KV cache."""
+        match message:
+            case None:
+                # The worker of a lost machine may have answered before another one comes in its place.
+                if identity in self._identities:
+                    self._identities.remove(identity)
+                    self._memories.pop(identity, None)
+                    self._ready.discard(identity)
+                self._hub.send(identity, CoreHello(PROTOCOL_VERSION, self._config.epoch))
+            case WorkerHello() if self._is_welcome(identity, message):
+                self._identities.append(identity)
+                if message.rank == self._config.parallel.output_rank:
+                    self._output_worker = identity
+            case _ if identity not in self._identities:
+                self.drop_frame()
+            case WorkerMemory(rank) | WorkerReady(rank) if identity != _identity(rank):
+                self.drop_frame()
+            case WorkerMemory():
+                self._memories[identity] = message
+                if len(self._memories) == self._num_workers:
+                    self._memory = memory = _common_memory(list(self._memories.values()))
+                    self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
+            case WorkerReady(_, held) if self._may_hold(held):
+                self._ready.add(identity)
+                self.held = held
+            case _:
+                self.drop_frame()
+
+    def _is_welcome(self, identity: bytes, hello: WorkerHello) -> bool:
+        """Whether a worker answers with the version and epoch of the greeting, under its own name, and once."""
+        return (
+            (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
+            and 0 <= hello.rank < self._num_workers
+            and identity == _identity(hello.rank)
+            and identity not in self._identities
+        )
+
+    def _may_hold(self, held: list[HeldRequest]) -> bool:
+        """Whether a KV cache was asked for, and can hold these requests."""
+        memory = self._memory
+        if memory is None:
+            return False
         limits = memory.num_blocks, len(memory.groups), self._config.cache.block_size
         return all(is_sound_held(request, *limits) for request in held)
 
@@ -179,6 +186,10 @@ def raise_if_worker_lost(signals: set[int]) -> None:
     """Raises EngineError if the supervisor has said so, by SIGUSR2."""
     if signal.SIGUSR2 in signals:
         raise EngineError("a worker of this core is lost")
+
+
+def _identity(rank: int) -> bytes:
+    return b"worker%d" % rank
 
 
 def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
