@@ -27,6 +27,9 @@ class SchedulerInterface(ABC):
     Steps may be scheduled before the outputs of earlier ones are back; outputs come back in order.
     """
 
+    violations: list[str]
+    """Sums of blocks and requests that did not add up, in words. The core loop reports them and empties the list."""
+
     @abstractmethod
     def inherit(self, held: Sequence[HeldRequest]) -> None:
         """Keep the blocks of an earlier core's requests for those that come again. Called before all else."""
@@ -113,6 +116,10 @@ class SchedulerInterface(ABC):
         """Whether slots were vacated that the workers have not been told of."""
 
     @abstractmethod
+    def has_requests(self) -> bool:
+        """Whether there is anything to compute, or to tell the workers."""
+
+    @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
 
@@ -131,10 +138,3 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release what the scheduler holds. It is not used afterwards."""
-
-    def has_unfinished_requests(self) -> bool:
-        return self.get_num_unfinished_requests() > 0
-
-    def has_requests(self) -> bool:
-        """Whether there is anything to compute, or to tell the workers."""
-        return self.has_unfinished_requests() or self.has_finished_requests()

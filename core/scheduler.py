@@ -50,7 +50,7 @@ from .fair_queue import FairQueue
 from .grammars import GrammarBackend, Grammars
 from .interface import SchedulerInterface
 from .kv_cache_manager import KVCacheManager
-from .kv_connector import KVConnector, create_connector
+from .kv_connector import KVConnector
 from .kv_event_log import KVEventLog
 from .kv_transfers import KVTransfers
 from .micro_batches import MicroBatches
@@ -74,6 +74,7 @@ CONSERVATION_INTERVAL: Final = 1000
 class Scheduler(SchedulerInterface):
     """One replica's scheduler over a KV cache of `num_blocks` blocks, which the `kv_cache_groups` share.
 
+    `kv_transfer` is the configuration of the `kv_connector`: both are given or none.
     Raises ConfigError for limits that contradict each other.
     """
 
@@ -136,8 +137,8 @@ class Scheduler(SchedulerInterface):
         self.requests = lifecycle.requests
         self._transfers: KVTransfers | None = None
         if kv_transfer is not None:
-            connector = kv_connector or create_connector(kv_transfer)
-            self._transfers = KVTransfers(connector, kv_transfer, lifecycle)
+            assert kv_connector is not None
+            self._transfers = KVTransfers(kv_connector, kv_transfer, lifecycle)
             lifecycle.transfers = self._transfers
         self._drafts: Drafts | None = None
         if config.speculative is not None:
@@ -186,7 +187,6 @@ class Scheduler(SchedulerInterface):
             )
         self._step = 0
         self.violations: list[str] = []
-        """What did not add up, since the owner of the scheduler last emptied this."""
 
     # what comes from outside
 

@@ -268,7 +268,7 @@ def test_blocks_of_an_aborted_load_are_held_until_nothing_writes_to_them():
     harness.step()
     harness.abort(key)
     assert num_held(harness) == 2
-    assert not harness.scheduler.has_unfinished_requests()
+    assert harness.scheduler.get_num_unfinished_requests() == 0
     harness.drain()
 
 
