@@ -22,10 +22,6 @@ class EncoderCacheManager:
         """How many embeddings fit if everything without a reference is evicted."""
         return self.num_unused + sum(self._unreferenced.values())
 
-    @property
-    def num_referenced(self) -> int:
-        return len(self._ref_counts)
-
     def has(self, content_hash: bytes) -> bool:
         """Whether the workers hold an output, or will when the steps sent so far have run."""
         return content_hash in self._sizes and content_hash not in self._stale

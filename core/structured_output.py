@@ -161,10 +161,6 @@ class StructuredOutputManager:
             )
         return bitmask.tobytes()
 
-    def is_terminated(self, key: RequestKey) -> bool:
-        """Whether the grammar takes nothing more but the end of the sequence."""
-        return self._states[key].matcher.is_stopped()
-
     def release(self, key: RequestKey) -> None:
         """The request is over, whatever its grammar is doing. Harmless for an unknown key."""
         self._compiling.pop(key, None)

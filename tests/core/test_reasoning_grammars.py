@@ -117,7 +117,7 @@ def test_reasoning_is_free_and_the_answer_is_not(
         assert thinker.takes(end), (start, thought, end)
         after_end = thinker.allowed()
         assert thinker.takes([*encode(answer), EOS]), (start, thought, end)
-        assert thinker.manager.is_terminated(0)
+        assert thinker.allowed().nonzero()[0].tolist() == [EOS]
     thinker.start(StructuredOutput(constraint.kind, constraint.spec), is_open=False)
     # What may come without reasoning is what may come after it, or the start of it.
     more = np.flatnonzero(thinker.allowed() & ~after_end).tolist()

@@ -458,7 +458,6 @@ class Harness:
         )
         assert not self.worker.rows
         assert not scheduler.kv_cache_manager.reserved
-        assert scheduler._encoders.cache.num_referenced == 0
         assert scheduler._encoders.cache.num_available == scheduler._encoders.cache.cache_size
         assert not self.grammar.num_accepted
         tenants = scheduler._lifecycle.tenants
