@@ -127,6 +127,8 @@ class EngineClient:
             self._cores.append(core)
             self._trials.append(Trials(self._send))
             self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
+        watch = self.watch
+        self.metrics.watch_supervisor(lambda: watch.status.num_dropped_frames)
         await self._started
 
     def close(self) -> None:

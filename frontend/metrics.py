@@ -172,6 +172,7 @@ class Metrics(Collector):
         ]
         self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
+        self._count_dropped_by_supervisor: Callable[[], int] = int
         self._is_up: Callable[[int], bool] = lambda _: False
         self._config = config
         self._model_name = config.model.served_names[0]
@@ -184,6 +185,10 @@ class Metrics(Collector):
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
         """`count` tells how many messages of a core this frontend has dropped."""
         self._count_dropped_frames[core_index] = count
+
+    def watch_supervisor(self, count: Callable[[], int]) -> None:
+        """`count` tells how many messages the supervisor has dropped."""
+        self._count_dropped_by_supervisor = count
 
     def watch_replicas(self, is_up: Callable[[int], bool]) -> None:
         """`is_up` tells whether a replica can compute."""
@@ -387,6 +392,8 @@ class Metrics(Collector):
             labels = [self._model_name, str(index)]
             family.add_metric([*labels, "core"], core.num_frames_dropped_there)
             family.add_metric([*labels, "frontend"], core.num_frames_dropped_here)
+        # Every frontend tells the same number, which belongs to no replica.
+        family.add_metric([self._model_name, "", "supervisor"], self._count_dropped_by_supervisor())
         return family
 
     def _replicas_up(self, num_replicas: int) -> Family:

@@ -376,7 +376,9 @@ class Supervisor:
             for name, child in unit.children.items()
         ]
         replicas = self._rotation.infos() if self.was_ready else []
-        self._publisher.publish(EngineStatus(processes, replicas))
+        self._publisher.publish(
+            EngineStatus(processes, replicas, self._statuses.num_dropped_frames)
+        )
 
     def _tell(self, text: str) -> None:
         if self._on_recovery is not None:

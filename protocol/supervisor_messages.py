@@ -120,7 +120,11 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 
 
 class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, the frontends first, and every replica in order once the engine was ready."""
+    """Every process of the engine, the frontends first, and every replica in order once the engine was ready.
+
+    `num_dropped_frames` are those that the supervisor has dropped.
+    """
 
     processes: list[ProcessInfo]
     replicas: list[ReplicaInfo] = []
+    num_dropped_frames: int = 0

@@ -644,6 +644,22 @@ async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
         )
 
 
+@on_event_loop
+async def test_what_the_supervisor_dropped_is_exported(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    async with connected(config) as (client, core):
+        with zmq.Context() as context:
+            publisher = StatusPublisher(context, config)
+
+            def publish() -> None:
+                core.receive()
+                publisher.publish(EngineStatus([], num_dropped_frames=3))
+
+            line = b'dropped_frames_total{engine="",model_name="smollm2",process="supervisor"} 3.0'
+            await until(lambda: line in client.metrics.render()[0], publish)
+            publisher.close()
+
+
 NONSENSE = EngineCoreOutputs(0, 0, 1.0, int32_bytes([0]), int32_bytes([0, 1]))
 
 

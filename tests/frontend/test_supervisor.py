@@ -393,7 +393,7 @@ class Operator:
     def __init__(self, supervisor: Supervisor, run_dir: str) -> None:
         self._supervisor = supervisor
         self._context = zmq.Context()
-        config = make_config(run_dir)
+        self._config = config = make_config(run_dir)
         self._reporter = StatusReporter(self._context, config, "operator")
         self._subscriber = StatusSubscriber(self._context, config)
         self._status = EngineStatus([])
@@ -413,6 +413,16 @@ class Operator:
                 and {p.name: p.pid for p in status.processes} == self._supervisor.pids
             )
         )
+
+    def send(self, *frames: bytes) -> None:
+        """As a process reports, but in other words."""
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.connect(self._config.supervisor_address())
+            for frame in frames:
+                socket.send(frame)
+
+    def sees_dropped(self, count: int) -> bool:
+        return self._sees(lambda status: status.num_dropped_frames == count)
 
     def sees_stage(self, name: str, stage: Stage) -> bool:
         return self._sees(
@@ -483,6 +493,13 @@ def test_a_drained_replica_stays_out_until_it_is_undrained(
     operator.command(0, ReplicaAction.UNDRAIN)
     assert operator.sees("serving", "serving")
     assert supervisor.pids == before
+
+
+def test_garbage_is_dropped_and_counted(operated: tuple[Supervisor, Operator]) -> None:
+    supervisor, operator = operated
+    operator.send(b"", b"\xc1\x00", b"\x92\xa6status", b"x" * 1000)
+    assert operator.sees_dropped(4)
+    assert operator.sees_ready(set(supervisor.pids))
 
 
 def test_a_restart_that_is_asked_for_while_the_engine_starts_is_ignored(run_dir: str) -> None:
