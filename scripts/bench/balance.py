@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Do replicas share prefixes as well as one does? Prefix hits of 64 streams, with one replica and with two.
+"""How many prompt tokens are found in the prefix caches, with one replica and with two.
 
     scripts/bench/run balance --streams 64 --prefixes 8
 
-Streams come at once and replace themselves with the next of their prefix when they end. Prints a line of JSON for each
-number of replicas: the share of prompt tokens that were found in a prefix cache, and how evenly the work was spread.
+All streams begin at once, and each sends the next prompt when one ends. Prints a line of JSON for each number of
+replicas: the share of prompt tokens that were found in a prefix cache, and how evenly the work was spread.
 """
 
 from __future__ import annotations

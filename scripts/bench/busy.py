@@ -1,9 +1,9 @@
-"""What the server does on a machine that is busy: its throughput alone and beside processes that only count.
+"""Throughput of the server alone, and beside processes that keep the cores busy.
 
     scripts/bench/run busy [--model PATH] [-c 8] [--hogs 1] [--rounds 3] [-- serve arguments]
 
-One after the other in each round, so that both see the same machine. The share of a fair scheduler is what the
-server's threads would get if every runnable thread got as much as any other.
+Both are measured in each round, so that both see the same machine. `fair_share` is what the server's threads would get
+if every runnable thread got as much as any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Mixed traffic on a real server of which a random process is harmed every few seconds.
 
     scripts/bench/run chaos --minutes 30 --every 20

@@ -1,8 +1,8 @@
-"""Write a GGUF model of the Llama architecture as a Hugging Face directory in bf16, for peers that read no GGUF.
+"""Write a GGUF model of the Llama architecture as a Hugging Face directory in bf16.
 
     scripts/bench/run dequantize OUT_DIRECTORY [--model FILE.gguf]
 
-The weights are the quantized ones in a wider format, so whoever serves it runs the same model.
+For peers that read no GGUF. The weights are the quantized ones in a wider format, so all run the same model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What drafts give, by what is asked for: two servers, one with and one without, and the same requests to each in turn.
+"""What drafts give for prose, questions and edits, beside a server without them.
 
     scripts/bench/run drafts [--model PATH] [-c 1 4 16] [--rounds 3] [--tokens 128] [-- serve arguments]
 

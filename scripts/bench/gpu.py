@@ -1,10 +1,10 @@
-"""What one GPU does with this engine's worker, beside what it can do: decode, prefill, idle time, kernels, the start.
+"""One GPU: decode and prefill beside what the device can do, idle time, kernels, the start.
 
     scripts/bench/run gpu [--json FILE] [--minutes 9.5] [--only PART ...]
     scripts/bench/run gpu --device cpu --tiny
 
-Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. The limits are measured in the same run: a copy on the
-device, and a bfloat16 product. With --tiny it only shows that the program works.
+Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. What the device can do is measured in the same run: a
+copy, and a bfloat16 product. With --tiny it only shows that the program works.
 
 A part is a process of its own with a time limit, for a GPU that has failed is lost to the process that made it fail. Each
 figure is in FILE as soon as it is known.

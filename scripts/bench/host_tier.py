@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How soon an evicted conversation goes on: its prefix copied back from host memory, or computed again.
 
     scripts/bench/run host_tier [--model PATH] [--tokens 1024]

@@ -3,7 +3,7 @@
 Prompts are token ids, so their length is exact, and each opens with ids of its own, so that no prefix
 cache helps unless `--shared-prefix` asks for one. Greedy, `ignore_eos`, streaming, with usage.
 
-    python scripts/bench/load.py --url http://127.0.0.1:8000 --model NAME -c 8 -n 32
+    scripts/bench/run load --url http://127.0.0.1:8000 --model NAME -c 8 -n 32
 
 Needs the `bench` extra.
 """

@@ -1,4 +1,4 @@
-"""What the native backend's arithmetic costs in quality, for each format of the weights.
+"""What the native backend's arithmetic costs in quality, by weight format.
 
     scripts/bench/run perplexity [--formats Q4_1,Q6_K] [--tokens 2048] [--threads 2] [--json]
 

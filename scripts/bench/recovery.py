@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How long streams pause when a process of a real server is killed: from the kill to the next token.
 
     scripts/bench/run recovery --streams 32 --kills 5 [-- serve arguments]

@@ -1,5 +1,6 @@
-#!/usr/bin/env python3
 """What a step costs in the core, without a model.
+
+    scripts/bench/run scheduler [--running 1,16,64] [--steps 300] [--prompt 512] [--json] [--vllm-python PATH]
 
 Times, per step of steady decode: schedule() and update_from_output(), and the encoding and decoding of
 SchedulerOutput, ModelRunnerOutput and EngineCoreOutputs, with two steps in flight, statistics and the event log on.

@@ -1,5 +1,6 @@
-#!/usr/bin/env python3
 """How well `engine simulate` predicts a real server.
+
+    scripts/bench/run simulate [--requests 40] [--rate 3] [--model PATH]
 
 Starts one, sends it requests at seeded random times, fits the step time to the event log of that very run, simulates
 the same arrivals, and prints throughput and latencies both ways.

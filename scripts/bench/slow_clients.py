@@ -1,9 +1,9 @@
-"""What slow clients cost the others: latency of a stream beside them and without, and the frontend's memory.
+"""What slow clients cost the others: latency of streams beside them, the frontend's memory.
 
     scripts/bench/run slow_clients [--idle 10000] [--tricklers 200] [--sleepers 50] [--rounds 3]
 
-Idle ones connect and say nothing, tricklers send a byte a second, sleepers ask for a long stream and never read it. In
-each round the same streams are measured without them and with them; the worker computes nothing (`--device null`).
+Idle clients connect and send nothing, tricklers send a byte a second, sleepers ask for a long stream and never read it.
+In each round the same streams are measured without them and with them; the worker computes nothing (`--device null`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-#!/usr/bin/env python3
-"""Random traffic against the scheduler, every invariant checked after every step, for as long as asked.
+"""Random traffic against the scheduler alone, every invariant checked after every step.
+
+    scripts/bench/run soak [--steps 1000000] [--seconds N] [--first-seed 0]
 
 Prints the seed of the first run that fails; `--first-seed` starts from it again.
 """

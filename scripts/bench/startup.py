@@ -1,4 +1,4 @@
-"""How long `engine --help` and a cold start take, and how much memory the processes hold once ready.
+"""How long `engine --help` and a cold start take, and the memory of the processes once ready.
 
     scripts/bench/run startup [--model PATH] [--runs 5]
 

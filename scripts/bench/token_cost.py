@@ -1,4 +1,4 @@
-"""What a streamed token costs apart from the model: the CPU time of the frontends and of the core.
+"""What a streamed token costs apart from the model: CPU time of the frontends and of the core.
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
 

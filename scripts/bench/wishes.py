@@ -1,9 +1,9 @@
-"""What a request's wishes cost: the same prompts to one server with none, and with each of them, in turn.
+"""What penalties, biases, log-probabilities and grammars cost, beside requests without.
 
     scripts/bench/run wishes [--model PATH] [-c 1 8] [--rounds 3] [--tokens 128] [-- serve arguments]
 
-Greedy, without drafts, so that every answer takes the same number of steps. Printed are output tokens a second, and the
-ratios to the requests of the same round that have no wish.
+The same prompts to one server without any of these options, and with each in turn. Greedy, without drafts, so that every
+answer takes the same number of steps. Printed are output tokens a second, and the ratios to the same round's without.
 """
 
 from __future__ import annotations
