@@ -161,3 +161,19 @@ def test_the_files_that_people_type_are_executable() -> None:
     names = ("install", "serve", "test", "lint", "bench/run")
     for path in (ROOT / ".ci" / "run", *(ROOT / "scripts" / name for name in names)):
         assert path.stat().st_mode & 0o111, path
+
+
+def test_each_benchmark_is_listed_with_what_it_measures() -> None:
+    result = subprocess.run([ROOT / "scripts/bench/run"], capture_output=True, text=True)
+    assert result.returncode == 2
+    usage, *lines = result.stderr.splitlines()
+    assert "NAME [arguments]" in usage
+    programs = {path.stem: path for path in (ROOT / "scripts/bench").glob("*.py")}
+    listed = dict(line.split(maxsplit=1) for line in lines)
+    assert set(listed) == set(programs)
+    for name, path in programs.items():
+        program = ast.parse(path.read_text())
+        assert listed[name] == (ast.get_docstring(program) or "").splitlines()[0]
+        functions = {node.name for node in program.body if isinstance(node, ast.FunctionDef)}
+        assert "main" in functions, f"{name} is no program, so it must not be listed"
+        assert not path.stat().st_mode & 0o111, f"{name} is run by scripts/bench/run"

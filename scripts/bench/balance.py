@@ -12,13 +12,9 @@ import argparse
 import json
 import random
 import re
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.server import Server, default_model
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 from load import measure
-from local_server import local_server
+from support.server import Server
 
 
 def count_for_ever() -> None:
@@ -61,7 +61,7 @@ def main() -> int:
     model = [arguments.model] if arguments.model else []
     named = [*model, "--served-model-name", "busy", *arguments.serve]
     results: dict[str, list[float]] = {"alone": [], "busy": []}
-    with local_server(named) as server:
+    with Server(*named) as server:
         point = server.url, "busy", arguments.concurrency, arguments.requests
         with_hogs(0, *point)
         for _ in range(arguments.rounds):

@@ -16,13 +16,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from support.faults import ENVIRONMENT, FAULTS
 from support.mixed_streams import Streams, bodies
 from support.program import wait_until
@@ -60,7 +56,7 @@ class Havoc:
             if not is_ready(self._server):
                 continue
             title, fault = self._rng.choice(self._titles), self._rng.choice(list(FAULTS))
-            victims = [c for c in self._server.find_children() if title_of(c) == f"engine: {title}"]
+            victims = [c for c in self._server.find_children() if title_of(c) == title]
             for victim in victims:
                 self.num_frontends_harmed += title.startswith("frontend")
                 self.faults[f"{title} {fault}"] += 1
@@ -99,10 +95,7 @@ def becomes_idle(server: Server) -> bool:
 
 def resident_mb(server: Server) -> dict[str, float]:
     processes = [psutil.Process(server.process.pid), *server.find_children()]
-    return {
-        title_of(p).removeprefix("engine: ") or "?": round(p.memory_info().rss / 1e6, 1)
-        for p in processes
-    }
+    return {title_of(p) or "?": round(p.memory_info().rss / 1e6, 1) for p in processes}
 
 
 def main() -> int:
@@ -123,7 +116,7 @@ def main() -> int:
     )
     total: Counter[str] = Counter()
     with Server(args.model, *server_args, env=ENVIRONMENT) as server:
-        titles = [title_of(child).removeprefix("engine: ") for child in server.children]
+        titles = [title_of(child) for child in server.children]
         undisturbed = Streams(server, requests).answers()
         if any("error" in answer or "done" not in answer for answer in undisturbed):
             raise SystemExit(f"the undisturbed run failed: {undisturbed}")

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import aiohttp
 import uvloop
-from local_server import local_server
+from support.server import Server
 
 MODEL: Final = "drafts"
 NO_DRAFTS: Final = ["--speculative-config", '{"num_speculative_tokens": 0}']
@@ -155,7 +155,7 @@ def main() -> int:
     # Without a prefix cache, so that neither server profits from what it was asked before.
     named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *given.serve]
     results = []
-    with local_server(named) as drafting, local_server([*named, *NO_DRAFTS]) as plain:
+    with Server(*named) as drafting, Server(*named, *NO_DRAFTS) as plain:
         for kind in KINDS:
             for concurrency in given.concurrency:
                 result = measure(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,10 +41,8 @@ from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from engine.workers.models.shard import ModelShard
 from numpy.typing import NDArray
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.quantizers import quantize
+from torch import Tensor
 
 CODE_MODULES = ("argparse", "json.decoder", "textwrap", "heapq", "http.client")
 WINDOW, BLOCK_SIZE = 512, 16

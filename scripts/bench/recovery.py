@@ -12,9 +12,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.mixed_streams import Streams
 from support.program import wait_until

@@ -13,18 +13,13 @@ import http.client
 import json
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from itertools import chain, pairwise
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from engine.core.event_dump import Dump, read_dump
 from engine.core.replayer import Replayer
 from engine.core.simulation import simulate

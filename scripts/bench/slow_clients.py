@@ -19,7 +19,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from local_server import LocalServer, local_server
+from support.server import Server
 
 STREAMS = 16
 STEP_MS = 10
@@ -96,11 +96,11 @@ class Nuisance:
                     await asyncio.sleep(0.1)
 
 
-async def compare(server: LocalServer, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+async def compare(server: Server, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     address = urllib.parse.urlsplit(server.url)
     host, port = address.hostname, address.port
     assert host is not None and port is not None
-    frontend = server.processes["frontend 0"]
+    frontend = server.child("frontend 0")
     await measure(host, port, 1)
     results = []
     for _ in range(arguments.rounds):
@@ -137,7 +137,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     slots = str(STREAMS + arguments.sleepers)
     null = ["--device", "null", "--null-step-ms", str(STEP_MS), "--max-num-seqs", slots]
-    with local_server([*null, *arguments.serve]) as server:
+    with Server(*null, *arguments.serve) as server:
         asyncio.run(compare(server, arguments))
     return 0
 

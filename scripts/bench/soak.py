@@ -10,9 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.traffic import run_traffic
 

@@ -26,7 +26,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from local_server import LocalServer, local_server
+from support.server import Server, title_of
 
 PROMPT_TOKENS = 16
 FIRST_ORDINARY_ID = 300
@@ -140,10 +140,10 @@ def count_tokens(url: str) -> int:
     return round(sum(map(float, found)))
 
 
-def measure(server: LocalServer, streams: int, processes: int, window_s: float) -> dict[str, Any]:
+def measure(server: Server, streams: int, processes: int, window_s: float) -> dict[str, Any]:
     def read(counts: list[Counts]) -> tuple[float, int, int, dict[str, int]]:
         tokens = count_tokens(server.url)
-        times = {name: cpu_ns(process.pid) for name, process in server.processes.items()}
+        times = {title_of(child): cpu_ns(child.pid) for child in server.children}
         return time.perf_counter(), total(counts, "events"), tokens, times
 
     with clients(server.url, streams, processes) as counts:
@@ -180,7 +180,7 @@ def main() -> int:
     slots = ["--max-num-seqs", str(arguments.streams)]
     for count in arguments.api_server_count:
         frontends = ["--api-server-count", str(count)]
-        with local_server([*null, *slots, *frontends, *arguments.serve]) as server:
+        with Server(*null, *slots, *frontends, *arguments.serve) as server:
             for _ in range(arguments.rounds):
                 result = measure(server, arguments.streams, arguments.clients, arguments.seconds)
                 point = {"cores": os.cpu_count(), "frontends": count, "streams": arguments.streams}

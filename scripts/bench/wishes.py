@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import uvloop
 from drafts import MODEL, NO_DRAFTS, answer_all, prose
-from local_server import local_server
+from support.server import Server
 
 WISHES: Final[dict[str, dict[str, Any]]] = {
     "none": {},
@@ -40,7 +40,7 @@ def main() -> None:
     given = parser.parse_args()
     model = [given.model] if given.model else []
     named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *NO_DRAFTS]
-    with local_server([*named, *given.serve]) as server:
+    with Server(*named, *given.serve) as server:
         for concurrency in given.concurrency:
             rates: dict[str, list[float]] = {name: [] for name in WISHES}
             for number in range(given.rounds):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psutil
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
 

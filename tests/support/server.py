@@ -1,4 +1,4 @@
-"""A real `engine serve` for end-to-end tests: every process, every socket."""
+"""A real `engine serve` for end-to-end tests and benchmarks: every process, every socket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server(Program):
         found: list[psutil.Process] = []
 
         def find() -> bool:
-            found[:] = [c for c in self.find_children() if title_of(c) == f"engine: {title}"]
+            found[:] = [c for c in self.find_children() if title_of(c) == title]
             return bool(found)
 
         wait_until(find, what=f"a process called {title}")
@@ -96,9 +96,9 @@ class Server(Program):
 
 
 def title_of(process: psutil.Process) -> str:
-    """What `ps` shows; "" for one that is gone."""
+    """What `ps` shows after "engine: "; "" for a process that is gone."""
     try:
-        return "".join(process.cmdline()[:1])
+        return "".join(process.cmdline()[:1]).removeprefix("engine: ")
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
 

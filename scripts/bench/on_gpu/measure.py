@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from engine.protocol.config import Device
-from local_server import local_server
 from on_gpu import limits
 from on_gpu.agreement import agreement
 from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
 from on_gpu.stepping import Stepping
+from support.server import Server
 
 GIB = 1024**3
 
@@ -114,7 +114,7 @@ def measure_serving(shape: Shape, device: Device, directory: Path) -> dict[str, 
     path = shape.write(directory, 4096)
     begin = time.perf_counter()
     arguments = [str(path), "--load-format", "dummy", "--device", device.value]
-    with local_server([*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"]):
+    with Server(*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"):
         return {"s": time.perf_counter() - begin}
 
 
