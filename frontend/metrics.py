@@ -7,7 +7,7 @@ Everything is counted once, in `CoreMetrics`; a scrape adds up those of all fron
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .request_group import RequestGroup, Sequence
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+FamilyType: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
@@ -320,52 +321,63 @@ class Metrics(Collector):
     def _families(
         self,
         prefix: str,
-        all_cores: list[CoreMetrics],
+        cores: list[CoreMetrics],
         gauges: dict[str, tuple[str, Callable[[SchedulerStats], float]]],
         counters: dict[str, tuple[str, CounterValue]],
     ) -> Iterator[Family]:
-        labels = ["model_name", "engine"]
-        cores = [([self._model_name, str(index)], core) for index, core in enumerate(all_cores)]
-        family: Family
         for name, (documentation, value_of) in gauges.items():
-            family = GaugeMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
-            for values, core in cores:
-                family.add_metric(values, value_of(core.stats))
-            yield family
-        family = GaugeMetricFamily(
+            values = [value_of(core.stats) for core in cores]
+            yield self._family(GaugeMetricFamily, f"{prefix}:{name}", documentation, values)
+        yield self._family_by(
+            GaugeMetricFamily,
             f"{prefix}:num_requests_waiting_by_reason",
             "Sequences that wait for room, or first for a grammar or for blocks from elsewhere.",
-            labels=[*labels, "reason"],
+            "reason",
+            [{why: count(core.stats) for why, count in WAITING_REASONS.items()} for core in cores],
         )
-        for values, core in cores:
-            for why, number_of in WAITING_REASONS.items():
-                family.add_metric([*values, why], number_of(core.stats))
-        yield family
         for name, (documentation, count_of) in counters.items():
-            family = CounterMetricFamily(f"{prefix}:{name}", documentation, labels=labels)
-            for values, core in cores:
-                family.add_metric(values, count_of(core.counters))
-            yield family
-        family = CounterMetricFamily(
+            counts = [count_of(core.counters) for core in cores]
+            yield self._family(CounterMetricFamily, f"{prefix}:{name}", documentation, counts)
+        yield self._family_by(
+            CounterMetricFamily,
             f"{prefix}:request_success",
             "Sequences that ended, by reason.",
-            labels=[*labels, "finished_reason"],
+            "finished_reason",
+            [{str(why): count for why, count in core.num_finished.items()} for core in cores],
         )
-        for values, core in cores:
-            for reason, count in core.num_finished.items():
-                family.add_metric([*values, str(reason)], count)
-        yield family
-        family = CounterMetricFamily(
+        yield self._family_by(
+            CounterMetricFamily,
             f"{prefix}:admission_rejections",
             "Requests that were refused at the door.",
-            labels=[*labels, "reason"],
+            "reason",
+            [core.num_rejected for core in cores],
         )
-        for values, core in cores:
-            for rejection, count in core.num_rejected.items():
-                family.add_metric([*values, rejection], count)
-        yield family
-        yield from self._histograms(prefix, all_cores, {name: name for name in HISTOGRAMS})
-        yield self._cache_config(prefix, all_cores)
+        yield from self._histograms(prefix, cores, {name: name for name in HISTOGRAMS})
+        yield self._cache_config(prefix, cores)
+
+    def _family(
+        self, kind: FamilyType, name: str, documentation: str, values: Iterable[float]
+    ) -> Family:
+        """One sample for each replica."""
+        family = kind(name, documentation, labels=["model_name", "engine"])
+        for index, value in enumerate(values):
+            family.add_metric([self._model_name, str(index)], value)
+        return family
+
+    def _family_by(
+        self,
+        kind: FamilyType,
+        name: str,
+        documentation: str,
+        label: str,
+        values: Iterable[Mapping[str, float]],
+    ) -> Family:
+        """One sample for each replica and value of `label`."""
+        family = kind(name, documentation, labels=["model_name", "engine", label])
+        for index, by_label in enumerate(values):
+            for label_value, value in by_label.items():
+                family.add_metric([self._model_name, str(index), label_value], value)
+        return family
 
     def _histograms(
         self, prefix: str, cores: list[CoreMetrics], names: dict[str, str]
@@ -383,28 +395,27 @@ class Metrics(Collector):
             yield family
 
     def _dropped_frames(self, cores: list[CoreMetrics]) -> Family:
-        family = CounterMetricFamily(
+        family = self._family_by(
+            CounterMetricFamily,
             "engine:dropped_frames",
             "Messages that did not decode, made no sense or came twice, by who dropped them.",
-            labels=["model_name", "engine", "process"],
+            "process",
+            [
+                {"core": core.num_frames_dropped_there, "frontend": core.num_frames_dropped_here}
+                for core in cores
+            ],
         )
-        for index, core in enumerate(cores):
-            labels = [self._model_name, str(index)]
-            family.add_metric([*labels, "core"], core.num_frames_dropped_there)
-            family.add_metric([*labels, "frontend"], core.num_frames_dropped_here)
         # Every frontend tells the same number, which belongs to no replica.
         family.add_metric([self._model_name, "", "supervisor"], self._count_dropped_by_supervisor())
         return family
 
     def _replicas_up(self, num_replicas: int) -> Family:
-        family = GaugeMetricFamily(
+        return self._family(
+            GaugeMetricFamily,
             "engine:replica_up",
             "1 while the replica's core and workers are ready, else 0.",
-            labels=["model_name", "engine"],
+            map(self._is_up, range(num_replicas)),
         )
-        for index in range(num_replicas):
-            family.add_metric([self._model_name, str(index)], self._is_up(index))
-        return family
 
     def _cache_config(self, prefix: str, cores: list[CoreMetrics]) -> Family:
         cache = self._config.cache
