@@ -12,7 +12,7 @@ from ..protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
 
 STARTING_PATIENCE: Final = 12
-"""How many times the limit a process may be silent before it is ready: to import a large library can hold up its threads."""
+"""By this factor a process may be silent for longer before it is ready: a large import can hold up all its threads."""
 
 _REMEDY: Final = "free some, or lower --kv-cache-memory-bytes or --max-num-seqs"
 _SIGKILL: Final = {
@@ -20,13 +20,14 @@ _SIGKILL: Final = {
     False: "and not by the kernel for want of memory; look for who else ends processes here",
     None: f"which is often the kernel's answer to want of memory; if it was, {_REMEDY}",
 }
-"""Who may have sent the signal, by whether the kernel has killed meanwhile."""
+"""Where the signal may have come from, by whether the kernel has killed any process for want of memory meanwhile."""
 
 
 class Child:
     """A process from its start to its end.
 
-    `kill_at` is when it must be gone, `hang` why it was killed before. It `is_known_dead` once its end has been seen to.
+    `kill_at` is when it must be gone; `hang` says in what way it hung, if it was killed for that. It `is_known_dead` once
+    the supervisor has handled its end.
     """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
@@ -69,12 +70,12 @@ class Child:
         """It has given a sign of life."""
         now = time.monotonic()
         num_steps = heartbeat.num_steps - self.progress.num_steps
-        # Beats that have waited come together; they were sent no faster than that.
+        # Heartbeats that were delayed arrive together, but were sent at least this far apart.
         self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
         self.last_beat, self.progress = now, heartbeat
 
     def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
-        """In what way it hangs; "" when it does not."""
+        """In what way it hangs; "" if it does not."""
         if not self.pid:
             return ""
         silent_s = now - self.last_beat

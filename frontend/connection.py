@@ -16,7 +16,7 @@ MIN_BYTES_PER_S: Final = 1000
 """A request may take longer than the limit if it keeps coming at this pace, as large ones do on slow lines."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Of a request's head, and of what else is not its body: trailers, and what chunks say of themselves."""
+"""Of a request's head, and of everything else that is not its body: trailers and chunk extensions."""
 
 _REASONS: Final = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -56,14 +56,14 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
-        # uvicorn tells the last request only, which may still be waiting for the answer to another.
+        # uvicorn tells only the newest request, and earlier ones on this connection may still be answered.
         for cycle in self._due():
             cycle.disconnected = True
             cycle.message_event.set()
         self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
-        # What comes with the first byte of a request is not counted: some of it may belong to the one before.
+        # The bytes that arrive with a request's first are not counted: some may belong to the request before.
         self._num_received += len(data)
         self._num_since_body += len(data)
         try:
@@ -86,10 +86,10 @@ class Connection(HttpToolsProtocol):
         self._expect_request()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parse `data`; what remains is to be parsed next.
+        """Parse `data`; returns what is to be parsed next.
 
-        No protocol but HTTP/1.1 is spoken here. An offer of another may be ignored, but the parser takes all that
-        follows one, which begins with the request's body, for the other protocol's.
+        Only HTTP/1.1 is spoken here, and an `Upgrade` header may be ignored. But after one the parser stops, as if the
+        request's body and all that follows were in the other protocol. So the head is parsed again without that header.
         """
         try:
             self.parser.feed_data(data)
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join((request, *fields, b"\r\n"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A trailer is no header: it comes after what headers decide."""
+        """Trailers are ignored: they come too late to decide anything."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -127,7 +127,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [*self._due(), self.cycle]
         if len(self.pipeline) == 1:
-            # One request may come ahead of its time: who does not read does not hear of a client that leaves.
+            # uvicorn stops reading when a request arrives before the last one is answered. One is read ahead, since
+            # a disconnect is noticed only while reading.
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -140,7 +141,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle is a connection with neither a request that is coming nor an answer that is due."""
+        """A connection is idle when no request is arriving and no answer is due."""
         if self._in_request or self._due():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -183,7 +184,7 @@ class Connection(HttpToolsProtocol):
     def _check_pace(self) -> None:
         now = self.loop.time()
         if self.flow.read_paused or self.pipeline:
-            # What is late is late because nobody here has read it, or is not needed yet.
+            # The rest of the request is late because reading was paused, or because an earlier one is answered first.
             self._began = now
         allowed = self._slow_client_s + self._num_received / MIN_BYTES_PER_S
         remaining = self._began + allowed - now

@@ -1,5 +1,4 @@
-"""The conversation of one frontend with one core, and with those that take its place: greeting, sending once a
-tick, missing messages."""
+"""One frontend's connection to one core and its successors: the greeting, sending once a tick, missing messages."""
 
 from __future__ import annotations
 
@@ -39,20 +38,20 @@ from .core_load import CoreLoad
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 16 * 1024 * 1024
-"""So much is sent at once if it is more than one request: then others get their turn, here and at the core."""
+"""More requests than this go in several messages, so that other work gets its turn, here and at the core."""
 
 _ENVELOPE_BYTES: Final = 64
-"""At most so much of a message is not its requests."""
+"""The most that a message has besides its requests."""
 
 
 class CoreEvents(msgspec.Struct):
     """What a connection reports.
 
-    `on_ready`: a core takes requests, and knows of none. Those that are added now go with the answer to its greeting.
+    `on_ready`: a core takes requests, and has none. Those that are added now go with the answer to its greeting.
     `on_outputs` may raise for a message that makes no sense, which is then dropped.
     `on_lost_outputs`: outputs were lost, and the connection begins anew; `on_ready` follows.
-    `on_replica_lost`: this core is about to end, and says whose computation it did not survive.
-    `on_too_large`: this request is more than a message can be, and was not sent.
+    `on_replica_lost`: this core is about to end, and names the requests that it was computing.
+    `on_too_large`: this request is larger than a message may be, and was not sent.
     `on_refused`: this core can never serve this frontend, for the reason given.
     """
 
@@ -67,11 +66,12 @@ class CoreEvents(msgspec.Struct):
 class CoreConnection:
     """Carries requests to a core and outputs back, once it has greeted.
 
-    Requests wait for the end of the tick, and go in pieces where they are many. The first of them are what `on_ready`
-    added, the greeting: the core is told when it is whole.
+    Requests wait for the end of the tick of the event loop, and many of them go in several messages. The first are those
+    that `on_ready` added, the answer to the greeting: its last message is marked, so that the core knows it is whole.
 
-    A greeting starts afresh: nothing of what was sent before it has reached the core that says it. So where outputs are missing or
-    make no sense it is asked for another one, by a new connection. A core that is not `is_serving` gets no new requests.
+    With a greeting everything starts afresh: the core that sends it has none of the requests that were sent before. So
+    where outputs are missing or make no sense, a new connection makes the core greet again. A core that is not
+    `is_serving` gets no new requests.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CoreConnection:
         self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
 
     def note_status(self, replica: ReplicaInfo) -> None:
-        """Take in what the supervisor says of the core."""
+        """Take in what the supervisor reports of the core."""
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
         self._latest_epoch = max(self._latest_epoch, replica.epoch)
         if replica.epoch > self.epoch:
@@ -121,14 +121,14 @@ class CoreConnection:
             self._excused_epoch = self.epoch
 
     def died_silently(self, epoch: int) -> bool:
-        """Whether the core of that epoch is gone, and neither told anything nor was meant to end."""
+        """Whether the core of that epoch is gone, sent no last message, and was not restarted on purpose."""
         return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
     def _begin_anew(self) -> None:
-        """What the core has sent cannot be relied upon: it shall forget this frontend, and greet it again."""
+        """Outputs are missing or wrong. With a new connection the core forgets our requests and greets again."""
         self.ready = False
         self._events.on_lost_outputs(self.core_index)
-        # What it sends until then belongs to the old connection, wherever it arrives.
+        # What the core sends before it greets again is dropped.
         self._last_sequence = math.inf
         self._num_dropped_messages += self._wire.num_dropped_frames
         self._peer.close()
@@ -192,7 +192,7 @@ class CoreConnection:
     def _flush(self) -> None:
         self._flush_scheduled = False
         if not self.ready:
-            # Who comes next knows of nothing, and is told everything.
+            # The next core is sent every request anew, when it greets.
             self._forget_unsent()
         if self._is_greeting:
             piece = self._take_piece(self._greeting)
@@ -207,7 +207,7 @@ class CoreConnection:
             self._schedule_flush()
 
     def _take_piece(self, unsent: dict[int, EngineCoreRequest]) -> list[EngineCoreRequest]:
-        """The first of the requests, as many as go into one message. Those that go into none are reported."""
+        """The first of the requests, as many as fit in one message. A request too large for any is reported."""
         limit = min(PIECE_BYTES, transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES)
         piece: list[msgspec.Raw] = []
         size = 0
@@ -223,7 +223,7 @@ class CoreConnection:
             else:
                 piece.append(msgspec.Raw(encoded))
                 size += len(encoded)
-        # What is encoded is encoded as it is.
+        # A `Raw` is encoded as it stands, so that a request is encoded only once.
         return cast(list[EngineCoreRequest], piece)
 
     def _receive(self, message: CoreMessage) -> None:
@@ -293,7 +293,7 @@ class CoreConnection:
 
 
 def _encode_request(request: EngineCoreRequest) -> bytes | None:
-    """None if it fits into no message."""
+    """None if the request fits in no message."""
     try:
         encoded = encode(request)
     except FrameTooLarge:

@@ -26,7 +26,7 @@ class Overloaded(EngineError):
 class CoreLoad:
     """Counts the sequences and prompt tokens that this frontend has at one core.
 
-    `num_others` sequences there are other frontends', by the core's last news.
+    `num_others` is how many sequences the other frontends have there, as the core last told.
     """
 
     def __init__(self, limits: SchedulerConfig) -> None:

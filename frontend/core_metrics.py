@@ -76,7 +76,7 @@ class SharedMetrics:
         return _read(self._own)
 
     def publish(self, cores: list[CoreMetrics]) -> None:
-        """Show the others, and a successor, what this frontend has counted. While the disk is full they see the last copy."""
+        """Show the other frontends, and a successor, these counts. While the disk is full they see the last copy."""
         scratch = self._own.with_suffix(".new")
         try:
             scratch.write_bytes(_encode(cores))

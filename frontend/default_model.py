@@ -25,7 +25,7 @@ from .console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 RAW_PROGRESS_SINCE = (24, 1)
-"""The pip that first says how far it is in a form that a program can read."""
+"""The first version of pip that reports its progress in a form that a program can read."""
 
 _COPY_BYTES = 1 << 20
 
@@ -115,7 +115,7 @@ def _verified_files(cache: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _remember_verified(path: Path, sha256: str, cache: Path) -> None:
-    """So that the next start need not read the whole file; only a convenience, so failures are of no concern."""
+    """So that the next start need not read the whole file. Only a convenience: failures are ignored."""
     files = _verified_files(cache) | {str(path): _fingerprint(path, sha256)}
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -73,8 +73,8 @@ class ReplicaUnavailable(EngineError):
 class EngineClient:
     """One frontend's access to every core.
 
-    `draining` is set by the server, `off_loop` is for its work, too. `dead_reason` is None as long as the engine lives. All methods
-    belong to the event loop that ran `start`.
+    `draining` is set by the server, which uses `off_loop` as well. `dead_reason` is None as long as the engine lives. All
+    methods belong to the event loop that ran `start`.
     """
 
     def __init__(self, config: EngineConfig, client_index: int, tokenizer: Tokenizer) -> None:
@@ -288,7 +288,7 @@ class EngineClient:
         ]
 
     def _block_keys(self, request: EngineCoreRequest) -> list[int]:
-        """What the caches of several replicas know the prompt's blocks by."""
+        """The keys by which a replica is chosen that has the prompt's blocks; none where there is only one."""
         return block_keys(request.block_hashes) if len(self._cores) > 1 else []
 
     def _start_sequence(
@@ -317,7 +317,7 @@ class EngineClient:
         return sequence
 
     def _send(self, sequence: Sequence) -> None:
-        """To its core, which gets it at once or, while it is not ready, with the answer to its greeting."""
+        """To its core: at once, or with the answer to the greeting if the core is not ready."""
         core = self._cores[sequence.core_index]
         sequence.epoch = core.epoch if core.ready else 0
         core.add(sequence.request)
@@ -377,7 +377,7 @@ class EngineClient:
         return self.watch is not None and self.watch.is_up(replica)
 
     def _status_is_known(self, status: EngineStatus) -> None:
-        """Sequences of a core that is gone go on at another one, if there is one and their own is not about to."""
+        """Sequences of a core that is gone go on at another one, unless their own is about to come back."""
         for core, replica in zip(self._cores, status.replicas, strict=False):
             core.note_status(replica)
         if not self.ready:
@@ -409,7 +409,7 @@ class EngineClient:
         )
 
     def _outputs_were_lost(self, core_index: int) -> None:
-        """The sequences of the core go on as after its death, but for those that have come no further since the last time."""
+        """The sequences of the core go on as after its death. Those without progress since the last such loss fail."""
         at_core = [s for s in self._output.sequences.values() if s.core_index == core_index]
         stuck = [sequence for sequence in at_core if sequence.lose_outputs()]
         self._output.fail(stuck, "its tokens were lost twice between the engine's processes")

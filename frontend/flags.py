@@ -34,9 +34,11 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """`names` are separated by spaces, the shown one first. `type` bool makes a pair with `--no-…`; `const`
-    is stored by a flag without a value, of which no default is shown; `many` takes several values at once; `default_text` is shown where the
-    field's default would mislead."""
+    """`names` are separated by spaces, the shown one first. `type` bool makes a pair with `--no-…`.
+
+    `const` is stored by a flag without a value, for which no default is shown; `many` takes several values at once;
+    `default_text` is shown where the field's default would mislead.
+    """
 
     names: str
     field: str

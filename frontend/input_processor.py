@@ -27,7 +27,7 @@ MAX_ENTRIES_IN_ALL: Final = 1 << 22
 """Entries of the lists of a request, which every sequence takes along."""
 
 MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
-"""Characters of its schema or grammar, which every sequence takes along, too."""
+"""Likewise, characters of its schema or grammar."""
 
 CHARACTERS_A_WORD: Final = 32
 """A word to encode costs as much as so many characters of a text."""

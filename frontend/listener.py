@@ -109,7 +109,7 @@ def _listen_unix(path: str) -> socket.socket:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """Remove a socket that nobody listens on; leave everything else for bind to complain about."""
+    """Remove a socket that no process listens on; leave everything else for bind to complain about."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

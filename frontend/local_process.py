@@ -28,9 +28,9 @@ class Role(enum.Enum):
 class ProcessSpec:
     """How to start one process. `name` is its title and its name in every report.
 
-    It gets its epoch as the last argument. Cores and workers belong to a `replica`. A `node` other than None is another
-    machine; `env` is added to the environment. One that `can_wait` may be started without an epoch, before it is needed,
-    and be told it later.
+    The epoch is added to `argv` as the last argument. Cores and workers belong to a `replica`. A `node` other than None
+    is another machine; `env` is added to the environment. A process that `can_wait` may be started without an epoch,
+    before it is needed, and is told it later.
     """
 
     name: str
@@ -46,9 +46,9 @@ class ProcessSpec:
 class Process(Protocol):
     """A process that was started, here or elsewhere.
 
-    `pid` is 0 until it runs. `exit_fd` becomes readable at its end, where there can be such a thing; the caller closes
-    it. `reason` says why it does not run, if more is known than its exit code. `saw_oom_kills` is whether the kernel has
-    killed any process for want of memory since this one started, or None where it does not say.
+    `pid` is 0 until it runs. `exit_fd` becomes readable at its end, and is None where the system has no such thing; the
+    caller closes it. `reason` says why it does not run, if more is known than its exit code. `saw_oom_kills` is whether
+    the kernel has killed any process for want of memory since this one started, None if the kernel does not tell.
     """
 
     pid: int
@@ -71,7 +71,7 @@ class Process(Protocol):
 
 
 def _num_oom_kills() -> int | None:
-    """Of the machine since it booted, with those that enforce the limit of a control group."""
+    """Of the whole machine since it booted, those that enforce the limit of a control group included."""
     try:
         counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
         return int(counts["oom_kill"])
@@ -80,7 +80,7 @@ def _num_oom_kills() -> int | None:
 
 
 class LocalProcess:
-    """A process that the system refuses to start has ended at once, and its `reason` says why."""
+    """If the system refuses to start the process it counts as ended at once, and `reason` says why."""
 
     def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
         """Without an epoch it waits until it must `begin`."""
@@ -117,7 +117,7 @@ class LocalProcess:
         if self._popen is None:
             return False
         assert self._popen.stdin is not None
-        # While it waited nobody saw whether it stood still.
+        # It may have been stopped while it waited, which is not watched for.
         self.send_signal(signal.SIGCONT)
         try:
             self._popen.stdin.write(b"%d\n" % epoch)

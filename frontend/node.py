@@ -1,9 +1,9 @@
 """A machine that runs workers for an engine whose cores and frontends are elsewhere.
 
-It does what the supervisor on node 0 says. Alone it decides two things: without a sign of life from there, for as long as
-makes a process count as hung, its workers end, since their replica is being started anew without them; it stays, and
-joins again whoever answers at the address. And when it is asked to stop, whoever asks may have asked all machines: its
-workers stay while node 0 may be draining.
+It does what the supervisor on node 0 says, and decides two things alone. When node 0 is silent for as long as makes a
+process count as hung, it ends its workers, since their replica is being started anew without them; then it dials the same
+address again. And when it is asked to stop, its workers stay for as long as node 0 may be draining, for all machines may
+have been asked at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAREWELL_MS: Final = 500
 """How long the last message to node 0 may take."""
 
 REMINDER_S: Final = 10.0
-"""How often a node that nobody answers says so."""
+"""How often a node that gets no answer says so."""
 
 
 class NodePlace(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class NodePlace(msgspec.Struct, frozen=True):
 
 
 class Node:
-    """`run` until the engine ends, in a `with` block, whose end kills the workers."""
+    """`run` it in a `with` block, at the end of which the workers are killed."""
 
     def __init__(self, place: NodePlace, console: Console, signals: StopSignals) -> None:
         self._place = place

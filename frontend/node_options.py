@@ -1,4 +1,4 @@
-"""What a machine is told about itself, and no other."""
+"""The options that differ from machine to machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ..protocol.transport import Hub
 from .local_process import ProcessSpec
 
 LOST: Final = -signal.SIGKILL
-"""The exit code of what a lost node ran: the node ends it before it comes back."""
+"""The exit code of the processes of a lost node: the node ends them before it joins again."""
 
 GREETING_S: Final = 1.0
 """How long a node may take to answer a welcome."""
@@ -42,7 +42,7 @@ FAREWELL_S: Final = 2.0
 
 
 class RemoteProcess:
-    """A process that runs on a node as soon as the node is there."""
+    """A process on another node. It is started when that node has joined."""
 
     def __init__(self, spec: ProcessSpec, epoch: int, nodes: Nodes) -> None:
         assert spec.node is not None
@@ -160,7 +160,7 @@ class Nodes:
         """End every node, with the reason if the engine has failed."""
         for rank in self._nodes:
             self.send(rank, EndNode(reason))
-        # A socket that is closed with something unread takes back what it has sent last.
+        # Closing a socket with unread messages may discard those that were sent last.
         remaining = {node.identity for node in self._nodes.values()}
         deadline = time.monotonic() + FAREWELL_S
         while remaining and (wait_s := deadline - time.monotonic()) > 0:
@@ -186,7 +186,7 @@ class Nodes:
         self._start_what_can()
 
     def _greet(self, identity: bytes) -> None:
-        """Welcome a node once, though it may say much before it hears that."""
+        """Welcome a node, but only once for the several messages it may send before it has the welcome."""
         now = time.monotonic()
         if now - self._greeted.get(identity, -math.inf) > GREETING_S:
             self._greeted[identity] = now
@@ -219,7 +219,7 @@ class Nodes:
                 self.send(process.node_rank, start)
 
     def _rendezvous_host(self, core_index: int) -> str | None:
-        """Where the workers of a replica meet; None if that node is not there yet."""
+        """Where the workers of a replica meet; None if that node has not joined yet."""
         parallel = self._config.parallel
         first = parallel.node_of(core_index * parallel.workers_per_core)
         if first == 0 and not parallel.is_external:

@@ -17,7 +17,7 @@ _NUM_THREADS: Final = 2
 
 
 class OffLoop:
-    """The threads of one frontend for that."""
+    """The threads in which one frontend does such work."""
 
     def __init__(self) -> None:
         self._threads = _start_threads()
@@ -36,7 +36,7 @@ class OffLoop:
 
 
 def _start_threads() -> ThreadPoolExecutor:
-    """All of them run from the beginning: where memory is limited, no more may be had later."""
+    """All threads start at once: where memory is limited, none may be had later."""
     threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
     all_run = threading.Barrier(_NUM_THREADS)
     for _ in range(_NUM_THREADS):

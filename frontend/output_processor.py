@@ -33,7 +33,7 @@ DEADLINE: Final = "deadline"
 
 
 class _Rows(NamedTuple):
-    """Whose tokens a message carries, in its order; None is nobody. `watched` are those with stop strings."""
+    """The sequence of each row of a message, None for one that is no longer here. `watched` have stop strings."""
 
     request_indices: bytes
     sequences: list[Sequence | None]
@@ -52,7 +52,7 @@ class OutputProcessor:
         self._abort = abort
         self._woken: list[RequestGroup] = []
         self._last_rows: dict[int, _Rows] = {}
-        """Of each core's last message: the next one mostly has the same. They hold until a sequence leaves."""
+        """The rows of each core's last message; the next mostly has the same. Cleared when a sequence leaves."""
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Apply one message; what belongs to unknown or ended sequences is ignored.
@@ -94,7 +94,7 @@ class OutputProcessor:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence that is in flight, whatever its core thinks."""
+        """End a sequence that is in flight; its core may still be computing it."""
         self._remove(sequence)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -120,7 +120,7 @@ class OutputProcessor:
         sequence.core_index, sequence.load = core_index, load
 
     def resubmit(self, sequence: Sequence, request_index: int) -> EngineCoreRequest:
-        """The request by which a sequence goes on, under a new index: what may still come of the old one is not its."""
+        """The request by which a sequence goes on, under a new index: outputs under the old one are ignored."""
         self._remove(sequence)
         request = sequence.resubmission(request_index)
         self.sequences[request_index] = sequence

@@ -56,4 +56,4 @@ UNSUPPORTED = frozenset({
     "--video-pruning-rate", "--watermark", "--worker-cls", "--worker-extension-cls", "-O", "-ngl",
 })
 # fmt: on
-"""Flags of the peers that have no meaning here yet: refused by name, so that nobody believes them to work."""
+"""Flags of the peers that have no meaning here yet: refused by name, so that none is believed to work."""

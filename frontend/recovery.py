@@ -19,21 +19,23 @@ FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
 
 SPARE_DELAY_S: Final = 2.0
-"""How long after a leader, and the whole engine, is ready the next one begins to wait: what it imports takes time from those who serve."""
+"""How long after its leader and the whole engine are ready a spare is started: its imports take time from serving."""
 
 RESUMING_S: Final = 1.0
-"""How long the streams of a core that died wait for the next one, rather than begin anew at another replica."""
+"""How long the streams of a core that died wait for its successor, rather than begin anew at another replica."""
 
 STABLE_S: Final = {Role.FRONTEND: 10.0, Role.CORE: 600.0}
-"""A leader that was ready for so long has done its work, though it may have produced nothing."""
+"""The death of a leader that was ready for so long is not fruitless, even if it generated nothing."""
 
 
 class RecoveryUnit:
     """A leader and its followers, started anew under the next epoch when they die.
 
-    A leader that dies is replaced alone, and its followers go on with the next one: so a core's workers keep their model. When
-    that was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last words.
-    A spare leader waits for its moment, if it can: to start one takes longer than everything else.
+    A replica's leader is its core and the followers are its workers; a frontend is a leader without followers.
+
+    A leader that dies is replaced alone, and its followers go on with the next one: so workers keep their model. If that
+    was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last message.
+    A spare leader waits to take over, if its program can wait: starting one takes longer than everything else.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class RecoveryUnit:
         self._is_exhausted = False
         self._awaits_ends = False
         self._is_renewed = False
-        # Several workers may be left in different steps, unless they can read what the leader has written down.
+        # Several workers may be left in different steps. On this machine they can read how far the leader had come.
         self._outlives_leader = len(followers) == 1 or all(spec.node is None for spec in followers)
         self._start_at = 0.0
         self._resumed_at = -RESUMING_S
@@ -71,7 +73,7 @@ class RecoveryUnit:
         return [self.children[spec.name] for spec in started]
 
     def keep_spare(self, now: float, engine_ready_since: float) -> None:
-        """See that somebody waits to take the leader's place, once it has served for a while."""
+        """See that a spare waits to take the leader's place, once the leader has served for a while."""
         leader = self.children.get(self.leader.name)
         if self._spare is not None and self._spare.poll() is not None:
             self.dismiss_spare()
@@ -87,7 +89,7 @@ class RecoveryUnit:
             self._spare = LocalProcess(self.leader, None)
 
     def dismiss_spare(self) -> None:
-        """There will be no next leader."""
+        """End the spare, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.kill()
@@ -103,7 +105,7 @@ class RecoveryUnit:
         return spare
 
     def restart(self, now: float) -> None:
-        """End every process, to start them anew: not a death that counts, nor do those before."""
+        """End every process, to start them anew. This does not count as a death, and earlier deaths are forgotten."""
         self.num_fruitless_deaths = 0
         self.is_down = self._is_renewed = True
         self._is_exhausted = False
@@ -112,7 +114,7 @@ class RecoveryUnit:
             child.kill()
 
     def died(self, child: Child, max_restarts: int) -> None:
-        """A process is gone. After more fruitless deaths than `max_restarts` there is no hurry to try again."""
+        """A process is gone. After more than `max_restarts` fruitless deaths it is started again only now and then."""
         now = time.monotonic()
         leader = self.children[self.leader.name]
         if self._has_made_progress(leader):
@@ -142,7 +144,7 @@ class RecoveryUnit:
         """Do the next thing towards running again. Returns the processes that were started."""
         dead = [child for child in self.children.values() if not child.alive]
         if not self.is_down or not all(child.is_known_dead for child in dead):
-            # An end that nobody has seen to yet may say why, and somebody watches for it.
+            # The supervisor has not handled a process's end yet, whose last report may say why it ended.
             return []
         if (
             self._is_renewed
@@ -175,7 +177,7 @@ class RecoveryUnit:
 
     @property
     def is_resuming(self) -> bool:
-        """A leader has just been replaced whose followers go on."""
+        """Whether the leader has just been replaced while its followers go on."""
         return time.monotonic() - self._resumed_at < RESUMING_S
 
     @property
@@ -189,7 +191,7 @@ class RecoveryUnit:
 
     @property
     def next_action(self) -> float | None:
-        """When there is something to do even if nothing happens before."""
+        """When `recover` has something to do even if nothing happens before; None for never."""
         if not self.is_down:
             return None
         if self._awaits_ends:

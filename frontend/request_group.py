@@ -1,7 +1,7 @@
 """What one HTTP request generates, as its handler reads it.
 
-Tokens are stored as they come and become text when somebody reads, so a slow reader costs a list of
-integers. Only sequences with stop strings are detokenised at once.
+Tokens are stored as they come and become text when the handler reads them, so a slow client costs a list of integers.
+Only sequences with stop strings are detokenised at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONLY_WHEN_FINISHED: Final = sys.maxsize
 
 SUSPICIOUS_SILENT_DEATHS: Final = 2
 MAX_SILENT_DEATHS: Final = 3
-"""A sequence that has seen more, the last two of them alone, fails."""
+"""A sequence that has seen more of them fails. It was computed alone at the last two."""
 
 FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
@@ -72,11 +72,13 @@ class Sequence:
 
     `token_ids` are all that were generated; the reader is woken when there are `wake_at` of them.
 
-    Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the
-    frontend's, the others the core's. `num_losses` counts the replicas that were lost while they computed it,
-    since it was last above suspicion; `num_silent_deaths` the cores, one after the other, that it was sent to and that died
-    with no last words before it had a token of theirs. `epoch` is that of the core that it was sent to last, 0 if to none.
-    `block_keys` are those of its prompt where there are several replicas.
+    Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the frontend's, the others
+    the core's. `epoch` is that of the core that the sequence was sent to last, 0 for none. `block_keys` are those of its
+    prompt where there are several replicas.
+
+    `num_losses` counts the replicas that were lost while they computed it, since it was last cleared of suspicion.
+    `num_silent_deaths` counts the cores in a row that died without a last message between being sent the sequence and
+    returning a token of it.
     """
 
     __slots__ = (
@@ -165,7 +167,7 @@ class Sequence:
 
     @property
     def request_index(self) -> int:
-        """Its name at its core; a new one each time it is submitted."""
+        """What its core knows it by; a new number each time it is submitted."""
         return self.request.request_index
 
     @property
@@ -177,7 +179,7 @@ class Sequence:
         return len(self.token_ids)
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
-        """The request for what is still missing, to a core that has never heard of it."""
+        """The request for the tokens that are still missing, for a core that does not have the sequence."""
         self._note_progress()
         self.request = msgspec.structs.replace(
             self.request,
@@ -188,13 +190,13 @@ class Sequence:
         return self.request
 
     def accuse(self, *, is_suspect: bool) -> None:
-        """The replica was lost while it computed this sequence; a suspect had no token since it was admitted."""
+        """The replica was lost while it computed this sequence. A suspect had got no token since it was admitted."""
         self._note_progress()
         self.num_losses += 1
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
     def accuse_silently(self) -> None:
-        """The core that it was sent to died and told nothing."""
+        """The core that it was sent to died without a last message."""
         is_accused = not self.has_got_further
         self._note_progress()
         self.num_silent_deaths += is_accused
@@ -206,7 +208,7 @@ class Sequence:
 
     @property
     def has_got_further(self) -> bool:
-        """It has got a token since it was last sent, or has ended."""
+        """Whether it has got a token since it was last sent, or has ended."""
         return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
 
     def lose_outputs(self) -> bool:
@@ -217,7 +219,7 @@ class Sequence:
         return is_stuck
 
     def _note_progress(self) -> None:
-        """Keep what has been generated. A suspect that got a token got it alone, and did no harm."""
+        """Keep what has been generated. A suspect is computed alone, so one that got a token is cleared."""
         request = self.request
         if self.has_got_further:
             self.num_silent_deaths = 0
@@ -246,7 +248,7 @@ class Sequence:
         try:
             self._text += detokenizer.append(self._tokens_with_text(detokenizer, ended_by_token))
         except Exception:
-            # Nor can the reader decode them, who shall be told so.
+            # The reader could not decode these tokens either; it gets the error instead.
             self._detokenizer = None
             raise
         if detokenizer.stop_reason is not None:
@@ -276,7 +278,7 @@ class Sequence:
         )
 
     def read_text(self) -> str:
-        """The text since the last read, for a reader to whom nothing else is of interest."""
+        """The text since the last read, where nothing else of a `Delta` is needed."""
         num_tokens = self._num_read = len(self.token_ids)
         self.wake_at = num_tokens + self.group.stream_interval
         self.has_news = False
@@ -303,7 +305,10 @@ class Sequence:
 
 
 class RequestGroup:
-    """The sequences of one request, `num_outputs` of each prompt. One task reads it, by `next` or by `result`, or `on_news` does by `take_news`."""
+    """The sequences of one request, `num_outputs` of each prompt.
+
+    It has one reader: a task that calls `next` or `result`, or the callback `on_news`, which calls `take_news`.
+    """
 
     __slots__ = (
         "_num_outputs",
@@ -357,7 +362,7 @@ class RequestGroup:
         return self.take_news()
 
     def take_news(self) -> list[Sequence]:
-        """The sequences with something new, for whoever reads them all now."""
+        """The sequences with something new. The caller must read them all now."""
         news, self.news = self.news, []
         return news
 

@@ -9,11 +9,11 @@ from ..protocol.supervisor_messages import ReplicaAction, ReplicaCommand, Replic
 from .recovery import RecoveryUnit
 
 NEWS_S: Final = 2 * BEAT_INTERVAL_S
-"""After so long every frontend has heard of a drain, and what it had sent before has been counted in a heartbeat."""
+"""So long after a drain begins every frontend knows of it, and a heartbeat has counted the requests sent before."""
 
 
 class Rotation:
-    """The states of all replicas. What frontends ask for is done unless no replica would be left that serves and is up."""
+    """The states of all replicas. A command is ignored if it would leave no replica that serves and is up."""
 
     def __init__(self, units: list[RecoveryUnit], timeout_s: float) -> None:
         self._places = [_Place(unit) for unit in units]
@@ -32,8 +32,8 @@ class Rotation:
                 place.enter(ReplicaState.DRAINING, now)
 
     def advance(self, now: float) -> None:
-        """Do what has become possible. A restart does not wait longer than the timeout: then the sequences go on
-        elsewhere."""
+        """Do what has become possible. A restart waits for the replica's sequences until the timeout; what has not
+        finished by then goes on at another replica."""
         for place in self._places:
             waited_s = now - place.since
             if place.state is ReplicaState.DRAINING and place.is_idle:
@@ -53,7 +53,7 @@ class Rotation:
 
 
 class _Place:
-    """One replica. It has been in its state `since` then."""
+    """One replica. It has been in its state since the time `since`."""
 
     def __init__(self, unit: RecoveryUnit) -> None:
         self.unit = unit

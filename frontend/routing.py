@@ -10,7 +10,7 @@ from ..protocol.arrays import uint64_view
 from ..protocol.messages import ReplicaNews
 
 HEADROOM: Final = 4
-"""So many sequences more than the least loaded replica one may always have for the sake of a cached prefix."""
+"""A replica may always have so many sequences more than the least loaded one, for the sake of a cached prefix."""
 
 
 class CachedPrefixes:
@@ -27,7 +27,7 @@ class CachedPrefixes:
         self._stored.difference_update(uint64_view(news.removed).tolist())
 
     def forget(self) -> None:
-        """The core is gone. What it was sent, its successor will be sent again."""
+        """The core is gone, and its cache. Its sequences are still expected: its successor gets them."""
         self._stored.clear()
 
     def expect(self, keys: Iterable[int]) -> None:

@@ -20,9 +20,8 @@ _LONGEST_SOCKET_NAME = f"{PREFIX}xxxxxxxx/core9999.workers"
 class RunDirectory:
     """A 0700 directory that exists exactly as long as its engine.
 
-    Its owner holds a lock on it, which the system releases however the owner dies. So a directory
-    whose lock is free belongs to nobody, and whoever starts next removes it; a lock also keeps cleaners of
-    temporary files away.
+    Its owner holds a lock on it, which the system releases however the owner dies. So a directory without a lock is left
+    over, and the next engine that starts removes it. A lock also keeps cleaners of temporary files away.
     """
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ def _try_lock(path: str | Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Somebody may have locked, removed and released it between the two calls.
+        # Another process may have locked, removed and released it between the two calls.
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return descriptor
     except OSError:

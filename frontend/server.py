@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 HOLD_BACK_S = 5.0
-"""How long one that takes another's place may take to be ready before it answers that it is not."""
+"""How long a frontend that replaces another waits to be ready before it answers connections anyway."""
 
 NO_ROOM_S = 0.5
-"""How long after it found a queue full the first token is tried again."""
+"""After so long the first token is tried again if the queue was full."""
 
 PUBLISH_METRICS_S = 1.0
 LAST_WRITES_S = 2.0
@@ -128,9 +128,9 @@ class Frontend:
         self._enter(Stage.READY, "")
 
     async def _prove_the_way(self) -> None:
-        """The proof of readiness: every process and socket on the way of a token works.
+        """Generate a token, which proves that every process and socket on its way works.
 
-        That there is no room is an answer, too, from an engine that has generated tokens before.
+        A full queue proves as much to a frontend that replaces another: the engine has generated tokens before.
         """
         while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
             await asyncio.sleep(NO_ROOM_S)
@@ -168,7 +168,7 @@ class Frontend:
             self._engine.metrics.publish()
 
     async def _beat(self) -> None:
-        """From the event loop, whose life is meant."""
+        """Sent from the event loop, so that a loop that hangs is noticed."""
         while True:
             self._reporter.beat(Heartbeat())
             await asyncio.sleep(BEAT_INTERVAL_S)

@@ -15,7 +15,7 @@ _TOGETHER_S: Final = 0.05
 
 
 class StopRequested(Exception):
-    """Somebody asked the engine to stop."""
+    """A stop signal has been received."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -25,8 +25,8 @@ class StopRequested(Exception):
 class StopSignals:
     """While entered, stop signals make `fd` readable instead of ending the process.
 
-    Whoever started it may have left signals blocked, which its children would inherit, or the ends of children ignored, which
-    then cannot be waited for: neither holds any longer. Only a SIGHUP that is ignored stays so, since nohup asks for it.
+    The parent process may have left signals blocked, which children would inherit, or SIGCHLD ignored, with which children
+    cannot be waited for: both are undone. A SIGHUP that is ignored stays ignored, since nohup asks for that.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class StopSignals:
     def raise_if_received(self) -> None:
         """Raise StopRequested once for each signal received.
 
-        Some send one twice, to the process and to its group: `timeout` does, and whoever passes on what a terminal sends to
-        all. That is no second request, which would end a drain.
+        The same stop may arrive twice, at the process and at its group: `timeout` sends it so, as does a parent that passes
+        on Ctrl-C. Only a later one counts as a second request, which ends a drain.
         """
         try:
             received = os.read(self.fd, 1)

@@ -1,4 +1,4 @@
-"""Checks a structured output at the door, before it costs anybody else anything."""
+"""Checks a grammar before its request goes to a core, where a bad one would cost other requests time."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ STATUS_INTERVAL_S = 0.5
 """How often the state of every process is looked at and told."""
 
 LAST_WORDS_S = 0.3
-"""A process that ends by itself may have said why; its message can arrive after its end is seen."""
+"""A process that ends by itself may have reported why; the report can arrive after its end is seen."""
 
 TELL_EVERY = 50
-"""After so many more deaths of a process in whose place others serve, it is told again."""
+"""A process that keeps dying while others serve in its place is announced again after so many more deaths."""
 
 DRAIN_GRACE_S = 5.0
 """What a frontend may take beyond the shutdown timeout, and cores and workers each."""
@@ -102,8 +102,8 @@ class Supervisor:
 
     Every wait ends early with `StopRequested` when `signals` receives one, and with `ProcessFailed` when the engine
     cannot go on: a process fails before the engine was ready, or again and again with no other to serve in its place.
-    Later, what dies or hangs is started anew, and `on_recovery` is told in a line. Leaving the `with` block kills what
-    still runs. `run_dir` is the caller's.
+    Once the engine was ready a process that dies or hangs is started anew, and `on_recovery` gets a line about it.
+    Leaving the `with` block kills what still runs. `run_dir` is the caller's.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Supervisor:
         try:
             self._open_sockets(config)
         except BaseException:
-            # Nobody else can: there is no supervisor to close.
+            # The caller has no supervisor to close.
             self._context.destroy()
             raise
         if signals is not None:
@@ -354,7 +354,7 @@ class Supervisor:
 
     def _kill_what_hangs(self) -> None:
         now = time.monotonic()
-        # While this process did not run, nobody's silence could be heard.
+        # While this process was stopped it received no heartbeats, which is no fault of its children.
         lost_s = max(0.0, now - self._last_look - 2 * STATUS_INTERVAL_S)
         self._last_look = now
         limits = self._limits

@@ -1,8 +1,8 @@
-"""Sequences that may have killed a core with no last words, sent to the next one singly.
+"""Sequences that may have killed a core which sent no last message: they go to the next core one at a time.
 
-Of such a death nobody is told whom the core was computing, and a request may kill it by merely arriving. So those that have
-twice got no token between being sent and the death are kept back: they go one at a time, when all others of that core
-have got further.
+After such a death it is not known which sequences the core was computing, and a request may kill it by merely arriving. So
+a sequence that has seen two such deaths in a row without a token is kept back until all others of that core have got
+further.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from ..protocol.heartbeat import BEAT_INTERVAL_S
 from .request_group import Sequence
 
 TURN_S: Final = 2 * BEAT_INTERVAL_S
-"""So long after a core is ready the first frontend begins: by then the supervisor knows of the tokens of others. The
-next ones follow at this distance, another one first with each epoch, so that few suspects of several meet."""
+"""So long after a core is ready the first frontend begins: by then a heartbeat has told the supervisor of the tokens of
+other sequences. The other frontends follow at this distance, in another order each epoch, so that suspects of different
+frontends rarely run together."""
 
 
 class Trials:
-    """Of one frontend at one core. `send` sends a sequence there."""
+    """The suspects of one frontend at one core. `send` sends a sequence there."""
 
     def __init__(self, send: Callable[[Sequence], None]) -> None:
         self._send = send
@@ -29,7 +30,7 @@ class Trials:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, turn: int) -> None:
-        """A core is ready, and knows of nobody. The turn is this frontend's among all, from 0."""
+        """A core is ready, and has no sequences yet. `turn` is this frontend's place among all, from 0."""
         self.close()
         self._suspects.clear()
         self._awaited.clear()
@@ -45,17 +46,17 @@ class Trials:
             self._timer = None
 
     def wait_for(self, other: Sequence) -> None:
-        """It was sent as well, and comes first."""
+        """This sequence was sent as well; suspects wait until it has got further."""
         self._awaited.append(other)
 
     def add(self, suspect: Sequence) -> None:
-        """Those with the fewest deaths come first: they are the least likely to cause one."""
+        """Suspects with the fewest deaths come first: they are the least likely to cause one."""
         self._suspects.append(suspect)
         self._suspects.sort(key=lambda sequence: sequence.num_silent_deaths)
         self.advance()
 
     def withdraw(self, sequence: Sequence) -> None:
-        """It goes to another core."""
+        """This sequence goes to another core."""
         for waiting in (self._suspects, self._awaited):
             if sequence in waiting:
                 waiting.remove(sequence)

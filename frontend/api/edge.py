@@ -33,8 +33,8 @@ class Edge:
     """ASGI middleware around the router.
 
     Where there are several API keys, each is a tenant: `tenant` of the request's state is "key 1" for the first.
-    Every answer carries `x-request-id`; every failure becomes an error body; what nobody foresaw is
-    logged once with the request's id and told to the client as that id only.
+    Every answer carries `x-request-id`; every failure becomes an error body. An unexpected exception is logged with the
+    request's id, and the client gets that id only.
     """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], root_path: str) -> None:
@@ -122,7 +122,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _expects_permission(scope: Scope) -> bool:
-    """Whether the client waits to be told before it sends its body; an answer saves it from that."""
+    """Whether the client sent `Expect: 100-continue` and has not sent its body: an answer now spares it that."""
     return any(
         name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
     )

@@ -41,10 +41,10 @@ def event(content: object) -> bytes:
 
 
 class ChunkEncoder(Protocol):
-    """Reads what sequences have to say, and turns it into events."""
+    """Turns what is new of sequences into events."""
 
     def encode(self, news: list[Sequence]) -> bytes:
-        """Events, or b"" for news that the client need not hear of. Raises APIError."""
+        """Events, or b"" for news that need no event. Raises APIError."""
 
     def closing(self) -> bytes:
         """Events after the last news, before `[DONE]`."""
@@ -155,7 +155,7 @@ class EventStream:
             self._end(None)
 
     def _end(self, error: Exception | None) -> None:
-        """Nothing is written from here on, though the task may hear of it later."""
+        """Nothing is written from here on, though the task of `run` may notice later."""
         self._group.on_news = self._connection.on_writable = None
         if self._ended.done():
             return

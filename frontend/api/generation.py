@@ -1,4 +1,4 @@
-"""Runs one HTTP request's sequences: submits them, watches the client, collects what they say."""
+"""Runs one HTTP request's sequences: submits them, watches the client, collects what they generate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def verify_streaming(request: GenerationRequest) -> None:
 
 
 def find_tenant(request: GenerationRequest, of_key: str) -> str:
-    """Whom the request counts for: the tenant `of_key`, or its user. Raises APIError 400 for a name that is too long."""
+    """The tenant whose limits the request counts towards: `of_key`, or its `user`.
+
+    Raises APIError 400 for a name that is too long.
+    """
     user = request.user or ""
     if len(user) > MAX_USER_CHARACTERS:
         raise bad_request(

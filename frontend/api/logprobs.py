@@ -85,7 +85,7 @@ class CompletionLogprobs:
         prompt_token_ids: Sequence[int] = (),
         prompt_text: str = "",
     ) -> Json:
-        """Those of an echoed prompt come before those of `token_ids`, in `positions` as well."""
+        """The tokens of an echoed prompt come before `token_ids`, also in `positions`."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -109,7 +109,7 @@ class CompletionLogprobs:
         }
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Unlike an answer, a prompt shows its special tokens. What encoding added, a space or the BOS token, comes first."""
+        """A prompt, unlike an answer, shows its special tokens. A space or BOS token that encoding added comes first."""
         lengths = [_num_characters(self._bytes[token_id]) for token_id in token_ids]
         added = max(0, sum(lengths) - len(text))
         self._offset += len(text)

@@ -98,7 +98,7 @@ class Management:
         return json_response({"success": True})
 
     async def dump_event_logs(self, request: Request) -> Response:
-        """Every core holds its breath while it writes, so only servers that were started for it do this."""
+        """Every core stops scheduling while it writes, so only servers that were started with --dump-dir do this."""
         if self._serving.config.frontend.dump_dir is None:
             raise APIError(
                 403,

@@ -63,7 +63,7 @@ def optional_tuple(values: list[V] | None) -> tuple[V, ...] | None:
 
 
 def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's keys are token ids written as strings; its values are clamped by nobody."""
+    """OpenAI's keys are token ids written as strings. The values are not clamped."""
     if not biases:
         return None
     parsed = {}

@@ -144,7 +144,7 @@ class Serving:
 
     @property
     def has_special_reasoning_marks(self) -> bool:
-        """Whether the reasoning of a text can only be told by special tokens in it."""
+        """Whether reasoning can only be told from content by special tokens in the text."""
         parser = self.new_reasoning_parser("")
         return parser is not None and parser.has_special_marks(self.tokenizer)
 

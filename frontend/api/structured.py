@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 class Constraint:
     """What an answer must be, and the field of the request that says so.
 
-    `owner` is the tool that the field is of. `parts` must be fit by themselves: an error is then theirs.
+    `owner` is the tool that has the field. `parts` are checked by themselves first, so that an error names the part.
     """
 
     param: str
