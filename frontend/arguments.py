@@ -22,7 +22,7 @@ from ..protocol.config import (
 from .flags import FLAGS, Flag
 from .model_options import ModelOptions
 from .node_options import NodeOptions
-from .peer_flags import HARMLESS, ONLY_VALUE, UNSUPPORTED
+from .peer_flags import IGNORED, ONLY_VALUE, UNSUPPORTED
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelOptions,
@@ -185,7 +185,7 @@ def _checked(parser: _Parser, argv: Sequence[str]) -> Iterator[str]:
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        if name in HARMLESS:
+        if name in IGNORED:
             continue
         if name in UNSUPPORTED:
             parser.error(f"{name} is not supported by this version")

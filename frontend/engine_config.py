@@ -32,7 +32,7 @@ from ..protocol.config import (
 from ..protocol.errors import ConfigError
 from ..protocol.model_dimensions import check_parallel
 from .arguments import Settings
-from .flag_values import OfReplica
+from .flag_values import PerReplica
 from .model_options import ResolvedModel
 
 DEVICE_FILES = Path("/dev")
@@ -154,7 +154,7 @@ def _make_scheduler_config(
 
 def _make_cache_config(settings: Settings, parallel: ParallelConfig) -> CacheConfig:
     given = dict(settings["cache"])
-    if isinstance(given.get("host_gib"), OfReplica):
+    if isinstance(given.get("host_gib"), PerReplica):
         given["host_gib"] /= parallel.workers_per_core
     return CacheConfig(**given)
 

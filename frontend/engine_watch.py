@@ -1,4 +1,4 @@
-"""What a frontend knows of the engine's processes, from the supervisor, and what it asks of it."""
+"""What the supervisor tells a frontend of the engine's processes, and what the frontend asks of the supervisor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..protocol.transport import StatusReporter, StatusSubscriber
 
 ANSWER_S = 5.0
 ANSWER_POLL_S = 0.02
-"""How long the supervisor may take to do what it is asked, and how often its account is looked at."""
+"""How long the supervisor may take to do what it is asked, and how often its status is looked at."""
 
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """After so many missed heartbeats a process is called stuck, before it is killed for it."""
 
 
 class EngineWatch:
-    """Keeps the newest `EngineStatus`. `on_status` hears each. Belongs to the event loop that made it."""
+    """Keeps the newest `EngineStatus`; `on_status` is called with each. Belongs to the event loop that made it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineWatch:
         self._reporter.close()
 
     async def command(self, replica: int, action: ReplicaAction) -> ReplicaInfo:
-        """Have something done to a replica. Raises TimeoutError when the supervisor does not do it."""
+        """Have the supervisor do something to a replica. Raises TimeoutError if it does not."""
         self._reporter.command(ReplicaCommand(replica, action))
         is_to_serve = action is ReplicaAction.UNDRAIN
         async with asyncio.timeout(ANSWER_S):
@@ -65,30 +65,30 @@ class EngineWatch:
                     return info
 
     def is_up(self, replica: int) -> bool:
-        """Whether the supervisor has said of a replica that it can compute."""
+        """Whether a replica can compute, as the supervisor last told."""
         self._read()
         return bool(self.status.replicas) and self.status.replicas[replica].is_up
 
-    def find_trouble(self) -> str:
-        """Which process does not make progress, and since when; "" when enough do: of several replicas one.
+    def find_stalled_process(self) -> str:
+        """The process because of which no replica makes progress, with the reason; "" while one replica does.
 
         Other frontends do not count: clients connect to those that can answer.
         """
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
-        hindered, serving = self.find_hindered(), self._serving()
-        return hindered[min(serving)] if serving and serving == hindered.keys() else ""
+        degraded, serving = self.find_degraded_replicas(), self._serving()
+        return degraded[min(serving)] if serving and serving == degraded.keys() else ""
 
-    def find_hindered(self) -> dict[int, str]:
-        """The replicas that should serve and make no progress, with the process of each that does not."""
+    def find_degraded_replicas(self) -> dict[int, str]:
+        """The replicas that should serve and make no progress, each with the process that is the reason."""
         age_s, serving = self._read(), self._serving()
-        hindered: dict[int, str] = {}
-        # Who has no machine to run on is waited for by others.
+        degraded: dict[int, str] = {}
+        # Processes that do not run yet come first: the others of their replica may be waiting for them.
         for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
-            if process.replica in serving and (trouble := _trouble_of(process, age_s)):
-                hindered.setdefault(process.replica, trouble)
-        return hindered
+            if process.replica in serving and (reason := _why_stalled(process, age_s)):
+                degraded.setdefault(process.replica, reason)
+        return degraded
 
     def _serving(self) -> set[int]:
         return {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
@@ -106,7 +106,7 @@ class EngineWatch:
         return time.monotonic() - self._heard_at
 
 
-def _trouble_of(process: ProcessInfo, age_s: float) -> str:
+def _why_stalled(process: ProcessInfo, age_s: float) -> str:
     if process.stage is not Stage.READY:
         return f"{process.name}: {process.stage} {process.detail}".rstrip()
     if process.silent_s + age_s > SILENCE_S:

@@ -47,12 +47,12 @@ def number(low: float, high: float | None = None) -> Callable[[str], float]:
     return parse
 
 
-class OfReplica(float):
-    """What all workers of a replica have together, where the field is what each has."""
+class PerReplica(float):
+    """A number for all workers of a replica together, where the configuration's field is for each."""
 
 
-def of_replica(text: str) -> OfReplica:
-    return OfReplica(number(0)(text))
+def per_replica(text: str) -> PerReplica:
+    return PerReplica(number(0)(text))
 
 
 def size(low: int) -> Callable[[str], int]:

@@ -21,7 +21,7 @@ from .flag_values import (
     kv_events,
     model_length,
     number,
-    of_replica,
+    per_replica,
     prefix_hash,
     size,
     speculative,
@@ -420,7 +420,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--kv-offloading-size",
             "cache.host_gib",
             "the same, of all workers of a replica together",
-            of_replica,
+            per_replica,
             metavar="GIB",
         ),
         Flag(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HARMLESS = (
+IGNORED = (
     "--trust-remote-code",
     "--no-trust-remote-code",
     "--disable-log-stats",

@@ -11,7 +11,7 @@ import msgspec.inspect
 from starlette.types import Receive, Scope
 
 from .errors import APIError, bad_request, echo
-from .schema import HARMLESS, REFUSED
+from .schema import NO_OP_VALUES, REFUSED
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -82,7 +82,7 @@ class BodyDecoder(Generic[T]):
             raise bad_request(None, f"the request body is not valid JSON: {error}") from None
         for name in self._refused:
             value = getattr(request, name)
-            if value is not None and value not in HARMLESS.get(name, ()):
+            if value is not None and value not in NO_OP_VALUES.get(name, ()):
                 raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
         return request
 

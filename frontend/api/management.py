@@ -46,7 +46,7 @@ class Management:
 
     async def readyz(self, request: Request) -> Response:
         """200 once a token has really been generated, while every process makes progress, until draining begins."""
-        return self._status(self._serving.is_ready and not self._serving.trouble)
+        return self._status(self._serving.is_ready and not self._serving.stalled_process)
 
     async def engine_status(self, request: Request) -> Response:
         """Every process of the engine."""
@@ -55,7 +55,7 @@ class Management:
         return json_response(
             {
                 "stage": self._serving.stage,
-                "trouble": self._serving.concerns,
+                "trouble": self._serving.degraded_replicas,
                 "processes": [msgspec.to_builtins(process) for process in processes],
             }
         )
@@ -63,11 +63,11 @@ class Management:
     def _status(self, good: bool) -> Response:
         serving = self._serving
         dead = serving.engine.dead_reason
-        is_ready = serving.is_ready and not serving.trouble
+        is_ready = serving.is_ready and not serving.stalled_process
         body = {
             "state": "ready" if is_ready else "not ready",
             "stage": "failed" if dead else serving.stage,
-            "detail": public(dead) if dead else serving.detail or serving.concerns,
+            "detail": public(dead) if dead else serving.detail or serving.degraded_replicas,
         }
         if good:
             return json_response(body)

@@ -169,7 +169,7 @@ REFUSED: dict[str, str] = {
     "web_search_options": _NOT_SUPPORTED,
 }
 
-HARMLESS: dict[str, tuple[Any, ...]] = {
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),

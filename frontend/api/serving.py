@@ -85,18 +85,20 @@ class Serving:
         return self.config.parallel.data_parallel_size
 
     @property
-    def trouble(self) -> str:
-        """Which process of a server that was started does not make progress, if one does not."""
+    def stalled_process(self) -> str:
+        """Why a server that was ready cannot serve now: the process that makes no progress; "" if it can."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
-        return self.engine.watch.find_trouble()
+        return self.engine.watch.find_stalled_process()
 
     @property
-    def concerns(self) -> str:
-        """What a person should look at, though the server may be ready: what each replica waits for."""
+    def degraded_replicas(self) -> str:
+        """The processes because of which replicas make no progress, though others may serve."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
-        return self.trouble or "; ".join(self.engine.watch.find_hindered().values())
+        return self.stalled_process or "; ".join(
+            self.engine.watch.find_degraded_replicas().values()
+        )
 
     def verify_model(self, name: str | None) -> str:
         """The name to answer with. Raises APIError 404 for a model that is not served here."""

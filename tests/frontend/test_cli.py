@@ -14,7 +14,7 @@ from engine.frontend.chat import reasoning, tool_parsers
 from engine.frontend.engine_config import make_engine_config
 from engine.frontend.flags import FLAGS
 from engine.frontend.model_options import ResolvedModel
-from engine.frontend.peer_flags import HARMLESS, ONLY_VALUE, UNSUPPORTED
+from engine.frontend.peer_flags import IGNORED, ONLY_VALUE, UNSUPPORTED
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
 from engine.protocol.errors import ConfigError
 from engine.protocol.model_dimensions import ModelDimensions
@@ -85,7 +85,7 @@ def test_version_and_unknown_command() -> None:
 
 def test_every_flag_is_documented_once() -> None:
     names = [name for flags in FLAGS.values() for flag in flags for name in flag.names.split()]
-    names += [*HARMLESS, *UNSUPPORTED, *ONLY_VALUE]
+    names += [*IGNORED, *UNSUPPORTED, *ONLY_VALUE]
     assert len(names) == len(set(names))
     text = run("serve", "--help").stdout
     for flags in FLAGS.values():
@@ -120,7 +120,7 @@ def test_the_readme_names_whatever_is_accepted() -> None:
     text = (ROOT / "README.md").read_text()
     said = set(re.findall(r"`(-[^` ]*)", text))
     said |= {name.replace("[no-]", part) for name in said for part in ("", "no-")}
-    assert {*_make_parser()._option_string_actions, *HARMLESS, *ONLY_VALUE} - said == {
+    assert {*_make_parser()._option_string_actions, *IGNORED, *ONLY_VALUE} - said == {
         "-h",
         "--help",
     }
