@@ -11,6 +11,7 @@ from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..chat import ChatOutputParser, MessageDelta, ToolCallDelta, ToolParser
 from ..engine_client import Delta, RequestGroup, Sequence
+from .answer import Answer
 from .chat_prompt import render_chat
 from .chunks import Chunks
 from .endpoint import Endpoint, NewAnswer
@@ -21,14 +22,13 @@ from .generation import (
     PreparedPrompt,
     raise_if_failed,
 )
-from .logprobs import Json, LogprobsRenderer
+from .logprobs import Json
 from .prompts import fit_context
 from .sampling import sampling_params
 from .schema import ChatCompletionRequest
 from .serving import Serving
 from .structured import Constraint, constraint_of
 from .tool_choice import ToolChoice, ToolMode, parse_tool_choice
-from .usage import count_usage
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
@@ -40,7 +40,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
 
     async def _prepare(
         self, request: ChatCompletionRequest, body_size: int
-    ) -> tuple[list[PreparedPrompt], NewAnswer]:
+    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
         serving = self._serving
         tools = parse_tool_choice(request)
         asked_for = constraint_of(request)
@@ -177,9 +177,7 @@ class _Choice:
         return choice
 
 
-class _Answer:
-    """The answer to one request, whole or as the parts of a stream."""
-
+class _Answer(Answer[ChatCompletionRequest]):
     def __init__(
         self,
         serving: Serving,
@@ -189,33 +187,19 @@ class _Answer:
         group: RequestGroup,
         envelope: Json,
     ) -> None:
-        self.request = request
+        super().__init__(serving, request, group, envelope)
         self.tools = tools
         self.role = serving.config.frontend.response_role
         if request.continue_final_message and request.messages:
             self.role = request.messages[-1]["role"]
-        self.renderer = LogprobsRenderer(
-            serving.tokenizer, bool(request.return_tokens_as_token_ids)
-        )
         self.prompt = prompt
-        self.serving = serving
-        self._group = group
-        self.envelope = envelope
         self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
 
     def usage(self) -> Json:
         """The final count, reasoning included."""
         counts = [choice.num_reasoning_tokens for choice in self.choices]
         known = [count for count in counts if count is not None]
-        return self.usage_so_far(sum(known) if known else None)
-
-    def usage_so_far(self, reasoning_tokens: int | None = None) -> Json:
-        return count_usage(
-            self._group.sequences,
-            len(self._group.sequences),
-            with_cached=self.serving.config.frontend.enable_prompt_tokens_details,
-            reasoning_tokens=reasoning_tokens,
-        )
+        return self._count_usage(reasoning_tokens=sum(known) if known else None)
 
     def whole(self, outputs: list[Delta]) -> Json:
         answer = self.envelope | {
@@ -274,21 +258,19 @@ def _call_pieces(deltas: list[ToolCallDelta]) -> list[Json]:
     return list(pieces.values())
 
 
-class _Chunks(Chunks):
-    __slots__ = ("_answer", "_without_role")
+class _Chunks(Chunks[_Answer]):
+    __slots__ = ("_without_role",)
 
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
         super().__init__(
             answer,
-            request.stream_options,
             len(answer.choices),
             is_plain=answer.choices[0].is_plain
             and not (request.logprobs or request.return_token_ids),
             before=b'"delta":{"content":',
             after=b"}",
         )
-        self._answer = answer
         self._without_role = set(range(len(answer.choices)))
 
     def encode(self, news: list[Sequence]) -> bytes:

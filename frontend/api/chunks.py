@@ -4,56 +4,48 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from ..engine_client import Sequence
+from .answer import Answer
 from .event_stream import event
 from .logprobs import Json
-from .schema import StreamOptions
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Answer(Protocol):
-    """What is streamed. `envelope` is everything of a chunk but its choices and usage."""
-
-    envelope: Json
-
-    def usage(self) -> Json:
-        """The final count."""
-
-    def usage_so_far(self) -> Json: ...
+AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
 
-class Chunks(ABC):
-    """Writes chunks, with usage as `options` ask for it.
+class Chunks(ABC, Generic[AnswerT]):
+    """Writes the chunks of an answer, with usage as the request asks for it.
 
-    Where a piece of text is all that is new (`is_plain`) it goes through templates made once a request: in its choice it
-    stands between `before` and `after`.
+    Where a piece of text is all that is new (`is_plain`) it goes through templates that are made once for a request: in
+    its choice it stands between `before` and `after`.
     """
 
     __slots__ = (
+        "_answer",
         "_continuous_usage",
         "_heads",
         "_include_usage",
         "_is_plain",
-        "_streamed",
         "_tail",
     )
 
     def __init__(
         self,
-        answer: Answer,
-        options: StreamOptions | None,
+        answer: AnswerT,
         num_choices: int,
         *,
         is_plain: bool,
         before: bytes,
         after: bytes,
     ) -> None:
-        self._streamed = answer
+        self._answer = answer
+        options = answer.request.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(
             self._include_usage and options and options.continuous_usage_stats
@@ -67,7 +59,7 @@ class Chunks(ABC):
         self._tail = _plain_tail(after, self._include_usage)
 
     def encode(self, news: list[Sequence]) -> bytes:
-        """Events of what these have to say. Raises APIError."""
+        """Events of what is new of these sequences. Raises APIError."""
         if len(news) == 1:
             return self._encode_news(news[0])
         return b"".join(map(self._encode_news, news))
@@ -85,16 +77,16 @@ class Chunks(ABC):
         """Events of what a template does not fit. Raises APIError for a sequence that failed."""
 
     def chunk(self, choice: Json, **more: object) -> bytes:
-        chunk = self._streamed.envelope | {"choices": [choice]} | more
+        chunk = self._answer.envelope | {"choices": [choice]} | more
         if self._include_usage:
-            chunk["usage"] = self._streamed.usage_so_far() if self._continuous_usage else None
+            chunk["usage"] = self._answer.usage_so_far() if self._continuous_usage else None
         return event(chunk)
 
     def closing(self) -> bytes:
         """Events after the last news, before `[DONE]`."""
         if not self._include_usage:
             return b""
-        answer = self._streamed
+        answer = self._answer
         return event(answer.envelope | {"choices": [], "usage": answer.usage()})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...protocol.sampling_params import SamplingParams
 from ..engine_client import Delta, RequestGroup, Sequence
+from .answer import Answer
 from .chunks import Chunks
 from .endpoint import Endpoint, NewAnswer
 from .event_stream import ChunkEncoder
@@ -23,7 +24,6 @@ from .sampling import sampling_params
 from .schema import CompletionRequest
 from .serving import Serving
 from .structured import Constraint, constraint_of
-from .usage import count_usage
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -37,7 +37,7 @@ class Completions(Endpoint[CompletionRequest]):
 
     async def _prepare(
         self, request: CompletionRequest, body_size: int
-    ) -> tuple[list[PreparedPrompt], NewAnswer]:
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
         serving, model = self._serving, self._serving.config.model
         prompts = parse_prompts(request.prompt, model.vocab_size)
         constraint = constraint_of(request)
@@ -156,9 +156,7 @@ class _Choice:
         return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
 
 
-class _Answer:
-    """The answer to one request, whole or as the parts of a stream."""
-
+class _Answer(Answer[CompletionRequest]):
     def __init__(
         self,
         serving: Serving,
@@ -167,26 +165,16 @@ class _Answer:
         group: RequestGroup,
         envelope: Json,
     ) -> None:
-        self.request = request
-        self._group = group
-        self._n = prompts[0].params.n
-        self._with_cached = serving.config.frontend.enable_prompt_tokens_details
-        self.envelope = envelope
-        renderer = LogprobsRenderer(serving.tokenizer, bool(request.return_tokens_as_token_ids))
+        super().__init__(serving, request, group, envelope)
+        n = prompts[0].params.n
         self.choices = [
-            _Choice(serving, request, prompts[i // self._n], sequence, renderer, i)
+            _Choice(serving, request, prompts[i // n], sequence, self.renderer, i)
             for i, sequence in enumerate(group.sequences)
         ]
 
-    def usage(self) -> Json:
-        return count_usage(
-            self._group.sequences,
-            self._n,
-            with_cached=self._with_cached,
-            num_completion_tokens=0 if _only_scores_prompt(self.request) else None,
-        )
-
-    usage_so_far = usage
+    def usage_so_far(self) -> Json:
+        only_prompt = _only_scores_prompt(self.request)
+        return self._count_usage(num_completion_tokens=0 if only_prompt else None)
 
     def whole(self, outputs: list[Delta]) -> Json:
         choices = [c.render(output) for c, output in zip(self.choices, outputs, strict=True)]
@@ -196,20 +184,18 @@ class _Answer:
         return _Chunks(self)
 
 
-class _Chunks(Chunks):
-    __slots__ = ("_answer",)
+class _Chunks(Chunks[_Answer]):
+    __slots__ = ()
 
     def __init__(self, answer: _Answer) -> None:
         request = answer.request
         super().__init__(
             answer,
-            request.stream_options,
             len(answer.choices),
             is_plain=not (request.echo or request.logprobs is not None or request.return_token_ids),
             before=b'"text":',
             after=b"",
         )
-        self._answer = answer
 
     def _render(self, sequence: Sequence) -> bytes:
         delta = sequence.read()

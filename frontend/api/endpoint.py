@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from starlette.types import Receive, Scope, Send
 
-from ..engine_client import Delta, RequestGroup
+from ..engine_client import RequestGroup
+from .answer import Answer, Request
 from .body import BodyDecoder, read_body
 from .deadline import read_deadline
 from .errors import json_response
-from .event_stream import ChunkEncoder, EventStream
+from .event_stream import EventStream
 from .generation import (
     PreparedPrompt,
     collect,
@@ -23,22 +24,10 @@ from .generation import (
     verify_streaming,
 )
 from .logprobs import Json
-from .schema import GenerationRequest
 from .serving import Serving
 
-Request = TypeVar("Request", bound=GenerationRequest)
-
-
-class Answer(Protocol):
-    """The answer to one request, whole or as the parts of a stream."""
-
-    def whole(self, outputs: list[Delta]) -> Json: ...
-
-    def chunks(self) -> ChunkEncoder: ...
-
-
-NewAnswer = Callable[[RequestGroup, Json], Answer]
-"""Of the sequences and the envelope: everything of an answer or a chunk but its choices and usage."""
+NewAnswer = Callable[[RequestGroup, Json], Answer[Request]]
+"""Makes the answer of the sequences and the envelope."""
 
 
 class Endpoint(ABC, Generic[Request]):
@@ -96,5 +85,5 @@ class Endpoint(ABC, Generic[Request]):
     @abstractmethod
     async def _prepare(
         self, request: Request, body_size: int
-    ) -> tuple[list[PreparedPrompt], NewAnswer]:
+    ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
         """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
