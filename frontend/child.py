@@ -26,8 +26,8 @@ _SIGKILL: Final = {
 class Child:
     """A process from its start to its end.
 
-    `kill_at` is when it must be gone; `hang` says in what way it hung, if it was killed for that. It `is_known_dead` once
-    the supervisor has handled its end.
+    `kill_at` is when it must be gone; `hang` says in what way it hung, if it was killed for that. It `is_known_dead`
+    once the supervisor has handled its end.
     """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:

@@ -66,8 +66,9 @@ class CoreEvents(msgspec.Struct):
 class CoreConnection:
     """Carries requests to a core and outputs back, once it has greeted.
 
-    Requests wait for the end of the tick of the event loop, and many of them go in several messages. The first are those
-    that `on_ready` added, the answer to the greeting: its last message is marked, so that the core knows it is whole.
+    Requests wait for the end of the tick of the event loop, and many of them go in several messages. The first are
+    those that `on_ready` added, the answer to the greeting: its last message is marked, so that the core knows it is
+    whole.
 
     With a greeting everything starts afresh: the core that sends it has none of the requests that were sent before. So
     where outputs are missing or make no sense, a new connection makes the core greet again. A core that is not

@@ -73,8 +73,8 @@ class ReplicaUnavailable(EngineError):
 class EngineClient:
     """One frontend's access to every core.
 
-    `draining` is set by the server, which uses `off_loop` as well. `dead_reason` is None as long as the engine lives. All
-    methods belong to the event loop that ran `start`.
+    `draining` is set by the server, which uses `off_loop` as well. `dead_reason` is None as long as the engine lives.
+    All methods belong to the event loop that ran `start`.
     """
 
     def __init__(self, config: EngineConfig, client_index: int, tokenizer: Tokenizer) -> None:

@@ -1,9 +1,9 @@
 """A machine that runs workers for an engine whose cores and frontends are elsewhere.
 
 It does what the supervisor on node 0 says, and decides two things alone. When node 0 is silent for as long as makes a
-process count as hung, it ends its workers, since their replica is being started anew without them; then it dials the same
-address again. And when it is asked to stop, its workers stay for as long as node 0 may be draining, for all machines may
-have been asked at once.
+process count as hung, it ends its workers, since their replica is being started anew without them; then it dials the
+same address again. And when it is asked to stop, its workers stay for as long as node 0 may be draining, for all
+machines may have been asked at once.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ class RecoveryUnit:
 
     A replica's leader is its core and the followers are its workers; a frontend is a leader without followers.
 
-    A leader that dies is replaced alone, and its followers go on with the next one: so workers keep their model. If that
-    was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last message.
-    A spare leader waits to take over, if its program can wait: starting one takes longer than everything else.
+    A leader that dies is replaced alone, and its followers go on with the next one: so workers keep their model. If
+    that was in vain, or a follower dies, all of them end: the leader is told by SIGUSR2, and has a moment for its last
+    message. A spare leader waits to take over, if its program can wait: starting one takes longer than everything else.
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class Sequence:
     `token_ids` are all that were generated; the reader is woken when there are `wake_at` of them.
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the frontend's, the others
-    the core's. `epoch` is that of the core that the sequence was sent to last, 0 for none. `block_keys` are those of its
-    prompt where there are several replicas.
+    the core's. `epoch` is that of the core that the sequence was sent to last, 0 for none. `block_keys` are those of
+    its prompt where there are several replicas.
 
     `num_losses` counts the replicas that were lost while they computed it, since it was last cleared of suspicion.
     `num_silent_deaths` counts the cores in a row that died without a last message between being sent the sequence and

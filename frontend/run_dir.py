@@ -20,8 +20,8 @@ _LONGEST_SOCKET_NAME = f"{PREFIX}xxxxxxxx/core9999.workers"
 class RunDirectory:
     """A 0700 directory that exists exactly as long as its engine.
 
-    Its owner holds a lock on it, which the system releases however the owner dies. So a directory without a lock is left
-    over, and the next engine that starts removes it. A lock also keeps cleaners of temporary files away.
+    Its owner holds a lock on it, which the system releases however the owner dies. So a directory without a lock is
+    left over, and the next engine that starts removes it. A lock also keeps cleaners of temporary files away.
     """
 
     def __init__(self) -> None:

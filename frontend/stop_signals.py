@@ -25,8 +25,8 @@ class StopRequested(Exception):
 class StopSignals:
     """While entered, stop signals make `fd` readable instead of ending the process.
 
-    The parent process may have left signals blocked, which children would inherit, or SIGCHLD ignored, with which children
-    cannot be waited for: both are undone. A SIGHUP that is ignored stays ignored, since nohup asks for that.
+    The parent process may have left signals blocked, which children would inherit, or SIGCHLD ignored, with which
+    children cannot be waited for: both are undone. A SIGHUP that is ignored stays ignored, since nohup asks for that.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class StopSignals:
     def raise_if_received(self) -> None:
         """Raise StopRequested once for each signal received.
 
-        The same stop may arrive twice, at the process and at its group: `timeout` sends it so, as does a parent that passes
-        on Ctrl-C. Only a later one counts as a second request, which ends a drain.
+        The same stop may arrive twice, at the process and at its group: `timeout` sends it so, as does a parent that
+        passes on Ctrl-C. Only a later one counts as a second request, which ends a drain.
         """
         try:
             received = os.read(self.fd, 1)

@@ -1,7 +1,7 @@
 """Sequences that may have killed a core which sent no last message: they go to the next core one at a time.
 
-After such a death it is not known which sequences the core was computing, and a request may kill it by merely arriving. So
-a sequence that has seen two such deaths in a row without a token is kept back until all others of that core have got
+After such a death it is not known which sequences the core was computing, and a request may kill it by merely arriving.
+So a sequence that has seen two such deaths in a row without a token is kept back until all others of that core have got
 further.
 """
 

@@ -109,7 +109,7 @@ class CompletionLogprobs:
         }
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """A prompt, unlike an answer, shows its special tokens. A space or BOS token that encoding added comes first."""
+        """Unlike an answer a prompt shows its special tokens. A space or BOS token that encoding added comes first."""
         lengths = [_num_characters(self._bytes[token_id]) for token_id in token_ids]
         added = max(0, sum(lengths) - len(text))
         self._offset += len(text)

@@ -14,8 +14,8 @@ _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 class TokenizerConfig:
     """tokenizer_config.json and the files that add to it. Raises CheckpointError for what makes no sense in them.
 
-    `named_tokens` holds bos_token, eos_token ... if there are any. `added_tokens` are those of `added_tokens_decoder`, by
-    id.
+    `named_tokens` holds bos_token, eos_token ... if there are any. `added_tokens` are those of `added_tokens_decoder`,
+    by id.
     """
 
     def __init__(self, directory: Path) -> None:
