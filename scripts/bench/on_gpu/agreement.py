@@ -1,8 +1,8 @@
-"""Whether a model says on a GPU what it says on a CPU, in every way in which a step may run there.
+"""Whether a model generates the same on a GPU as on a CPU, in every way in which a step may run there.
 
-Requests with prompts that come in chunks, and others that decode meanwhile; tokens are the most likely ones, or sampled. In float32
-they have to be those of plain torch on a CPU. In bfloat16 a model of random weights changes its mind now and then, so what counts is how far
-the log-probabilities are apart before it does.
+Some requests have prompts that come in chunks, while others decode; tokens are the most likely ones, or sampled. In
+float32 they have to be those of plain torch on a CPU. In bfloat16 a model of random weights takes another token now and
+then, so what counts is how far the log-probabilities are apart up to there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Said:
 
 
 def write(shape: Shape, directory: Path, *, is_quantized: bool = False) -> Path:
-    """A checkpoint of random weights, large enough for the logits to be far apart; its layers in 4 bits if it is quantized."""
+    """A checkpoint of random weights, so large that logits are far apart; its layers in 4 bits if it is quantized."""
     shape.write(directory, MAX_MODEL_LEN)
     random = torch.Generator().manual_seed(0)
     hidden, mlp = shape.hidden_size, shape.intermediate_size
@@ -168,8 +168,8 @@ def say(
 ) -> Said:
     """Every request has `num_tokens` to say, and begins one step after the one before it.
 
-    Greedy tokens that are not to be scored come from the graph that chose them. With `moved` the longest prompt's first blocks
-    go to the host's tier while it is computed, and come back to other blocks.
+    Without `scored` greedy tokens are chosen within the captured graph. With `moved` the longest prompt's first blocks
+    go to the host tier while it is computed, and come back to other blocks.
     """
     device = open_device(config.device)
     checkpoint = open_checkpoint(config.model.path)
@@ -199,8 +199,8 @@ def say(
         if moved:
             fields |= _moves(step, blocks_each, num_blocks)
         step += 1
-        output = SchedulerOutput(step, slots=int32_bytes(running), **fields)
-        result = runner.execute(output, lambda step: None)
+        scheduled = SchedulerOutput(step, slots=int32_bytes(running), **fields)
+        result = runner.execute(scheduled, lambda step: None)
         output = result if isinstance(result, ModelRunnerOutput) else result.output()
         for slot, count in zip(running, counts, strict=True):
             left[slot] = max(0, left[slot] - count)
@@ -252,7 +252,7 @@ def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
 
 
 def compared(expected: Said, said: Said) -> dict[str, float]:
-    """The share of requests with the same tokens, and of tokens before the first other one; up to there the log-probabilities."""
+    """The shares of requests with the same tokens, and of tokens before the first that differs, with their log-probabilities."""
     num_same, apart = [], 0.0
     for index, tokens in enumerate(expected.tokens):
         same = [a == b for a, b in zip(tokens, said.tokens[index], strict=True)]
