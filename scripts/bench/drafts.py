@@ -2,9 +2,9 @@
 
     scripts/bench/run drafts [--model PATH] [-c 1 4 16] [--rounds 3] [--tokens 128] [-- serve arguments]
 
-`prose` continues passages of Python's language manual, `questions` are a chat's, and `edits` ask for such a passage once
-more with a change. Half of the answers are greedy, half are drawn at temperature 0.7 with a seed of their own; `ignore_eos`.
-Every answer of the one server must be that of the other.
+`prose` continues passages of Python's language manual, `questions` are a chat's, and `edits` ask for such a passage
+again with a change. Both servers get the same requests in turn. Half of the answers are greedy, half are drawn at
+temperature 0.7 with a seed of their own; `ignore_eos`. Both servers must give the same answers.
 """
 
 from __future__ import annotations

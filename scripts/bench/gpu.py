@@ -6,7 +6,7 @@
 Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. What the device can do is measured in the same run: a
 copy, and a bfloat16 product. With --tiny it only shows that the program works.
 
-A part is a process of its own with a time limit, for a GPU that has failed is lost to the process that made it fail. Each
+A part is a process of its own with a time limit, since a process whose kernel failed can no longer use the GPU. Each
 figure is in FILE as soon as it is known.
 """
 

@@ -2,9 +2,9 @@
 
     scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--json]
 
-The shapes are those of one layer of a model. Each case also says how far the two results are apart. Torch's kernel reads
-keys and values that lie one after the other, ours those of a paged cache in random order. `--tune` tries other tiles.
-Without a GPU the cases are tiny and the kernels interpreted: that shows that the program works, and no more.
+The shapes are those of one layer of a model. Each case also says how far the two results are apart. Torch's kernel
+reads keys and values that lie one after the other, ours those of a paged cache in random order. `--tune` tries other
+tiles. Without a GPU the cases are tiny and the kernels interpreted: that shows that the program works, and no more.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A kernel's fraction is the time that its bytes would take at the speed of a copy, or its operations at that of a bf16
 product, whichever is longer, over the time that it took. Its error is the largest difference from float32 on the same
-device, as a part of the largest number; of sampling, the share of rows with another token than torch's. Without a GPU the
-cases are tiny and the kernels interpreted: that shows that the program works, and no more.
+device, as a part of the largest number; of sampling, the share of rows with another token than torch's. Without a GPU
+the cases are tiny and the kernels interpreted: that shows that the program works, and no more.
 """
 
 from __future__ import annotations

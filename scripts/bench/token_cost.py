@@ -2,10 +2,10 @@
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
 
-The worker computes nothing (`--device null`). Every stream has a connection of its own; times are of whole processes, in
-microseconds a token, over a window in which all streams run. Tokens share an event where they share a character, or where
-the frontend falls behind; with a step time that overloads one frontend, `tokens_a_second` says what more of them bring.
-A real model is measured by `-- --device cpu`.
+The worker computes nothing (`--device null`). Every stream has a connection of its own; times are of whole processes,
+in microseconds a token, over a window in which all streams run. Tokens share an event if they share a character, or if
+the frontend falls behind; with a step time that overloads one frontend, `tokens_a_second` shows what more of them
+bring. A real model is measured by `-- --device cpu`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cpu_ns(pid: int) -> int:
 
 
 def count_tokens(url: str) -> int:
-    """What the frontends have counted; all but the one that answers are up to a second behind."""
+    """As the frontends have counted them; all but the one that answers are up to a second behind."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     found = re.findall(r"^engine:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)

@@ -2,8 +2,9 @@
 
     scripts/bench/run wishes [--model PATH] [-c 1 8] [--rounds 3] [--tokens 128] [-- serve arguments]
 
-The same prompts to one server without any of these options, and with each in turn. Greedy, without drafts, so that every
-answer takes the same number of steps. Printed are output tokens a second, and the ratios to the same round's without.
+One server gets the same prompts without any of these options, and with each in turn. Greedy, without drafts, so that
+every answer takes the same number of steps. Printed are output tokens a second, and the ratios to the same round
+without.
 """
 
 from __future__ import annotations

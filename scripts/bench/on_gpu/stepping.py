@@ -1,4 +1,4 @@
-"""A worker's model runner, driven as a worker drives it: the next step begins before the last one's tokens are there."""
+"""A worker's model runner, driven as a worker drives it: a step begins before the last one's tokens are there."""
 
 from __future__ import annotations
 

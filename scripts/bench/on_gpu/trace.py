@@ -21,9 +21,9 @@ class Span:
 
 
 def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
-    """Shares of the time from the first span to the last in which none ran, and the spans that took most, for one of `num_steps`.
+    """The idle shares of the time from the first span to the last, and what took most, for one of `num_steps`.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are no spans.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     if not ordered:

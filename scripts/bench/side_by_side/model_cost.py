@@ -1,4 +1,4 @@
-"""What a model's tokens cost at least: bytes to read and operations to do, whoever does them."""
+"""What a model's tokens cost any engine at least: bytes to read and operations to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a comparison as Markdown: medians over the rounds, ratios to the best peer, fractions of the roofline."""
+"""The results of a comparison as Markdown: medians of all rounds, ratios to the best peer, parts of the roofline."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """vLLM's own scheduler, without a model: run by the Python of an environment that has vLLM.
 
-Each line of its input is "RUNNING PROMPT STEPS"; for each it answers with a line of JSON: microseconds of each of so many
-steps of steady decode, schedule() and update_from_output() together. As in Engine's measurement there are two steps
-in flight, and statistics are on. Nothing is encoded.
+Each line of its input is "RUNNING PROMPT STEPS". The answer is a line of JSON: the microseconds of each of so many
+steps of steady decode, schedule() and update_from_output() together. As in Engine's measurement two steps are in
+flight, and statistics are on. Nothing is encoded.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Loop:
 
 
 def main() -> None:
-    # What others print must not get among the answers.
+    # What vLLM prints must not get among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loops: dict[tuple[int, int], Loop] = {}
