@@ -252,7 +252,7 @@ def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
 
 
 def compared(expected: Said, said: Said) -> dict[str, float]:
-    """The shares of requests with the same tokens, and of tokens before the first that differs, with their log-probabilities."""
+    """Of requests the share with the same tokens, of tokens that before the first other one; log-probabilities."""
     num_same, apart = [], 0.0
     for index, tokens in enumerate(expected.tokens):
         same = [a == b for a, b in zip(tokens, said.tokens[index], strict=True)]
