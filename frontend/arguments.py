@@ -39,7 +39,7 @@ API_KEY_VARIABLES = ("ENGINE_API_KEY", "VLLM_API_KEY")
 """All variables of vLLM's that are read are among them."""
 
 Settings: TypeAlias = dict[str, dict[str, Any]]
-"""Section -> field -> value, of what was said only."""
+"""Section -> field -> value, only of what was given."""
 
 
 def api_keys_of(environ: Mapping[str, str]) -> list[str]:
@@ -176,7 +176,7 @@ def _parse(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _checked(parser: _Parser, argv: Sequence[str]) -> Iterator[str]:
-    """`argv` with dashes for underscores in names, and without what is accepted but says nothing."""
+    """`argv` with dashes for underscores in names, and without the flags that are accepted and ignored."""
     arguments = iter(argv)
     for argument in arguments:
         if not argument.startswith("-") or argument == "--":

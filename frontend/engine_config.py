@@ -182,7 +182,7 @@ def _check_host_tier(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 def _speculation(
     given: dict[str, Any], device: Device, num_stages: int
 ) -> SpeculativeConfig | None:
-    """What was asked for; otherwise some where it is possible, since it costs nothing where nothing is repeated."""
+    """As given. By default drafts are on where they are possible: a text without repetitions pays nothing for them."""
     is_possible = num_stages == 1 and not has_gpu(device)
     if "speculative" not in given:
         return SpeculativeConfig(num_speculative_tokens=8) if is_possible else None

@@ -72,7 +72,7 @@ def find_tenant(request: GenerationRequest, of_key: str) -> str:
 
 
 def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
-    """The replica that the client asks for in a header. Raises APIError 400 for what is none."""
+    """The replica that the client asks for in a header. Raises APIError 400 for a value that is none."""
     for name, value in scope["headers"]:
         if name == _RANK_HEADER:
             return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)

@@ -21,7 +21,7 @@ class Replicas:
         return json_response({"replicas": msgspec.to_builtins(self._watch().status.replicas)})
 
     async def command(self, request: Request) -> Response:
-        """Answers as soon as no frontend is to send it new requests, or every one is."""
+        """Answers as soon as the supervisor says that the replica is to get no new requests, or gets them again."""
         index = parse_rank(request.path_params["index"], "replica", self._serving.num_replicas)
         wanted = request.path_params["action"]
         if wanted not in set(ReplicaAction):

@@ -53,7 +53,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     choice = request.tool_choice
     if choice is None:
         choice = "auto" if tools else "none"
-    # Frameworks send a list for what a user has added, which may be nothing, whatever the choice.
+    # Frameworks send the list of the user's tools, which may be empty, whatever the choice.
     if choice == "none" or (request.tools == [] and choice in ("auto", "required")):
         return ToolChoice(ToolMode.NONE)
     if not tools:
@@ -72,7 +72,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
 
 
 def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of a whole document: what cannot be enforced in it is passed over, where it would be refused."""
+    """The schema of a whole document in which what cannot be enforced is passed over instead of refused."""
     return {"x-guidance": {"lenient": True}} | schema
 
 

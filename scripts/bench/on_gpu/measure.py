@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# A program has its own folder on its path, the others of the benchmark are one above.
+# Python has this file's folder on its path; what the benchmarks share is one above.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
