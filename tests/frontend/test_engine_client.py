@@ -264,7 +264,7 @@ async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
 async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         streamed = await client.submit([request(100)], request_id="a")
-        await drive(core, read_next(streamed))
+        await read_step(core, streamed)
         waiting = asyncio.ensure_future(read_next(streamed))
         unread = await client.submit([request(100), request(100)], request_id="b")
         resetting = asyncio.ensure_future(client.reset_prefix_cache())
