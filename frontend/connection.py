@@ -22,13 +22,13 @@ _REASONS: Final = {408: "Request Timeout", 431: "Request Header Fields Too Large
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds on what a client may keep: a head and trailers of a certain size, and time.
+    """uvicorn's, with bounds on what a client may take: the size of a head and of trailers, and time.
 
     A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
     what runs for it is aborted as after any disconnect.
 
     A stream writes here without a coroutine for each chunk: it finds the connection in its request's state.
-    `is_paused` while the client does not read; `on_writable` is called when that ends, or the connection.
+    `is_paused` while the client does not read; `on_writable` is called when it reads again or the connection ends.
     """
 
     # Every token looks at these, and an object with as many attributes as uvicorn's keeps the others in a hash table.

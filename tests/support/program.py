@@ -13,6 +13,8 @@ from typing import Any, Self
 import psutil
 
 START_TIMEOUT_S = 240.0
+"""For a large model on a slow machine, and within the limit of a test."""
+
 STOP_TIMEOUT_S = 40.0
 
 
