@@ -25,8 +25,8 @@ from .histogram import Histogram, decimal_bounds
 if TYPE_CHECKING:
     from .request_group import RequestGroup, Sequence
 
-Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
-FamilyType: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
+ScalarFamily = GaugeMetricFamily | CounterMetricFamily
+Family = ScalarFamily | HistogramMetricFamily
 
 GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
@@ -356,8 +356,8 @@ class Metrics(Collector):
         yield self._cache_config(prefix, cores)
 
     def _family(
-        self, kind: FamilyType, name: str, documentation: str, values: Iterable[float]
-    ) -> Family:
+        self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
+    ) -> ScalarFamily:
         """One sample for each replica."""
         family = kind(name, documentation, labels=["model_name", "engine"])
         for index, value in enumerate(values):
@@ -366,12 +366,12 @@ class Metrics(Collector):
 
     def _family_by(
         self,
-        kind: FamilyType,
+        kind: type[ScalarFamily],
         name: str,
         documentation: str,
         label: str,
         values: Iterable[Mapping[str, float]],
-    ) -> Family:
+    ) -> ScalarFamily:
         """One sample for each replica and value of `label`."""
         family = kind(name, documentation, labels=["model_name", "engine", label])
         for index, by_label in enumerate(values):
