@@ -12,8 +12,9 @@ T tokens, padded to a size.
 from __future__ import annotations
 
 import bisect
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class GraphRecorder(Protocol):
 
     def end(self) -> Replay:
         """Return what launches the same again."""
+
+    def abandon(self) -> None:
+        """End what has begun, if anything, after an error."""
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         """Return a tensor at the same address, for replays. Graphs that are recorded later may use its memory, too."""
@@ -66,6 +70,13 @@ class CUDAGraphRecorder:
         graph.capture_end()
         return graph.replay
 
+    def abandon(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            # A capture that the error has made invalid says so once more.
+            with suppress(RuntimeError):
+                graph.capture_end()
+
     def borrowed(self, tensor: Tensor) -> Tensor:
         # As long as there are graphs, the pool keeps the memory.
         return unowned(tensor)
@@ -85,6 +96,18 @@ def unowned(tensor: Tensor) -> Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let no cycle be collected: one may hold a graph or pinned memory, which cannot be freed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class GraphBreaker:
     """Lets code that is being captured leave a call out of the graphs; it runs now, and at each replay."""
 
@@ -98,12 +121,17 @@ class GraphBreaker:
 
     def capture(self, recorder: GraphRecorder, run: Callable[[], None]) -> Replay:
         """Return what does the same as `run`, in graphs but for the calls that it gives to `run_eagerly`."""
-        self._recorder, self._segments = recorder, []
-        recorder.begin()
-        run()
-        self._segments.append(recorder.end())
-        self._recorder, segments = None, self._segments
-        self._segments = []
+        segments: list[Replay] = []
+        self._recorder, self._segments = recorder, segments
+        try:
+            recorder.begin()
+            run()
+            segments.append(recorder.end())
+        except BaseException:
+            recorder.abandon()
+            raise
+        finally:
+            self._recorder, self._segments = None, []
         if len(segments) == 1:
             return segments[0]
 
@@ -146,7 +174,7 @@ class SizedGraphs:
 
     def capture(self, size: int) -> None:
         """The largest size should come first: the smaller ones then find their memory in the pool."""
-        with self._recorder.recording():
+        with uncollected(), self._recorder.recording():
             # What a kernel allocates or compiles at its first launch cannot be captured.
             self._run(size)
             results: list[Tensor] = []

@@ -60,6 +60,10 @@ class TapedGraphs:
     def forget(self) -> None:
         """A tape takes no memory but its own."""
 
+    def abandon(self) -> None:
+        if self._tape is not None:
+            self.end()
+
     def end(self) -> Any:
         tape, self._tape = self._tape, None
         assert tape is not None

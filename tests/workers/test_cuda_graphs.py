@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from itertools import pairwise
 
@@ -51,6 +52,40 @@ def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
     replay()
     assert x.tolist() == [21.0] * 3
     assert recorder.num_recorded == recorder.num_replayed == 2
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_after_an_error_the_next_step_is_captured(is_eager: bool) -> None:
+    recorder, breaker = TapedGraphs(), GraphBreaker()
+    x = torch.ones(3)
+
+    def fail(*_: torch.Tensor) -> None:
+        raise MemoryError("too little")
+
+    with pytest.raises(MemoryError, match="too little"):
+        breaker.capture(recorder, lambda: breaker.run_eagerly(fail, x) if is_eager else fail())
+    assert not breaker.is_capturing
+    breaker.capture(recorder, lambda: [x.add_(1)])()
+    assert x.tolist() == [3.0] * 3
+
+
+def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    garbage = weakref.ref(Node())
+    was_there = []
+
+    def run(size: int) -> list[torch.Tensor]:
+        nodes = [Node() for _ in range(100 * gc.get_threshold()[0])]
+        was_there.append(len(nodes) > 0 and garbage() is not None)
+        return []
+
+    assert gc.isenabled()
+    SizedGraphs(run, [1], TapedGraphs(), GraphBreaker()).capture(1)
+    assert was_there == [True, True]
+    assert gc.isenabled()
 
 
 def test_a_borrowed_tensor_shows_what_is_in_the_memory_and_does_not_keep_it() -> None:
