@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,22 +25,28 @@ def gpu(monkeypatch) -> Any:
 
 def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    subprocess.run(
+    said = subprocess.run(
         [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
         check=True,
         timeout=280,
-    )
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
     report = json.loads(figures.read_text())
     assert report["limits"]["copy"]["bytes_per_s"] > 0
     assert report["agreement"]["float32"]["same_tokens"] == 1
     assert report["agreement"]["float32, sampled"]["same_tokens"] == 1
     assert report["agreement"]["bfloat16"]["logprobs_apart"] > 0
-    quantized = report["agreement"]["bfloat16, 4 bits"]
-    assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
+    for quantization in ("4 bits", "float8", "static float8"):
+        quantized = report["agreement"][f"bfloat16, {quantization}"]
+        assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
     assert report["tiny"]["decode 2 x 16"]["of_roofline"] > 0
     assert report["tiny"]["prefill 24"]["of_matmul"] > 0
     assert report["attention"]["decode"]["ms"] > 0
-    assert report["tiny, served"]["first start"]["s"] > 0
+    assert report["attention"]["decode"]["of_torch"] > 0
+    started = report["tiny, served"]["start"]
+    assert started["s"] > 0 and started["written_bytes"] > 200_000
+    assert report["prefill tiles"]["prefill, (64, 64, 4, 2)"]["ms"] > 0
     assert report["kernels"]["fp8 x 1"]["roofline"] > 0
     assert len(report["kernels"]) > 20
     for name, case in report["kernels"].items():
@@ -47,20 +54,94 @@ def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None
     failed = [name for part in report.values() for name in part if name == "failed"]
     failed += [name for part in report.values() for name in part if "failed" in part[name]]
     assert not failed
+    # A machine may keep the end of what is said only.
+    end = said[-4000:]
+    assert "tiny, decode 1 x 8 " in end and "tiny, served, start " in end and "FAILED" not in end
 
 
-def test_a_part_that_dies_or_hangs_leaves_what_it_has_found(gpu) -> None:
-    says = 'print(\'{"case": "a", "x": 1}\', flush=True); '
+def test_nothing_begins_where_a_module_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('built for another machine')")
+    figures = tmp_path / "figures.json"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = subprocess.run(
+        [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
+        check=True,
+        timeout=120,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ).stdout
+    report = json.loads(figures.read_text())
+    assert list(report) == ["imports"]
+    assert "failed" not in report["imports"]["torch"]
+    assert "FAILED imports, llguidance: ImportError: built for another machine" in said
+
+
+def test_a_part_that_dies_or_hangs_leaves_what_it_has_found(gpu, tmp_path: Path) -> None:
+    says = 'print(\'{"case": "a", "x": 1}\', flush=True); print("[1]\\n7"); '
     for then, reason in (
         ("raise SystemExit('lost')", "lost"),
-        ("import time; time.sleep(99)", "2 s"),
+        ("import time; time.sleep(99)", "s"),
     ):
         found: dict[str, Any] = {}
         began = time.monotonic()
-        gpu.run_part(["-c", says + then], 2, found, lambda: None)
+        gpu.run_part(["-c", says + then], 4, found, lambda: None, tmp_path / "log")
         assert time.monotonic() - began < 60
         assert found["a"] == {"x": 1}
         assert reason in found[gpu.FAILED]
+
+
+DIES_IN_THE_SECOND = """
+import sys
+sys.path.insert(0, {directory!r})
+from on_gpu.reporting import Reporter
+
+def die():
+    print("a kernel failed", file=sys.stderr)
+    raise SystemExit("lost")
+
+reporter = Reporter(sys.argv[2:])
+reporter.say("first", lambda: {{"x": 1}})
+reporter.say("second", die)
+reporter.say("third", lambda: 1 / 0)
+reporter.say("fourth", lambda: {{"x": 4}})
+"""
+
+
+def test_another_process_goes_on_after_the_measurement_that_ended_one(gpu, tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    program = DIES_IN_THE_SECOND.format(directory=str(DIRECTORY))
+    gpu.run_part(["-c", program], 60, found, lambda: None, tmp_path / "log")
+    assert found == {
+        "first": {"x": 1},
+        "second": {"failed": "began, and did not end"},
+        "third": {"failed": "ZeroDivisionError: division by zero"},
+        "fourth": {"x": 4},
+    }
+    log = (tmp_path / "log").read_text()
+    assert "a kernel failed" in log and "Traceback" in log
+
+
+def test_a_measurement_that_costs_the_gpu_is_the_last_of_its_process(
+    gpu, monkeypatch, capsys
+) -> None:
+    import torch
+    from on_gpu.reporting import LostDevice, Reporter
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    reporter = Reporter()
+    reporter.say("before", fail)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    reporter.say("out of memory", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(LostDevice) as lost:
+        reporter.say("illegal", fail)
+    assert lost.value.case == "illegal"
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["case"] == "illegal" and "illegal memory access" in last["failed"]
 
 
 def test_idle_time_is_what_lies_between_spans_that_may_overlap(gpu) -> None:
@@ -69,7 +150,20 @@ def test_idle_time_is_what_lies_between_spans_that_may_overlap(gpu) -> None:
     spans = [Span("b", 20, 30), Span("a", 0, 10), Span("copy", 5, 12), Span("a", 30, 40)]
     found = summary(spans, 2)
     assert found["idle"] == found["idle in gaps over 5 us"] == 8 / 40
+    assert "idle between steps" not in found
     assert (found["launches"], found["step_us"]) == (2, 20)
     assert next(iter(found["us"].items())) == ("a", "10.0 in 1")
     with pytest.raises(ValueError, match="nothing"):
         summary([], 1)
+
+
+def test_between_steps_is_what_lies_outside_of_the_replays(gpu) -> None:
+    from on_gpu.trace import Span, summary
+
+    first = [Span("a", 0, 10, launch=7), Span("b", 12, 20, launch=7)]
+    copied = [Span("copy", 21, 24, launch=8)]
+    second = [Span("a", 26, 30, launch=9), Span("b", 33, 40, launch=9)]
+    found = summary([*first, *copied, *second], 2)
+    assert found["idle"] == (2 + 1 + 2 + 3) / 40
+    assert found["idle between steps"] == (1 + 2) / 40
+    assert found["replays"] == 1

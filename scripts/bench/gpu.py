@@ -1,13 +1,19 @@
 """One GPU: decode and prefill beside what the device can do, idle time, kernels, the start.
 
     scripts/bench/run gpu [--json FILE] [--minutes 9.5] [--only PART ...]
+    scripts/bench/run gpu --only kernels "small products" "prefill tiles"
     scripts/bench/run gpu --device cpu --tiny
 
 Weights are made up, in the shapes of Llama-3.1-8B and Qwen3-0.6B. What the device can do is measured in the same run: a
-copy, and a bfloat16 product. With --tiny it only shows that the program works.
+copy, and a bfloat16 product. The served parts write a checkpoint to the folder of temporary files (TMPDIR), 16 GB for
+the larger shape. With --tiny it only shows that the program works.
 
-A part is a process of its own with a time limit, since a process whose kernel failed can no longer use the GPU. Each
-figure is in FILE as soon as it is known.
+A part is a process of its own with a time limit, and the first parts matter most: the last ones, named above, may need
+a run of their own. A process whose kernel failed can no longer use the GPU, so another one goes on with what is left of
+its part. The first part tells which modules are missing; if any is, no other begins unless --only names it.
+
+Each figure is in FILE as soon as it is known, and beside it, in a file that ends in .log, all that the parts wrote of
+their errors. At the end come the figures that there are goals for, and what failed.
 """
 
 from __future__ import annotations
@@ -21,15 +27,34 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from on_gpu.reporting import FAILED
 
 DIRECTORY = Path(__file__).parent
 MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 HEADS = {"Llama-3.1-8B": "32 8 128", "Qwen3-0.6B": "16 8 128", "tiny": "4 2 16"}
 SMALL_PRODUCT = {"Llama-3.1-8B": "4096 1024", "tiny": "16 128"}
-FAILED = "failed"
+TUNED = {"Llama-3.1-8B": "prefill 8k", "tiny": "prefill"}
+IMPORTS, LIMITS = "imports", "limits"
+GOALS = {
+    "same_tokens": "1 in float32, as of plain torch on a CPU",
+    "logprobs_apart": "small",
+    "of_roofline": "at least 0.85 for 1 request, 0.75 for 256",
+    "of_matmul": "at least 0.7",
+    "idle between steps": "at most 0.02 for 64 requests",
+    "idle": "with what is between the kernels of a step",
+    "count": "times the host waits for the device: 0",
+    "of_torch": "at least 0.9, more than 1 for decodes",
+    "s": "to be ready, at most 15 with weights",
+}
+"""What is shown once more at the end, and what it should be."""
+
+SHORTEST = 5
+"""Seconds without which no process is worth its start."""
 
 
 def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
@@ -39,20 +64,53 @@ def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
     first = models[0]
     rows, columns = SMALL_PRODUCT[first].split()
     small = ["--only", "linear", "--rows", rows, "--columns", columns]
+    heads = ["--heads", *HEADS[first].split()]
     return {
-        "limits": ([measure, "limits"], 60),
+        IMPORTS: ([str(DIRECTORY / "on_gpu" / "imports.py")], 240),
+        LIMITS: ([measure, "limits"], 120),
         "agreement": ([measure, "agreement"], 180),
         **{name: ([measure, "model", name], 180) for name in models},
-        "attention": ([attention, "--json", "--heads", *HEADS[first].split()], 90),
-        **{f"{name}, served": ([measure, "served", name], 90) for name in models},
+        "attention": ([attention, "--json", *heads], 90),
+        **{f"{name}, served": ([measure, "served", name], 120) for name in models},
         "kernels": ([kernels, "--json"], 150),
         "small products": ([kernels, "--json", *small], 90),
+        "prefill tiles": ([attention, "--json", *heads, "--tune", "--case", TUNED[first]], 120),
     }
 
 
-def run_part(command: list[str], seconds: float, found: dict[str, Any], save: Any) -> None:
-    """Run a part, and keep what it says line by line: objects, named by their `case`."""
-    with tempfile.TemporaryFile("w+") as errors:
+def run_part(
+    command: list[str],
+    seconds: float,
+    found: dict[str, Any],
+    save: Callable[[], None],
+    log: Path,
+) -> None:
+    """Run a part, and keep what it says line by line: objects, named by their `case`.
+
+    If it ends badly, another process goes on with what this one has not come to, as long as that brings something.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        num_found = len(found)
+        done = ["--done", *found] if found else []
+        reason = run_once([*command, *done], end - time.monotonic(), found, save, log)
+        if reason is None:
+            return
+        if len(found) == num_found or end - time.monotonic() < SHORTEST:
+            found[FAILED] = reason
+            return
+
+
+def run_once(
+    command: list[str],
+    seconds: float,
+    found: dict[str, Any],
+    save: Callable[[], None],
+    log: Path,
+) -> str | None:
+    """Return why it failed, if it did."""
+    with log.open("a") as errors:
+        begin = errors.tell()
         process = subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
@@ -61,9 +119,10 @@ def run_part(command: list[str], seconds: float, found: dict[str, Any], save: An
             # It may have children, which are to end with it.
             start_new_session=True,
         )
+        reasons = []
 
         def kill() -> None:
-            found[FAILED] = f"no end after {seconds:.0f} s"
+            reasons.append(f"no end after {seconds:.0f} s")
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -71,30 +130,67 @@ def run_part(command: list[str], seconds: float, found: dict[str, Any], save: An
         timer.start()
         assert process.stdout is not None
         for line in process.stdout:
-            try:
-                case = json.loads(line)
-                found[case.pop("case")] = case
-            except (ValueError, KeyError, AttributeError):
+            if not keep(line, found):
                 print(line, end="", flush=True)
             save()
         status = process.wait()
         timer.cancel()
-        errors.seek(0)
-        said = errors.read()
-        print(said[-3000:], end="", file=sys.stderr, flush=True)
-        if status and FAILED not in found:
-            found[FAILED] = f"ended with {status}: {said[-1500:]}"
+    said = log.read_bytes()[begin:].decode(errors="replace")
+    print(said[-2000:], end="", file=sys.stderr, flush=True)
+    if status and not reasons:
+        last = said.strip().rpartition("\n")[2]
+        reasons.append(f"ended with {status}: {last[:400]}")
+    return reasons[0] if reasons else None
 
 
-def lines(report: Any, indent: str = "") -> list[str]:
-    found = []
+def keep(line: str, found: dict[str, Any]) -> bool:
+    """Whether it is a figure."""
+    try:
+        case = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(case, dict) or "case" not in case:
+        return False
+    found[case.pop("case")] = case
+    return True
+
+
+def lines(report: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A line for each object that has none in it."""
     for name, value in report.items():
-        if isinstance(value, dict):
-            found += [f"{indent}{name}", *lines(value, indent + "  ")]
+        if not isinstance(value, dict):
+            yield f"{indent}{name:{30 - len(indent)}s} {shown(value)}"
+        elif any(isinstance(inner, (dict, list)) for inner in value.values()):
+            yield f"{indent}{name}"
+            yield from lines(value, indent + "  ")
         else:
-            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            found.append(f"{indent}{name:{30 - len(indent)}s} {shown}")
-    return found
+            figures = "  ".join(f"{key} {shown(inner)}" for key, inner in value.items())
+            yield f"{indent}{name:{30 - len(indent)}s} {figures}"
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def summary(report: dict[str, Any]) -> Iterator[str]:
+    """The figures that there are goals for, and what failed."""
+    cases = [
+        (f"{part}, {case}", figures)
+        for part, found in report.items()
+        for case, figures in found.items()
+        if isinstance(figures, dict)
+    ]
+    for key, goal in GOALS.items():
+        reached = [f"  {name:44s} {shown(x[key])}" for name, x in cases if x.get(key) is not None]
+        if reached:
+            yield f"{key} ({goal})"
+            yield from reached
+    for name, figures in cases:
+        if FAILED in figures:
+            yield f"FAILED {name}: {figures[FAILED][:200]}"
+    for part, found in report.items():
+        if FAILED in found:
+            yield f"FAILED {part}: {found[FAILED]}"
 
 
 def main() -> None:
@@ -108,32 +204,52 @@ def main() -> None:
     known = parts(("tiny",) if arguments.tiny else MODELS)
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"--only {unknown.pop()!r}: the parts are {', '.join(known)}")
+    with tempfile.TemporaryDirectory() as name:
+        figures = arguments.json or Path(name, "figures.json")
+        report = measure(arguments, known, figures)
+    print("\n".join(["", *summary(report)]), flush=True)
+
+
+def measure(
+    arguments: argparse.Namespace, known: dict[str, tuple[list[str], int]], figures: Path
+) -> dict[str, Any]:
     end = time.monotonic() + 60 * arguments.minutes
     report: dict[str, Any] = {}
+    log = figures.with_suffix(".log")
+    log.write_text("")
 
     def save() -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report))
+        written = figures.with_suffix(".new")
+        written.write_text(json.dumps(report))
+        os.replace(written, figures)
 
+    wanted = set(arguments.only or known)
+    if wanted & {"tiny", *MODELS}:
+        wanted.add(LIMITS)
     for name, (command, seconds) in known.items():
-        if arguments.only and name not in arguments.only:
+        if name not in wanted:
             continue
         found = report[name] = {}
         left = end - time.monotonic()
-        if left < 5:
+        if left < SHORTEST:
             found[FAILED] = "no time was left"
             continue
         print(f"{name} …", flush=True)
+        with log.open("a") as file:
+            print(f"=== {name}", file=file)
         began = time.monotonic()
         options = []
         if command[0].endswith("measure.py"):
-            limits = report.get("limits", {})
+            limits = report.get(LIMITS, {})
             options = ["--device", arguments.device, "--limits", json.dumps(limits)]
             options += ["--tiny"] * arguments.tiny
-        run_part([*command, *options], min(seconds, left), found, save)
+        run_part([*command, *options], min(seconds, left), found, save, log)
         save()
         print(f"  {time.monotonic() - began:.1f} s", flush=True)
         print("\n".join(lines(found, "  ")), flush=True)
+        if name == IMPORTS and any(FAILED in case for case in found.values()):
+            break
+    return report
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The Triton attention kernels on a GPU, beside torch's flash attention on the same shapes.
 
-    scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--json]
+    scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--case NAME ...] [--json]
 
 The shapes are those of one layer of a model. Each case also says how far the two results are apart. Torch's kernel
 reads keys and values that lie one after the other, ours those of a paged cache in random order. `--tune` tries other
@@ -10,12 +10,13 @@ tiles. Without a GPU the cases are tiny and the kernels interpreted: that shows 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -29,6 +30,7 @@ from engine.workers.attention import AttentionBatch, AttentionLayer, AttentionSp
 from engine.workers.attention.kernels.tiles import Tile  # noqa: E402
 from engine.workers.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from engine.workers.models.rope import RotaryTables  # noqa: E402
+from on_gpu.reporting import Reporter, add_done  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
@@ -56,13 +58,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one layer; `torch_ms` and `error`, the largest difference, are of torch's flash attention."""
+    """Milliseconds of one layer. `error` is the largest difference from torch's, `of_torch` the speed beside its."""
 
-    case: str
     ms: float
     tflops: float
     gb_per_s: float
     torch_ms: float | None = None
+    of_torch: float | None = None
     error: float | None = None
 
 
@@ -204,60 +206,82 @@ def milliseconds(function: Callable[[], object]) -> float:
     if HAS_GPU:
         from triton.testing import do_bench_cudagraph
 
+        # It runs on a stream of its own, which does not wait for what fills the tensors (triton-lang/triton#10312).
+        torch.cuda.synchronize()
         return float(do_bench_cudagraph(function, return_mode="median"))
     start = time.perf_counter()
     function()
     return 1e3 * (time.perf_counter() - start)
 
 
-def timings(shape: Shape, cases: tuple[Case, ...] = CASES) -> Iterator[Timing]:
-    """Each case against torch's flash attention, then rotation with the write to the cache."""
-    for case in cases:
-        layer = Layer(case, shape)
-        ms = milliseconds(layer.ours)
+def timing(case: Case, shape: Shape) -> Timing:
+    """Beside torch's flash attention."""
+    layer = Layer(case, shape)
+    ms = milliseconds(layer.ours)
+    error: float | None = None
+    torch_ms: float | None = None
+    try:
         theirs = layer.torchs()
-        error: float | None = None
-        torch_ms: float | None = None
-        try:
-            error = (layer.ours() - theirs()).abs().max().item()
-            torch_ms = milliseconds(theirs)
-        except RuntimeError as reason:
-            print(f"{case.name}: torch has no such kernel: {reason}", file=sys.stderr)
-        tflops, gb_per_s = layer.flops / ms / 1e9, layer.num_bytes / ms / 1e6
-        yield Timing(case.name, ms, tflops, gb_per_s, torch_ms, error)
+        error = (layer.ours() - theirs()).abs().max().item()
+        torch_ms = milliseconds(theirs)
+    except Exception:
+        print(f"{case.name}: torch's is not measured:", file=sys.stderr)
+        traceback.print_exc()
+    of_torch = None if torch_ms is None else torch_ms / ms
+    return Timing(ms, layer.flops / ms / 1e9, layer.num_bytes / ms / 1e6, torch_ms, of_torch, error)
+
+
+def store_timing(case: Case, shape: Shape) -> Timing:
+    layer = Layer(case, shape)
+    ms = milliseconds(layer.store)
+    # Everything is read and written once.
+    num_elements = 2 * (layer.qk_THK.numel() + layer.v_TGK.numel())
+    return Timing(ms, 0.0, num_elements * layer.q_THK.element_size() / ms / 1e6)
+
+
+def measurements(shape: Shape, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], Timing]]]:
+    """Each case, and for the first and the last rotation with the write to the cache."""
+    for case in cases:
+        yield case.name, partial(timing, case, shape)
         if case in (cases[0], cases[-1]):
-            ms = milliseconds(layer.store)
-            # Everything is read and written once.
-            num_elements = 2 * (layer.qk_THK.numel() + layer.v_TGK.numel())
-            gb_per_s = num_elements * layer.q_THK.element_size() / ms / 1e6
-            yield Timing(f"rotate and store, {case.name}", ms, 0.0, gb_per_s)
+            yield f"rotate and store, {case.name}", partial(store_timing, case, shape)
 
 
-def tuned(shape: Shape, cases: tuple[Case, ...] = CASES) -> Iterator[tuple[str, str, float]]:
-    """Case, tile and milliseconds of every tile that fits."""
+def tile_ms(case: Case, shape: Shape, tile: Tile, split_keys: int | None) -> float | None:
+    """None if the tile does not fit. Decodes are split."""
     from triton.runtime.errors import OutOfResources
 
+    layer = Layer(case, shape)
+    backend = layer.backend
+    if split_keys is None:
+        backend.prefill_tile = tile
+    else:
+        backend.decode_tile = tile._replace(rows=backend.decode_tile.rows)
+        backend.split_keys = split_keys
+    layer.build()
+    try:
+        return milliseconds(layer.ours)
+    except OutOfResources:
+        return None
+
+
+def tile_measurements(
+    shape: Shape, cases: Sequence[Case]
+) -> Iterator[tuple[str, str, Callable[[], float | None]]]:
+    """Case, tile and what measures its milliseconds."""
     for case in cases:
-        layer = Layer(case, shape)
-        backend = layer.backend
-        is_decode = case.queries == 1
-        splits = SPLITS if is_decode else SPLITS[:1]
-        for tile, split_keys in product(DECODE_TILES if is_decode else PREFILL_TILES, splits):
-            if is_decode:
-                rows = backend.decode_tile.rows
-                backend.decode_tile, backend.split_keys = tile._replace(rows=rows), split_keys
-            else:
-                backend.prefill_tile = tile
-            layer.build()
-            try:
-                ms = milliseconds(layer.ours)
-            except OutOfResources:
-                continue
-            yield (
-                case.name,
-                f"{tuple(tile)} split {split_keys}" if is_decode else str(tuple(tile)),
-                ms,
-            )
+        if case.queries > 1:
+            for tile in PREFILL_TILES:
+                yield case.name, str(tuple(tile)), partial(tile_ms, case, shape, tile, None)
+            continue
+        for tile, split_keys in product(DECODE_TILES, SPLITS):
+            name = f"{tuple(tile)} split {split_keys}"
+            yield case.name, name, partial(tile_ms, case, shape, tile, split_keys)
+
+
+def figures(measure: Callable[[], Timing | float | None]) -> dict[str, float | None]:
+    found = measure()
+    return asdict(found) if isinstance(found, Timing) else {"ms": found}
 
 
 def main() -> None:
@@ -266,31 +290,49 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
     parser.add_argument("--tune", action="store_true", help="try other tiles")
+    parser.add_argument(
+        "--case", nargs="+", metavar="NAME", help="these cases, such as 'prefill 8k'"
+    )
     parser.add_argument("--json", action="store_true")
+    add_done(parser)
     arguments = parser.parse_args()
     heads, kv_heads, head_dim = arguments.heads if HAS_GPU else (2, 1, 16)
     shape = Shape(heads, kv_heads, head_dim, arguments.block_size, arguments.fp8)
-    cases = CASES if HAS_GPU else TINY_CASES
+    cases = [
+        case
+        for case in (CASES if HAS_GPU else TINY_CASES)
+        if not arguments.case or case.name in arguments.case
+    ]
+    reporter = Reporter(arguments.done)
     if arguments.tune:
-        best: dict[str, list[tuple[float, str]]] = {}
-        for case, tile, ms in tuned(shape, cases):
-            best.setdefault(case, []).append((ms, tile))
-        for case, tiles in best.items():
-            for ms, tile in sorted(tiles)[:5]:
-                print(f"{case:24} {ms:9.4f} ms  {tile}")
+        tune(shape, cases, reporter if arguments.json else None)
         return
     if not arguments.json:
         print(f"{'case':40} {'ms':>9} {'torch ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}")
-    for timing in timings(shape, cases):
+    for name, measure in measurements(shape, cases):
         if arguments.json:
-            print(json.dumps(asdict(timing)), flush=True)
+            reporter.say(name, partial(figures, measure))
             continue
-        torch_ms = "" if timing.torch_ms is None else f"{timing.torch_ms:.4f}"
-        error = "" if timing.error is None else f"{timing.error:.1e}"
+        found = measure()
+        torch_ms = "" if found.torch_ms is None else f"{found.torch_ms:.4f}"
+        error = "" if found.error is None else f"{found.error:.1e}"
         print(
-            f"{timing.case:40} {timing.ms:9.4f} {torch_ms:>9} {timing.tflops:8.1f}"
-            f" {timing.gb_per_s:8.1f} {error:>8}"
+            f"{name:40} {found.ms:9.4f} {torch_ms:>9} {found.tflops:8.1f}"
+            f" {found.gb_per_s:8.1f} {error:>8}"
         )
+
+
+def tune(shape: Shape, cases: Sequence[Case], reporter: Reporter | None) -> None:
+    """Print the five best tiles of each case, or tell the reporter of all."""
+    best: dict[str, list[tuple[float, str]]] = {}
+    for case, tile, measure in tile_measurements(shape, cases):
+        if reporter is not None:
+            reporter.say(f"{case}, {tile}", partial(figures, measure))
+        elif (ms := measure()) is not None:
+            best.setdefault(case, []).append((ms, tile))
+    for case, tiles in best.items():
+        for ms, tile in sorted(tiles)[:5]:
+            print(f"{case:24} {ms:9.4f} ms  {tile}")
 
 
 if __name__ == "__main__":

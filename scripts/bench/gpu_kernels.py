@@ -11,7 +11,6 @@ the cases are tiny and the kernels interpreted: that shows that the program work
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -37,12 +36,16 @@ from engine.workers.cuda.sampling import choose_tokens  # noqa: E402
 from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix  # noqa: E402
 from engine.workers.sampling import SamplingMetadata, TorchSampler  # noqa: E402
 from engine.workers.sampling import choose_tokens as torch_choose_tokens  # noqa: E402
+from on_gpu.limits import random_bytes  # noqa: E402
+from on_gpu.reporting import Reporter, add_done  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter multiplies no bfloat16 matrices.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 NAME = f"{DTYPE}".removeprefix("torch.")
 REPEATS = 50 if HAS_GPU else 1
+HEAD_START = 2_000_000
+"""Cycles, about a millisecond: what the host may take to launch a call before the GPU is at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    case: str
     microseconds: float
     gb_per_s: float
     tflops: float
@@ -67,7 +69,7 @@ class Timing:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The median of `REPEATS` calls, each after the L2 cache was overwritten."""
+    """The median of `REPEATS` calls, each after the L2 cache was overwritten and when all its kernels are queued."""
     run()
     if not HAS_GPU:
         start = time.perf_counter()
@@ -77,6 +79,7 @@ def seconds(run: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
         flush.zero_()
+        torch.cuda._sleep(HEAD_START)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         run()
@@ -89,7 +92,7 @@ def seconds(run: Callable[[], object]) -> float:
 def measured_roofline() -> tuple[float, float]:
     """Gigabytes a second of a copy, and teraflops a second of a bf16 product."""
     size = (1 << 30) if HAS_GPU else (1 << 20)
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    source = random_bytes(size, DEVICE)
     target = torch.empty_like(source)
     n = 8192 if HAS_GPU else 64
     a = torch.randn(n, n, device=DEVICE).to(DTYPE)
@@ -253,6 +256,18 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
             )
 
 
+def timing(case: Case, bandwidth: float, speed: float) -> Timing:
+    took = seconds(case.run)
+    least = max(case.gigabytes / bandwidth, case.teraflops / speed)
+    return Timing(
+        took * 1e6, case.gigabytes / took, case.teraflops / took, least / took, case.error()
+    )
+
+
+def figures(case: Case, bandwidth: float, speed: float) -> dict[str, float]:
+    return asdict(timing(case, bandwidth, speed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=14336 if HAS_GPU else 80)
@@ -260,6 +275,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936 if HAS_GPU else 500)
     parser.add_argument("--only", choices=("linear", "rows", "sampling"))
     parser.add_argument("--json", action="store_true")
+    add_done(parser)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     bandwidth, speed = measured_roofline()
@@ -271,23 +287,15 @@ def main() -> None:
     device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
     if not arguments.json:
         print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
+    reporter = Reporter(arguments.done)
     for kind in [arguments.only] if arguments.only else cases:
         for case in cases[kind]():
-            took = seconds(case.run)
-            least = max(case.gigabytes / bandwidth, case.teraflops / speed)
-            t = Timing(
-                case.name,
-                took * 1e6,
-                case.gigabytes / took,
-                case.teraflops / took,
-                least / took,
-                case.error(),
-            )
             if arguments.json:
-                print(json.dumps(asdict(t)), flush=True)
+                reporter.say(case.name, partial(figures, case, bandwidth, speed))
                 continue
+            t = timing(case, bandwidth, speed)
             print(
-                f"{t.case:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
+                f"{case.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
                 f"{t.roofline:6.1%} of the roofline, error {t.error:.1e}"
             )
 

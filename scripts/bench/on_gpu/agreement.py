@@ -7,8 +7,9 @@ then, so what counts is how far the log-probabilities are apart up to there.
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,9 @@ NUM_MOVED = 20
 GROUP_SIZE = 32
 """Columns that share a scale in 4 bits: as in GGUF, so few that each is scaled before it is multiplied."""
 
+INPUT_SCALE = 0.05
+"""Of what is multiplied with static float8: up to 22."""
+
 _PACKED_INTEGERS = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -73,50 +77,39 @@ class Said:
     logprobs: list[list[float]] = field(default_factory=list)
 
 
-def write(shape: Shape, directory: Path, *, is_quantized: bool = False) -> Path:
-    """A checkpoint of random weights, so large that logits are far apart; its layers in 4 bits if it is quantized."""
+def write(shape: Shape, directory: Path, quantization: str | None = None) -> Path:
+    """A checkpoint of random weights, so large that logits are far apart.
+
+    Its layers are stored as `quantization` says; then attention has biases, too.
+    """
     shape.write(directory, MAX_MODEL_LEN)
     random = torch.Generator().manual_seed(0)
-    hidden, mlp = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-
-    def matrix(*size: int) -> torch.Tensor:
-        weight = torch.randn(size, generator=random) * (1.5 / size[-1] ** 0.5)
-        return weight.to(torch.bfloat16)
-
-    tensors = {"embed_tokens": matrix(shape.vocab_size, hidden) * 4, "norm": torch.ones(hidden)}
-    for i in range(shape.num_layers):
-        layer = f"layers.{i}."
-        tensors |= {
-            layer + "input_layernorm": 1 + matrix(hidden).float(),
-            layer + "post_attention_layernorm": 1 + matrix(hidden).float(),
-            layer + "self_attn.q_norm": 1 + matrix(shape.head_dim).float(),
-            layer + "self_attn.k_norm": 1 + matrix(shape.head_dim).float(),
-            layer + "self_attn.q_proj": matrix(queries, hidden),
-            layer + "self_attn.k_proj": matrix(keys, hidden),
-            layer + "self_attn.v_proj": matrix(keys, hidden),
-            layer + "self_attn.o_proj": matrix(hidden, queries),
-            layer + "mlp.gate_proj": matrix(mlp, hidden),
-            layer + "mlp.up_proj": matrix(mlp, hidden),
-            layer + "mlp.down_proj": matrix(hidden, mlp),
-        }
     named: dict[str, torch.Tensor] = {}
-    for name, x in tensors.items():
-        if is_quantized and name.endswith("_proj"):
-            named |= {f"model.{name}.{part}": y for part, y in _packed(x).items()}
+    for name, size in shape.tensors():
+        x = torch.randn(size, generator=random) * (1.5 / size[-1] ** 0.5)
+        if name == "model.embed_tokens":
+            x = x * 4
+        elif len(size) == 1:
+            x = torch.ones(size) if name == "model.norm" else 1 + x
+        if quantization is not None and name.endswith("_proj"):
+            _, store = QUANTIZATIONS[quantization]
+            named |= {f"{name}.{part}": y for part, y in store(x.bfloat16().float()).items()}
+            if "self_attn" in name:
+                named[f"{name}.bias"] = torch.randn(size[0], generator=random).bfloat16() * 0.1
         else:
-            named[f"model.{name}.weight"] = x.bfloat16().contiguous()
-    if is_quantized:
+            named[f"{name}.weight"] = x.bfloat16()
+    if quantization is not None:
         path = directory / "config.json"
-        fields = json.loads(path.read_text())
-        path.write_text(json.dumps(fields | {"quantization_config": _PACKED_INTEGERS}))
+        how, _ = QUANTIZATIONS[quantization]
+        fields = {"attention_bias": True, "quantization_config": how}
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     save_file(named, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
 def _packed(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
     """Its nearest 4-bit integers, eight in a word, the first lowest."""
-    groups_OGN = weight_OD.float().unflatten(1, (-1, GROUP_SIZE))
+    groups_OGN = weight_OD.unflatten(1, (-1, GROUP_SIZE))
     scale_OG = (groups_OGN.abs().amax(2) / 7).bfloat16()
     integers_OGN = (groups_OGN / scale_OG.float().unsqueeze(2)).round().clamp(-8, 7).long() + 8
     fields_OW8 = integers_OGN.flatten(1).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
@@ -125,6 +118,25 @@ def _packed(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
         "weight_scale": scale_OG,
         "weight_shape": torch.tensor(weight_OD.shape),
     }
+
+
+def _float8(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With a scale a row."""
+    scale_O1 = weight_OD.abs().amax(1, keepdim=True) / 448
+    return {"weight": (weight_OD / scale_O1).to(torch.float8_e4m3fn), "weight_scale": scale_O1}
+
+
+def _static_float8(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**_float8(weight_OD), "input_scale": torch.tensor([INPUT_SCALE])}
+
+
+QUANTIZATIONS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, torch.Tensor]]]]
+QUANTIZATIONS = {
+    "4 bits": (_PACKED_INTEGERS, _packed),
+    "float8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _float8),
+    "static float8": ({"quant_method": "fp8", "activation_scheme": "static"}, _static_float8),
+}
+"""What a config says of it, and what a matrix is stored as."""
 
 
 def config(
@@ -171,6 +183,8 @@ def say(
     Without `scored` greedy tokens are chosen within the captured graph. With `moved` the longest prompt's first blocks
     go to the host tier while it is computed, and come back to other blocks.
     """
+    # The graphs and the memory of another one that was measured, or failed, before.
+    gc.collect()
     device = open_device(config.device)
     checkpoint = open_checkpoint(config.model.path)
     runner = ModelRunner(config, device, checkpoint, lambda *_: None)
@@ -212,6 +226,7 @@ def say(
         for row in output.logprobs:
             said.logprobs[row.slot].append(float(float32_view(row.logprobs)[0]))
         running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
+    runner.close()
     return said
 
 
@@ -268,47 +283,64 @@ def compared(expected: Said, said: Said) -> dict[str, float]:
     }
 
 
-# What would be told by nothing else comes first: there may not be time for all.
+# The simplest come first: what fails there fails everywhere.
 WAYS: dict[str, dict[str, Any]] = {
-    "bfloat16, 4 bits": {"dtype": "bfloat16", "quantized": True},
-    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
-    "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-    "float32, sampled": {"dtype": "float32", "sampled": True},
-    "float32, by way of the host": {"dtype": "float32", "moved": True},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float32": {"dtype": "float32"},
-    "float32, tokens only": {"dtype": "float32", "scored": False},
-    "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
     "float32, eager": {"dtype": "float32", "enforce_eager": True},
+    "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32, tokens only": {"dtype": "float32", "scored": False},
+    "float32, sampled": {"dtype": "float32", "sampled": True},
+    "bfloat16, 4 bits": {"dtype": "bfloat16", "quantization": "4 bits"},
+    "bfloat16, float8": {"dtype": "bfloat16", "quantization": "float8"},
+    "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "float32, by way of the host": {"dtype": "float32", "moved": True},
+    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
+    "bfloat16, static float8": {"dtype": "bfloat16", "quantization": "static float8"},
 }
 COURSE = ("scored", "sampled", "moved")
 """Of a way: what is not in the engine's configuration."""
 
+EAGERLY = ", without graphs, waiting for each launch"
+"""Behind the name of a way."""
 
-def agreement(
-    directory: Path, device: Device, *, is_tiny: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    shape = TINY_MODEL if is_tiny else MODEL
-    num_tokens, chunk = (3, 250) if is_tiny else (32, 250)
-    paths = {
-        is_quantized: write(shape, directory / name, is_quantized=is_quantized)
-        for name, is_quantized in (("whole", False), ("quantized", True))
-    }
 
-    @cache
-    def expected(is_quantized: bool, is_sampled: bool) -> Said:
-        on_cpu = config(paths[is_quantized], shape, Device.CPU, "float32")
-        return say(on_cpu, num_tokens, chunk, sampled=is_sampled)
+class Agreement:
+    """Each way, beside plain torch on a CPU."""
 
-    for name, way in WAYS.items():
-        if device is Device.CPU and way.get("kv_cache_dtype") == "fp8":
-            continue
-        try:
-            course = {key: way[key] for key in COURSE if key in way}
-            is_quantized = way.get("quantized", False)
-            how = {key: x for key, x in way.items() if key not in (*COURSE, "quantized")}
-            path = paths[is_quantized]
-            said = say(config(path, shape, device, **how), num_tokens, chunk, **course)
-            yield name, compared(expected(is_quantized, course.get("sampled", False)), said)
-        except Exception as error:
-            yield name, {"failed": f"{type(error).__name__}: {error}"}
+    def __init__(self, directory: Path, device: Device, *, is_tiny: bool) -> None:
+        self._directory = directory
+        self._device = device
+        self._shape = TINY_MODEL if is_tiny else MODEL
+        self._num_tokens = 3 if is_tiny else 32
+        self._chunk = 250
+        # Both are asked for again and again.
+        self._path = cache(self._write)
+        self._expected = cache(self._say_on_cpu)
+
+    @property
+    def ways(self) -> list[str]:
+        is_cpu = self._device is Device.CPU
+        return [
+            name
+            for name, way in WAYS.items()
+            if not (is_cpu and way.get("kv_cache_dtype") == "fp8")
+        ]
+
+    def measure(self, name: str) -> dict[str, float]:
+        how = dict(WAYS[name.removesuffix(EAGERLY)])
+        if name.endswith(EAGERLY):
+            how["enforce_eager"] = True
+        course = {key: how.pop(key) for key in COURSE if key in how}
+        quantization = how.pop("quantization", None)
+        path = self._path(quantization)
+        configured = config(path, self._shape, self._device, **how)
+        said = say(configured, self._num_tokens, self._chunk, **course)
+        return compared(self._expected(quantization, course.get("sampled", False)), said)
+
+    def _write(self, quantization: str | None) -> Path:
+        return write(self._shape, self._directory / f"{quantization}", quantization)
+
+    def _say_on_cpu(self, quantization: str | None, is_sampled: bool) -> Said:
+        on_cpu = config(self._path(quantization), self._shape, Device.CPU, "float32")
+        return say(on_cpu, self._num_tokens, self._chunk, sampled=is_sampled)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from engine.protocol.config import Device
 from on_gpu import limits
-from on_gpu.agreement import agreement
+from on_gpu.agreement import EAGERLY, Agreement
+from on_gpu.reporting import LostDevice, Reporter, add_done
 from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
 from on_gpu.stepping import Stepping
+from on_gpu.weights import write_weights
 from support.server import Server
 
 GIB = 1024**3
@@ -42,16 +45,8 @@ class Load:
 TINY = Load(((1, 8), (2, 16)), 2, 24, 3, 1 << 20, 64)
 
 
-def say(case: str, measure: Callable[[], dict[str, Any] | None]) -> None:
-    """Print what one measurement finds; one that fails must not cost the others."""
-    try:
-        found = measure() or {}
-    except Exception as error:
-        found = {"failed": f"{type(error).__name__}: {error}"}
-    print(json.dumps({"case": case, **found}), flush=True)
-
-
-def measure_limits(load: Load, device: torch.device) -> None:
+def measure_limits(reporter: Reporter, load: Load, device: torch.device) -> None:
+    say = reporter.say
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     say("device", lambda: {"name": name, "torch": torch.__version__})
     say("copy", lambda: {"bytes_per_s": limits.copy_bandwidth(device, load.copied_bytes)})
@@ -60,10 +55,31 @@ def measure_limits(load: Load, device: torch.device) -> None:
     say("upload", lambda: {"bytes_per_s": upload()})
 
 
+def measure_agreement(reporter: Reporter, arguments: argparse.Namespace, directory: Path) -> None:
+    agreement = Agreement(directory, Device(arguments.device), is_tiny=arguments.tiny)
+    try:
+        for way in [arguments.eagerly] if arguments.eagerly else agreement.ways:
+            reporter.say(way, partial(agreement.measure, way))
+    except LostDevice as lost:
+        if not arguments.done and EAGERLY not in lost.case:
+            # Once more so that the traceback shows what failed, not what first waited for it.
+            subprocess.run(
+                [sys.executable, *sys.argv, "--eagerly", lost.case + EAGERLY],
+                env=os.environ | {"CUDA_LAUNCH_BLOCKING": "1"},
+            )
+        raise
+
+
 def measure_model(
-    shape: Shape, load: Load, device: Device, directory: Path, known: dict[str, Any]
+    reporter: Reporter,
+    shape: Shape,
+    load: Load,
+    device: Device,
+    directory: Path,
+    known: dict[str, Any],
 ) -> None:
     """`known` are the limits, as far as they could be measured."""
+    say = reporter.say
     bandwidth = known.get("copy", {}).get("bytes_per_s", float("nan"))
     flops = known.get("matmul", {}).get("flops", float("nan"))
     max_context = max(context for _, context in load.decodes)
@@ -105,17 +121,31 @@ def measure_model(
     trace = partial(stepping.trace, load.idle_batch, context, load.steps)
     say(f"trace at {load.idle_batch}", trace)
     say("trace at 1", partial(stepping.trace, 1, load.decodes[0][1], load.steps))
-    waits = partial(stepping.num_waits, load.idle_batch, context)
-    say("waits in two steps", lambda: {"count": waits()})
+    say("waits in two steps", partial(stepping.waits, load.idle_batch, context))
 
 
-def measure_serving(shape: Shape, device: Device, directory: Path) -> dict[str, float]:
-    """Seconds from the command to the first token that the server generated."""
-    path = shape.write(directory, 4096)
+def seconds_to_serve(path: Path, device: Device, *options: str) -> dict[str, float]:
+    """From the command to the first token that the server generated."""
     begin = time.perf_counter()
-    arguments = [str(path), "--load-format", "dummy", "--device", device.value]
+    arguments = [str(path), "--device", device.value, *options]
     with Server(*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"):
         return {"s": time.perf_counter() - begin}
+
+
+def measure_serving(reporter: Reporter, shape: Shape, device: Device, directory: Path) -> None:
+    path = shape.write(directory, 4096)
+    # This start also compiles the kernels.
+    without_weights = partial(seconds_to_serve, path, device, "--load-format", "dummy")
+    reporter.say("first start, without weights", without_weights)
+
+    def start() -> dict[str, float]:
+        begin = time.perf_counter()
+        num_bytes = write_weights(shape, directory)
+        # They have just been written, so they are in the page cache.
+        written = {"written_bytes": num_bytes, "written_s": time.perf_counter() - begin}
+        return {**seconds_to_serve(path, device), **written}
+
+    reporter.say("start", start)
 
 
 def main() -> None:
@@ -125,24 +155,23 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--limits", type=json.loads, default={})
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--eagerly", metavar="WAY", help="of agreement only this, without graphs")
+    add_done(parser)
     arguments = parser.parse_args()
+    reporter = Reporter(arguments.done)
     device = Device(arguments.device)
     load, shapes = (TINY, TINY_SHAPES) if arguments.tiny else (Load(), SHAPES)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "model")
         if arguments.part == "limits":
-            measure_limits(load, torch.device(arguments.device))
+            measure_limits(reporter, load, torch.device(arguments.device))
         elif arguments.part == "agreement":
-            for way, figures in agreement(directory, device, is_tiny=arguments.tiny):
-                print(json.dumps({"case": way, **figures}), flush=True)
+            measure_agreement(reporter, arguments, directory)
         elif arguments.part == "model":
             shape = shapes[arguments.shape]
-            measure_model(shape, load, device, directory, arguments.limits)
+            measure_model(reporter, shape, load, device, directory, arguments.limits)
         else:
-            serve = partial(measure_serving, shapes[arguments.shape], device, directory)
-            # Once more: the first start also compiles the kernels.
-            say("first start", serve)
-            say("second start", serve)
+            measure_serving(reporter, shapes[arguments.shape], device, directory)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,29 @@ class Shape:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.save(str(directory / "tokenizer.json"))
         return directory
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The names of a checkpoint's weights, without `.weight`, and their shapes."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        yield "model.embed_tokens", (self.vocab_size, hidden)
+        yield "model.norm", (hidden,)
+        if not self.tie_word_embeddings:
+            yield "lm_head", (self.vocab_size, hidden)
+        for i in range(self.num_layers):
+            layer = f"model.layers.{i}."
+            yield layer + "input_layernorm", (hidden,)
+            yield layer + "post_attention_layernorm", (hidden,)
+            if self.model_type == "qwen3":
+                yield layer + "self_attn.q_norm", (self.head_dim,)
+                yield layer + "self_attn.k_norm", (self.head_dim,)
+            yield layer + "self_attn.q_proj", (queries, hidden)
+            yield layer + "self_attn.k_proj", (keys, hidden)
+            yield layer + "self_attn.v_proj", (keys, hidden)
+            yield layer + "self_attn.o_proj", (hidden, queries)
+            yield layer + "mlp.gate_proj", (mlp, hidden)
+            yield layer + "mlp.up_proj", (mlp, hidden)
+            yield layer + "mlp.down_proj", (hidden, mlp)
 
     @property
     def layer_weights(self) -> int:

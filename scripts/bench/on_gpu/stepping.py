@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections import deque
@@ -36,6 +37,8 @@ from torch.autograd import DeviceType
 
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
+FILLED_BLOCKS = 1024
+"""Of the KV cache that are filled at once, all parts alike."""
 
 
 class Stepping:
@@ -92,6 +95,10 @@ class Stepping:
         self.runner.warm_up()
         synchronize(self.device)
         self._part("cache and graphs")
+        self._fill_kv_cache()
+        # As a worker does: no collection is to look at all of torch during a step.
+        gc.collect()
+        gc.freeze()
         self._step = 0
         self._pending: deque[PendingOutput] = deque()
 
@@ -142,14 +149,15 @@ class Stepping:
                 self.step()
             self.drain()
         spans = (
-            Span(event.name, event.time_range.start, event.time_range.end)
+            # All kernels of a graph have the id of what replayed it.
+            Span(event.name, event.time_range.start, event.time_range.end, event.id)
             for event in profiler.events()
             if event.device_type == DeviceType.CUDA
         )
         return summary(spans, steps)
 
-    def num_waits(self, batch: int, context: int) -> int | None:
-        """How often the host waits for the device in a decode step; None without a GPU."""
+    def waits(self, batch: int, context: int) -> dict[str, Any] | None:
+        """How often the host waits for the device in two decode steps, and where; None without a GPU."""
         if self.device.type != "cuda":
             return None
         self._begin_requests(batch, context, 24)
@@ -166,9 +174,11 @@ class Stepping:
         for result in results:
             if not isinstance(result, ModelRunnerOutput):
                 result.output()
-        for warning in caught:
-            print("  waits:", str(warning.message).splitlines()[0])
-        return len(caught)
+        places = [
+            f"{warning.filename}:{warning.lineno}: {str(warning.message).splitlines()[0]}"
+            for warning in caught
+        ]
+        return {"count": len(places), "places": places}
 
     def step(self, **fields: Any) -> None:
         result = self._execute(**fields)
@@ -184,6 +194,17 @@ class Stepping:
     def _execute(self, **fields: Any) -> ModelRunnerOutput | PendingOutput:
         self._step += 1
         return self.runner.execute(SchedulerOutput(self._step, **fields), lambda step: None)
+
+    @torch.inference_mode()
+    def _fill_kv_cache(self) -> None:
+        """Random keys and values: products with zeros take less power, and so less time."""
+        for layer in self.runner._kv_cache.layers:
+            parts = layer.split(FILLED_BLOCKS)
+            random = torch.randn(parts[0].shape, dtype=torch.bfloat16, device=self.device)
+            random = random.to(layer.dtype)
+            for part in parts:
+                part.copy_(random[: len(part)])
+        synchronize(self.device)
 
     def _begin_requests(self, batch: int, context: int, num_more: int) -> None:
         """Their keys and values are taken as computed, whatever lies in the cache."""

@@ -13,36 +13,53 @@ NUM_KERNELS = 20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel or a copy, in microseconds."""
+    """A kernel or a copy, in microseconds. Those of one `launch` come of one replay of a graph."""
 
     name: str
     start: float
     end: float
+    launch: int = 0
 
 
 def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
     """The idle shares of the time from the first span to the last, and what took most, for one of `num_steps`.
 
-    Raises ValueError if there are no spans.
+    Between steps is what is not within a replay. Raises ValueError if there are no spans.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     if not ordered:
         raise ValueError("the profiler saw nothing on the device")
     reached = first = ordered[0].start
-    idle = long_idle = 0.0
+    gaps: list[tuple[float, float]] = []
     took: dict[str, list[float]] = defaultdict(list)
+    launched: dict[int, list[Span]] = defaultdict(list)
     for span in ordered:
-        gap = span.start - reached
-        if gap > 0:
-            idle += gap
-            long_idle += gap if gap > LONG_GAP_US else 0.0
+        if span.start > reached:
+            gaps.append((reached, span.start))
         reached = max(reached, span.end)
         took[span.name].append(span.end - span.start)
+        launched[span.launch].append(span)
     whole = reached - first
     longest = sorted(took.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]
+    replays = [
+        (together[0].start, max(span.end for span in together))
+        for launch, together in launched.items()
+        if launch and len(together) > 1
+    ]
+
+    def share(gaps: Iterable[tuple[float, float]]) -> float:
+        return sum(end - begin for begin, end in gaps) / whole
+
+    between: dict[str, float] = {}
+    if replays:
+        outside = share(gap for gap in gaps if not _is_within(gap, replays))
+        between = {"idle between steps": outside, "replays": len(replays) / num_steps}
     return {
-        "idle": idle / whole,
-        f"idle in gaps over {LONG_GAP_US:g} us": long_idle / whole,
+        **between,
+        "idle": share(gaps),
+        f"idle in gaps over {LONG_GAP_US:g} us": share(
+            gap for gap in gaps if gap[1] - gap[0] > LONG_GAP_US
+        ),
         "launches": len(ordered) / num_steps,
         "step_us": whole / num_steps,
         "us": {
@@ -50,3 +67,7 @@ def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
             for name, times in longest
         },
     }
+
+
+def _is_within(gap: tuple[float, float], spans: list[tuple[float, float]]) -> bool:
+    return any(start <= gap[0] and gap[1] <= end for start, end in spans)

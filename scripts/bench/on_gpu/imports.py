@@ -1,0 +1,54 @@
+"""Tells which modules cannot be imported here that the other parts, or the server, need."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
+# Python has this file's folder on its path; what the benchmarks share is one above.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from on_gpu.reporting import Reporter
+
+MODULES = (
+    "numpy",
+    "torch",
+    "triton",
+    "safetensors",
+    "tokenizers",
+    "msgspec",
+    "zmq",
+    "psutil",
+    "engine.workers.model_runner",
+    "engine.workers.worker",
+    # Of the server only.
+    "setproctitle",
+    "uvloop",
+    "httptools",
+    "uvicorn",
+    "starlette",
+    "jinja2",
+    "yaml",
+    "huggingface_hub",
+    "llguidance",
+    "prometheus_client",
+    "engine.frontend.cli",
+    "engine.core.engine_core",
+)
+"""Each before those that need it."""
+
+
+def main() -> None:
+    reporter = Reporter()
+    for name in MODULES:
+        reporter.say(name, partial(_version, name))
+
+
+def _version(name: str) -> dict[str, str]:
+    return {"version": str(getattr(importlib.import_module(name), "__version__", ""))}
+
+
+if __name__ == "__main__":
+    main()
