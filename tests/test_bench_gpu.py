@@ -89,6 +89,8 @@ def test_a_part_that_dies_or_hangs_leaves_what_it_has_found(gpu, tmp_path: Path)
         assert time.monotonic() - began < 60
         assert found["a"] == {"x": 1}
         assert reason in found[gpu.FAILED]
+    # Where it hung.
+    assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
 
 
 DIES_IN_THE_SECOND = """
@@ -167,3 +169,5 @@ def test_between_steps_is_what_lies_outside_of_the_replays(gpu) -> None:
     assert found["idle"] == (2 + 1 + 2 + 3) / 40
     assert found["idle between steps"] == (1 + 2) / 40
     assert found["replays"] == 1
+    # Before the step that counts was one that the profiler held up.
+    assert summary([*first, *copied, *second], 1)["idle"] == 3 / 14

@@ -118,12 +118,16 @@ def run_once(
             text=True,
             # It may have children, which are to end with it.
             start_new_session=True,
+            # A signal that ends it, a segmentation fault or ours, makes it tell where it is.
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         )
         reasons = []
 
         def kill() -> None:
             reasons.append(f"no end after {seconds:.0f} s")
             with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGABRT)
+                time.sleep(2)
                 os.killpg(process.pid, signal.SIGKILL)
 
         timer = threading.Timer(seconds, kill)
@@ -135,6 +139,8 @@ def run_once(
             save()
         status = process.wait()
         timer.cancel()
+        # Its children may have to be killed still.
+        timer.join()
     said = log.read_bytes()[begin:].decode(errors="replace")
     print(said[-2000:], end="", file=sys.stderr, flush=True)
     if status and not reasons:

@@ -37,6 +37,9 @@ from torch.autograd import DeviceType
 
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
+SETTLING_STEPS = 10
+"""Of those that a profiler sees: the first ones are not like others."""
+
 FILLED_BLOCKS = 1024
 """Of the KV cache that are filled at once, all parts alike."""
 
@@ -140,12 +143,12 @@ class Stepping:
         """What runs on a GPU while `batch` requests decode; see `trace.summary`. None without one."""
         if self.device.type != "cuda":
             return None
-        self._begin_requests(batch, context, steps + 30)
+        self._begin_requests(batch, context, steps + SETTLING_STEPS + 30)
         for _ in range(20):
             self.step()
         self.drain()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
+            for _ in range(steps + SETTLING_STEPS):
                 self.step()
             self.drain()
         spans = (

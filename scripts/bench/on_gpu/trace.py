@@ -24,36 +24,38 @@ class Span:
 def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
     """The idle shares of the time from the first span to the last, and what took most, for one of `num_steps`.
 
-    Between steps is what is not within a replay. Raises ValueError if there are no spans.
+    Between steps is what is not within a replay. Of more replays than steps it is the last ones: the profiler holds up
+    the first. Raises ValueError if there are no spans.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     if not ordered:
         raise ValueError("the profiler saw nothing on the device")
+    replays = _replays(ordered)[-num_steps:]
+    if replays:
+        ordered = [span for span in ordered if span.start >= replays[0].start]
     reached = first = ordered[0].start
     gaps: list[tuple[float, float]] = []
     took: dict[str, list[float]] = defaultdict(list)
-    launched: dict[int, list[Span]] = defaultdict(list)
     for span in ordered:
         if span.start > reached:
             gaps.append((reached, span.start))
         reached = max(reached, span.end)
         took[span.name].append(span.end - span.start)
-        launched[span.launch].append(span)
     whole = reached - first
     longest = sorted(took.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]
-    replays = [
-        (together[0].start, max(span.end for span in together))
-        for launch, together in launched.items()
-        if launch and len(together) > 1
-    ]
 
     def share(gaps: Iterable[tuple[float, float]]) -> float:
         return sum(end - begin for begin, end in gaps) / whole
 
     between: dict[str, float] = {}
     if replays:
-        outside = share(gap for gap in gaps if not _is_within(gap, replays))
-        between = {"idle between steps": outside, "replays": len(replays) / num_steps}
+        outside = (
+            gap for gap in gaps if not any(x.start <= gap[0] and gap[1] <= x.end for x in replays)
+        )
+        between = {
+            "idle between steps": share(outside),
+            "replays": len(replays) / num_steps,
+        }
     return {
         **between,
         "idle": share(gaps),
@@ -69,5 +71,12 @@ def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
     }
 
 
-def _is_within(gap: tuple[float, float], spans: list[tuple[float, float]]) -> bool:
-    return any(start <= gap[0] and gap[1] <= end for start, end in spans)
+def _replays(ordered: list[Span]) -> list[Span]:
+    launched: dict[int, list[Span]] = defaultdict(list)
+    for span in ordered:
+        launched[span.launch].append(span)
+    return [
+        Span("replay", together[0].start, max(span.end for span in together), launch)
+        for launch, together in launched.items()
+        if launch and len(together) > 1
+    ]
