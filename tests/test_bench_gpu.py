@@ -128,7 +128,7 @@ def test_a_measurement_that_costs_the_gpu_is_the_last_of_its_process(
     gpu, monkeypatch, capsys
 ) -> None:
     import torch
-    from on_gpu.reporting import LostDevice, Reporter
+    from on_gpu.reporting import Reporter, Spoiled
 
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -139,11 +139,19 @@ def test_a_measurement_that_costs_the_gpu_is_the_last_of_its_process(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     reporter.say("out of memory", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    with pytest.raises(LostDevice) as lost:
+    with pytest.raises(Spoiled) as spoiled:
         reporter.say("illegal", fail)
-    assert lost.value.case == "illegal"
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["case"] == "illegal" and "illegal memory access" in last["failed"]
+    assert spoiled.value.case == "illegal"
+    with pytest.raises(Spoiled):
+        Reporter(share_state=True).say("half done", lambda: {}["x"])
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["case"] for line in said[1::2]] == [
+        "before",
+        "out of memory",
+        "illegal",
+        "half done",
+    ]
+    assert all("illegal memory access" in line["failed"] for line in said[1:6:2])
 
 
 def test_idle_time_is_what_lies_between_spans_that_may_overlap(gpu) -> None:

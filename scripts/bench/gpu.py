@@ -10,7 +10,8 @@ the larger shape. With --tiny it only shows that the program works.
 
 A part is a process of its own with a time limit, and the first parts matter most: the last ones, named above, may need
 a run of their own. A process whose kernel failed can no longer use the GPU, so another one goes on with what is left of
-its part. The first part tells which modules are missing; if any is, no other begins unless --only names it.
+its part; what failed in agreement is tried once more without graphs, waiting for each launch. The first part tells
+which modules are missing; if any is, no other begins unless --only names it.
 
 Each figure is in FILE as soon as it is known, and beside it, in a file that ends in .log, all that the parts wrote of
 their errors. At the end come the figures that there are goals for, and what failed.

@@ -21,7 +21,7 @@ import torch
 from engine.protocol.config import Device
 from on_gpu import limits
 from on_gpu.agreement import EAGERLY, Agreement
-from on_gpu.reporting import LostDevice, Reporter, add_done
+from on_gpu.reporting import Reporter, Spoiled, add_done
 from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
 from on_gpu.stepping import Stepping
 from on_gpu.weights import write_weights
@@ -60,11 +60,11 @@ def measure_agreement(reporter: Reporter, arguments: argparse.Namespace, directo
     try:
         for way in [arguments.eagerly] if arguments.eagerly else agreement.ways:
             reporter.say(way, partial(agreement.measure, way))
-    except LostDevice as lost:
-        if not arguments.done and EAGERLY not in lost.case:
+    except Spoiled as spoiled:
+        if not arguments.done and EAGERLY not in spoiled.case:
             # Once more so that the traceback shows what failed, not what first waited for it.
             subprocess.run(
-                [sys.executable, *sys.argv, "--eagerly", lost.case + EAGERLY],
+                [sys.executable, *sys.argv, "--eagerly", spoiled.case + EAGERLY],
                 env=os.environ | {"CUDA_LAUNCH_BLOCKING": "1"},
             )
         raise
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--eagerly", metavar="WAY", help="of agreement only this, without graphs")
     add_done(parser)
     arguments = parser.parse_args()
-    reporter = Reporter(arguments.done)
+    reporter = Reporter(arguments.done, share_state=arguments.part in ("agreement", "model"))
     device = Device(arguments.device)
     load, shapes = (TINY, TINY_SHAPES) if arguments.tiny else (Load(), SHAPES)
     with tempfile.TemporaryDirectory() as name:

@@ -12,22 +12,26 @@ FAILED = "failed"
 _LONGEST_MESSAGE = 400
 
 
-class LostDevice(SystemExit):
-    """A GPU that has failed is lost to this process, not to the next."""
+class Spoiled(SystemExit):
+    """What failed would spoil the measurements that follow in this process, not those in another one."""
 
     def __init__(self, case: str) -> None:
-        super().__init__(f"{case}: the GPU is lost to this process")
+        super().__init__(f"{case} failed: what is left has to be measured by another process")
         self.case = case
 
 
 class Reporter:
-    """Measures what is not `done` yet. One measurement that fails must not cost the others."""
+    """Measures what is not `done` yet. One measurement that fails must not cost the others.
 
-    def __init__(self, done: Collection[str] = ()) -> None:
+    Every failure spoils the process if measurements share a state; otherwise only one that cost it the GPU.
+    """
+
+    def __init__(self, done: Collection[str] = (), *, share_state: bool = False) -> None:
         self._done = frozenset(done)
+        self._share_state = share_state
 
     def say(self, case: str, measure: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Print what `measure` finds. Raises LostDevice if the GPU is of no use after it."""
+        """Print what `measure` finds. Raises Spoiled if nothing can be measured after it."""
         if case in self._done:
             return
         # This stands if the process does not come back from it.
@@ -38,8 +42,8 @@ class Reporter:
             traceback.print_exc()
             found = {FAILED: _shortened(f"{type(error).__name__}: {error}")}
         _print(case, found)
-        if FAILED in found and _is_lost():
-            raise LostDevice(case)
+        if FAILED in found and (self._share_state or _has_lost_gpu()):
+            raise Spoiled(case)
 
 
 def add_done(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,7 @@ def _print(case: str, found: Mapping[str, Any]) -> None:
     print(json.dumps({"case": case, **found}), flush=True)
 
 
-def _is_lost() -> bool:
+def _has_lost_gpu() -> bool:
     import torch
 
     if not torch.cuda.is_initialized():
