@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -211,6 +212,8 @@ def main() -> None:
     known = parts(("tiny",) if arguments.tiny else MODELS)
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"--only {unknown.pop()!r}: the parts are {', '.join(known)}")
+    # What is aborted must not write out its memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as name:
         figures = arguments.json or Path(name, "figures.json")
         report = measure(arguments, known, figures)
