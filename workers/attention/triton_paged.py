@@ -5,8 +5,8 @@ of kernel: one norms and rotates queries and keys and writes the cache, one does
 one (and a second, which adds up its splits) those with a single query. Which of the last two it is depends on the
 request alone, as do the orders of its sums: what shares the step does not change a bit of the result.
 
-Torch's own `varlen_attn` is no substitute: that of torch 2.11 knows no block table, the kernel of later ones takes pages of 256
-tokens and more only, and none a soft cap or an FP8 cache.
+Torch's own `varlen_attn` is no substitute: torch 2.11's knows no block table, the kernel of later ones takes pages of
+256 tokens and more only, and none takes a soft cap or an FP8 cache.
 
 T tokens, S requests, B blocks a row of the block table, H query heads, G key/value heads, K head dimension.
 """
