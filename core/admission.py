@@ -94,7 +94,7 @@ class Admission:
         self._running_pass = running_pass
         self._partial_prefills = partial_prefills
         self._encoders = encoders
-        self._drafts = drafts
+        self._num_lookahead_tokens = drafts.num_lookahead_tokens if drafts is not None else 0
         self._delay = delay
         self._starts_singly = (
             lifecycle.transfers is not None
@@ -287,7 +287,9 @@ class Admission:
         if is_long and limits.are_long_at_limit(room.num_long):
             self._queue.set_aside(Obstacle.LONG_PREFILLS)
             return None
-        num_tokens = self._with_lookahead(request, num_computed + granted)
+        num_tokens = num_computed + granted
+        if self._num_lookahead_tokens:
+            num_tokens = self._with_lookahead(request, num_tokens)
         claim = manager.claim(request, prefix, num_tokens)
         if claim is None:
             if room.starts:
@@ -343,10 +345,8 @@ class Admission:
 
     def _with_lookahead(self, request: Request, num_tokens: int) -> int:
         """How many tokens a request needs blocks for while it computes up to `num_tokens`."""
-        if self._drafts is None:
-            return num_tokens
         most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
-        return min(num_tokens + self._drafts.num_lookahead_tokens, most)
+        return min(num_tokens + self._num_lookahead_tokens, most)
 
     def _lora_obstacle(self, request: Request, now: float) -> Obstacle | None:
         """Why the adapter of a request cannot be used now."""
