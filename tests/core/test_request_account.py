@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from engine.core.admission_end import AdmissionEnd
 from engine.core.event_dump import write_dump
 from engine.core.kv_connector import ExternalMatch
 from engine.core.replay import main
 from engine.core.replayer import Replayer
-from engine.core.request_account import NEXT_STEP, RequestAccount, find_requests
+from engine.core.request_account import NEXT_STEP, REASONS, RequestAccount, find_requests
+from engine.core.request_queue import Obstacle
 from engine.protocol.messages import EncoderInput, EventKind
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.model_connector import ModelConnector
@@ -168,6 +170,10 @@ def test_waiting_while_a_suspect_is_tried():
     key = harness.add([3] * 6, 4)
     reason = "a suspect of having killed a worker is tried alone"
     assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def test_there_are_words_for_every_reason():
+    assert REASONS.keys() == {*AdmissionEnd, *Obstacle}
 
 
 def test_displacement_by_priority():
