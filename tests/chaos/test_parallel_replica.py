@@ -1,4 +1,4 @@
-"""A replica of several workers outlives its core, and is restarted as a whole when one of them dies: streams do not notice."""
+"""A replica of several workers outlives its core; when a worker dies all of it starts anew. Streams do not notice."""
 
 from __future__ import annotations
 

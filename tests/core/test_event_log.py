@@ -578,7 +578,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
     ],
 )
 def test_a_new_field_is_thought_of(struct, num_fields):
-    """Who adds a field decides in `redaction`, `decision_chain` and `snapshot` what becomes of it, and counts it here."""
+    """A new field needs a decision in `redaction`, `decision_chain` and `snapshot`; then it is counted here."""
     assert len(struct.__struct_fields__) == num_fields
 
 

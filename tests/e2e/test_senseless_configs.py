@@ -1,4 +1,4 @@
-"""A checkpoint whose files have fields of the wrong type, or senseless values, is refused by name, whoever reads them."""
+"""A checkpoint whose files have fields of the wrong type, or senseless values, is refused by name."""
 
 from __future__ import annotations
 
