@@ -48,6 +48,7 @@ from .client_outputs import drop_logprobs
 from .event_dump import default_directory, write_dump
 from .kv_event_publisher import KVEventPublisher
 from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
+from .quarantine import Accused
 from .recorded_scheduler import RecordedScheduler, Setup
 from .structured_output import StructuredOutputManager
 from .worker_group import WorkerGroup, raise_if_worker_lost
@@ -136,8 +137,10 @@ class EngineCore:
             self._start_scheduler(memory)
             try:
                 self._serve()
-            except Exception:
-                self._report_loss()
+            except Exception as error:
+                # What is raised on purpose is about the workers.
+                is_own = not isinstance(error, EngineError) or isinstance(error, FrameTooLarge)
+                self._report_loss(is_own=is_own)
                 self._dump_event_log("crash")
                 raise
             self._workers.send(Shutdown())
@@ -298,7 +301,11 @@ class EngineCore:
         self._outputs.append(self._scheduler.update_from_output(self._in_flight[0], result, now))
         self._in_flight.popleft()
         self._num_steps += 1
+        is_first = not self._num_tokens
         self._num_tokens += len(result.sampled_token_ids) // 4
+        if is_first and self._num_tokens:
+            # The supervisor shall know of it however soon this core ends.
+            self._beat(now)
         # Before the outputs: the workers wait for the bitmask.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
@@ -342,22 +349,24 @@ class EngineCore:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
 
-    def _report_loss(self) -> None:
-        """Tell the clients which of their requests were being computed, and see that they have heard it."""
-        try:
-            accused = self._scheduler.find_accused()
-            self._scheduler.finish_requests(accused.convicts, FinishReason.ERROR, CONVICTION)
-            self._send_outputs()
-        except Exception:
-            logger.exception("what was being computed is not known")
-            return
+    def _report_loss(self, *, is_own: bool) -> None:
+        """Tell the clients which of their requests the workers were computing, and see that they have heard it."""
+        accused = Accused([], [], [])
+        if not is_own:
+            try:
+                accused = self._scheduler.find_accused()
+                self._scheduler.finish_requests(accused.convicts, FinishReason.ERROR, CONVICTION)
+                self._send_outputs()
+            except Exception:
+                logger.exception("what was being computed is not known")
+                return
         unheard = set(self._client_indices)
         for identity, client_index in self._client_indices.items():
             suspects, bystanders = (
                 int32_bytes([index for client, index in keys if client == client_index])
                 for keys in (accused.suspects, accused.bystanders)
             )
-            self._clients.send(identity, ReplicaLost(suspects, bystanders))
+            self._clients.send(identity, ReplicaLost(suspects, bystanders, is_own))
         deadline = time.monotonic() + LAST_WORDS_S
         while unheard and (remaining := deadline - time.monotonic()) > 0:
             self._clients.socket.poll(int(remaining * 1000) + 1)

@@ -28,7 +28,7 @@ from .kv_cache_manager import Claim, KVCacheManager, Prefix
 from .quarantine import Quarantine
 from .request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
 from .request_queue import RequestQueue
-from .requirements import Requirements
+from .requirements import Refusal, Requirements
 from .reservations import Reservations
 from .running_requests import RunningRequests
 from .slots import as_array
@@ -110,9 +110,13 @@ class RequestLifecycle:
         num_queued_of_tenant = 0
         if self.tenants is not None:
             num_queued_of_tenant = self.tenants.num_queued(message.tenant, num_queued)
-        refusal = self._requirements.refuse(
-            message, num_queued, self._num_queued_tokens, num_queued_of_tenant
-        )
+        try:
+            refusal = self._requirements.refuse(
+                message, num_queued, self._num_queued_tokens, num_queued_of_tenant
+            )
+        except Exception as error:
+            # Nothing has changed yet: this is the end of one request alone.
+            refusal = Refusal(FinishReason.ERROR, f"this request cannot be read: {error!r}")
         if refusal is not None:
             reason, text = refusal
             retry_after_s = 0.0

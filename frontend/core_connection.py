@@ -114,15 +114,16 @@ class CoreConnection:
     def note_status(self, replica: ReplicaInfo) -> None:
         """Take in what the supervisor reports of the core."""
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
-        self._latest_epoch = max(self._latest_epoch, replica.epoch)
-        if replica.epoch > self.epoch:
+        latest_epoch = replica.epoch + replica.has_ended
+        self._latest_epoch = max(self._latest_epoch, latest_epoch)
+        if latest_epoch > self.epoch:
             self.ready = False
-        elif replica.state is not ReplicaState.SERVING:
+        if replica.epoch == self.epoch and replica.state is not ReplicaState.SERVING:
             # It may be restarted on purpose.
             self._excused_epoch = self.epoch
 
     def died_silently(self, epoch: int) -> bool:
-        """Whether the core of that epoch is gone, sent no last message, and was not restarted on purpose."""
+        """Whether the core of that epoch is gone, named no requests, and was not restarted on purpose."""
         return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
     def _begin_anew(self) -> None:
@@ -240,7 +241,8 @@ class CoreConnection:
                 result.set_result(message)
         else:
             self.ready = False
-            self._excused_epoch = self.epoch
+            if not message.is_own:
+                self._excused_epoch = self.epoch
             self._events.on_replica_lost(message)
             self._peer.send(LossNoted())
 

@@ -23,6 +23,7 @@ from ..protocol.messages import (
     ReplicaLost,
 )
 from ..protocol.supervisor_messages import EngineStatus
+from .convictions import Convictions
 from .core_connection import CoreConnection, CoreEvents
 from .core_load import Overloaded
 from .detokenizer import IncrementalDetokenizer
@@ -90,6 +91,7 @@ class EngineClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
         self._trials: list[Trials] = []
+        self._convictions = Convictions()
         self.watch: EngineWatch | None = None
         self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
@@ -173,13 +175,17 @@ class EngineClient:
         started = [
             self._start_sequence(*each) for each in zip(sequences, requests, cores, strict=True)
         ]
-        return RequestGroup(
+        group = RequestGroup(
             request_id,
             started,
             [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))],
             stream_interval=self._config.frontend.stream_interval,
             on_abort=self._abort_group,
         )
+        if any(request in self._convictions for request in requests):
+            # Nothing has been sent in this tick.
+            self._end_group(group, FinishReason.ERROR, CONVICTION)
+        return group
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached prefixes; False where running requests prevent it. Raises EngineDead."""
@@ -331,9 +337,14 @@ class EngineClient:
                 return index
 
     def _abort_group(self, group: RequestGroup) -> None:
+        self._end_group(group, FinishReason.ABORT)
+
+    def _end_group(
+        self, group: RequestGroup, reason: FinishReason, error: str | None = None
+    ) -> None:
         for sequence in group.sequences:
             if not sequence.finished:
-                self._output.finish(sequence, FinishReason.ABORT)
+                self._output.finish(sequence, reason, error=error)
                 self._abort_at_core(sequence)
 
     def _abort_at_core(self, sequence: Sequence) -> None:
@@ -353,11 +364,20 @@ class EngineClient:
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence is tried again; it has failed if not."""
+        if sequence.finished:
+            return False
         if self._cores[sequence.core_index].died_silently(sequence.epoch):
             sequence.accuse_silently()
         if sequence.num_silent_deaths > MAX_SILENT_DEATHS:
-            self._output.fail([sequence], CONVICTION)
+            self._convict(sequence)
         return not sequence.finished
+
+    def _convict(self, sequence: Sequence) -> None:
+        """A sequence is the cause of deaths. Its group fails with it: there is no answer without it."""
+        self._convictions.add(sequence.request)
+        if self.watch is not None:
+            self.watch.cause_found()
+        self._end_group(sequence.group, FinishReason.ERROR, CONVICTION)
 
     def _resubmit(self, sequence: Sequence) -> None:
         self._output.resubmit(sequence, self._next_request_index())
@@ -370,6 +390,10 @@ class EngineClient:
             trials.wait_for(sequence)
 
     def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+        for done in outputs.finished:
+            sequence = self._output.sequences.get(done.request_index)
+            if sequence is not None and done.message == CONVICTION:
+                self._convict(sequence)
         self._output.process(outputs)
         self._trials[outputs.core_index].advance()
 

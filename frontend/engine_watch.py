@@ -64,6 +64,10 @@ class EngineWatch:
                 if (info.state is ReplicaState.SERVING) == is_to_serve:
                     return info
 
+    def cause_found(self) -> None:
+        """Tell that a request was failed as the cause of deaths."""
+        self._reporter.cause_found()
+
     def is_up(self, replica: int) -> bool:
         """Whether a replica can compute, as the supervisor last told."""
         self._read()

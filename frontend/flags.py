@@ -455,7 +455,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--max-restarts",
             "recovery.max_restarts",
-            "give up after more deaths than this with no token in between, unless another replica, or frontend, serves",
+            "give up after more deaths than this with no token and no cause found in between, unless another replica, or frontend, serves",
             integer(0),
             metavar="N",
         ),

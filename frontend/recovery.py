@@ -52,6 +52,7 @@ class RecoveryUnit:
         self._launch = launch
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_fruitless_deaths = 0
+        self._num_causes_found = 0
         self.is_down = False
         self._is_exhausted = False
         self._awaits_ends = False
@@ -106,7 +107,7 @@ class RecoveryUnit:
 
     def restart(self, now: float) -> None:
         """End every process, to start them anew. This does not count as a death, and earlier deaths are forgotten."""
-        self.num_fruitless_deaths = 0
+        self.num_fruitless_deaths = self._num_causes_found = 0
         self.is_down = self._is_renewed = True
         self._is_exhausted = False
         self._start_at = now
@@ -118,7 +119,7 @@ class RecoveryUnit:
         now = time.monotonic()
         leader = self.children[self.leader.name]
         if self._has_made_progress(leader):
-            self.num_fruitless_deaths = 0
+            self.num_fruitless_deaths = self._num_causes_found = 0
         if child is not leader and leader.alive and leader.kill_at is None:
             leader.signal(signal.SIGUSR2)
             leader.kill_at = now + LAST_WORDS_S
@@ -128,10 +129,20 @@ class RecoveryUnit:
             self._is_exhausted = self.num_fruitless_deaths > max_restarts
             self._start_at = now + self._backoff_s()
 
+    def cause_found(self, max_restarts: int) -> None:
+        """A request was failed for the last deaths, which count no more: what it asked for is not tried again.
+
+        One that fails more than `max_restarts` requests with no token in between may be broken itself.
+        """
+        self._num_causes_found += 1
+        if self._num_causes_found <= max_restarts:
+            self.num_fruitless_deaths = 0
+            self._is_exhausted = False
+
     def _backoff_s(self) -> float:
         if self._is_exhausted:
             return MAX_BACKOFF_S
-        if self.num_fruitless_deaths == 1:
+        if self.num_fruitless_deaths <= 1:
             return 0.0
         return min(FIRST_BACKOFF_S * 2 ** (self.num_fruitless_deaths - 2), MAX_BACKOFF_S)
 
@@ -146,12 +157,7 @@ class RecoveryUnit:
         if not self.is_down or not all(child.is_known_dead for child in dead):
             # The supervisor has not handled a process's end yet, whose last report may say why it ended.
             return []
-        if (
-            self._is_renewed
-            or not self._outlives_leader
-            or self.num_fruitless_deaths > 1
-            or any(child.spec is not self.leader for child in dead)
-        ):
+        if not self._may_resume:
             for child in self.children.values():
                 if child.spec is not self.leader:
                     child.kill()
@@ -171,14 +177,32 @@ class RecoveryUnit:
         return self.start()
 
     @property
+    def _may_resume(self) -> bool:
+        """Whether the followers are to go on with the next leader."""
+        return (
+            self._outlives_leader
+            and not self._is_renewed
+            and self.num_fruitless_deaths <= 1
+            and all(
+                child.alive for child in self.children.values() if child.spec is not self.leader
+            )
+        )
+
+    @property
     def is_ready(self) -> bool:
         leader = self.children.get(self.leader.name)
         return leader is not None and leader.alive and leader.stage is Stage.READY
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the leader has just been replaced while its followers go on."""
-        return time.monotonic() - self._resumed_at < RESUMING_S
+        """Whether the leader is being replaced, or has just been, while its followers go on."""
+        is_next = self.is_down and self._may_resume
+        return is_next or time.monotonic() - self._resumed_at < RESUMING_S
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the leader is gone, and the next epoch has not begun."""
+        return self.is_down and not self.children[self.leader.name].alive
 
     @property
     def is_up(self) -> bool:

@@ -196,11 +196,16 @@ class Sequence:
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
     def accuse_silently(self) -> None:
-        """The core that it was sent to died without a last message."""
+        """The core that it was sent to died and named no requests. A death while it was alone counts for its group."""
         is_accused = not self.has_got_further
+        was_alone = self.is_silent_suspect
         self._note_progress()
         self.num_silent_deaths += is_accused
         self.request.is_suspect |= self.is_silent_suspect
+        if is_accused and was_alone:
+            for sibling in self.group.sequences:
+                if sibling.is_silent_suspect:
+                    sibling.num_silent_deaths = self.num_silent_deaths
 
     @property
     def is_silent_suspect(self) -> bool:

@@ -90,4 +90,5 @@ class _Place:
             num_waiting=progress.num_waiting if progress else 0,
             is_resuming=self.unit.is_resuming,
             is_up=self.unit.is_up,
+            has_ended=self.unit.has_ended,
         )

@@ -21,6 +21,7 @@ import zmq
 from ..protocol.config import EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.supervisor_messages import (
+    CauseFound,
     EngineStatus,
     Heartbeat,
     ProcessReport,
@@ -278,7 +279,11 @@ class Supervisor:
             for remote_report in self._nodes.read_reports():
                 self._take_report(remote_report)
         while (report := self._statuses.receive(0)) is not None:
-            if isinstance(report, ReplicaCommand):
+            if isinstance(report, CauseFound):
+                for unit in self._units:
+                    if unit.leader.role is Role.CORE:
+                        unit.cause_found(self._limits.max_restarts)
+            elif isinstance(report, ReplicaCommand):
                 if not self.was_ready:
                     continue
                 self._tell(f"replica {report.replica}: {report.action}")

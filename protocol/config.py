@@ -374,8 +374,9 @@ class RecoveryConfig(msgspec.Struct, frozen=True):
     """When a process counts as hung, and how often one is started again.
 
     A process that gives no sign of life for `heartbeat_timeout_s`, or a step that takes longer than `step_timeout_s`,
-    is killed. After more than `max_restarts` deaths with no token in between the engine gives up, unless another
-    replica or frontend serves. With `inject_crash` (tests) a worker kills itself when a prompt has that token.
+    is killed. After more than `max_restarts` deaths with no token and no cause found in between the engine gives up,
+    unless another replica or frontend serves. With `inject_crash` (tests) a worker kills itself when a prompt has that
+    token.
     """
 
     heartbeat_timeout_s: float = 5.0

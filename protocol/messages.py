@@ -310,11 +310,12 @@ class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=
     """The last message of a core that has lost a worker or met an error of its own.
 
     Of the client's requests in the steps in flight `suspects` int32 had no token yet since they were admitted;
-    `bystanders` int32 had.
+    `bystanders` int32 had. An error that `is_own` may be due to any request, also to one in no step, and names nobody.
     """
 
-    suspects: I32
-    bystanders: I32
+    suspects: I32 = b""
+    bystanders: I32 = b""
+    is_own: bool = False
 
 
 class ReplicaNews(msgspec.Struct, tag="news", array_like=True, omit_defaults=True, gc=False):

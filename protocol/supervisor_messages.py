@@ -68,10 +68,14 @@ class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, f
     action: ReplicaAction
 
 
+class CauseFound(msgspec.Struct, tag="cause", array_like=True, gc=False, frozen=True):
+    """A frontend has failed a request as the cause of the last deaths of cores or workers."""
+
+
 ProcessReport: TypeAlias = ProcessStatus | Heartbeat
 """What every process says of itself."""
 
-SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand
+SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
 
 # supervisor -> frontends
@@ -108,6 +112,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     """One replica. `epoch` counts its lives. It `is_up` while its core and workers are ready.
 
     One that `is_resuming` has lost its core alone, a moment ago: with the next one, streams go on where they were.
+    The core of one that `has_ended` is gone, and there is no next one yet.
     """
 
     replica: int
@@ -117,6 +122,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     num_waiting: int
     is_resuming: bool = False
     is_up: bool = True
+    has_ended: bool = False
 
 
 class EngineStatus(msgspec.Struct, gc=False):

@@ -22,6 +22,7 @@ from .cluster_key import ClusterKey, admit_clients
 from .config import EngineConfig
 from .errors import ConfigError, EngineError
 from .supervisor_messages import (
+    CauseFound,
     EngineStatus,
     Heartbeat,
     ProcessStatus,
@@ -226,6 +227,10 @@ class StatusReporter:
     def command(self, command: ReplicaCommand) -> None:
         """Ask for something that only the supervisor can do."""
         self._socket.send(encode(command))
+
+    def cause_found(self) -> None:
+        """A request that has cost lives will cost no more."""
+        self._socket.send(encode(CauseFound()))
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
         self._socket.send(

@@ -86,8 +86,10 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
-def internal_error(message: str) -> APIError:
-    return APIError(500, message, type="internal_server_error")
+def internal_error(message: str, *, may_retry: bool = True) -> APIError:
+    """500, after which the clients of OpenAI try again by themselves unless they are told not to."""
+    headers = None if may_retry else {"x-should-retry": "false"}
+    return APIError(500, message, type="internal_server_error", headers=headers)
 
 
 def json_response(

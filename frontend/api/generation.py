@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
+from ...protocol.errors import CONVICTION
 from ...protocol.sampling_params import SamplingParams
 from ..engine_client import (
     Delta,
@@ -171,4 +172,4 @@ def raise_if_failed(delta: Delta) -> None:
         raise too_many_requests(message, delta.retry_after_s)
     if reason == "expired":
         raise deadline_exceeded(message, delta.retry_after_s)
-    raise internal_error(message)
+    raise internal_error(message, may_retry=delta.error != CONVICTION)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import openai
 import pytest
 from support.faults import environment_with
+from support.mixed_streams import Streams
+from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
 POISON = 49_000
 OTHERS = 99
+NO_MODEL = (default_model(), "--device", "null", "--null-step-ms", "5", "--max-model-len", "256")
 
 
 def body(number: int, poison: int = POISON) -> dict[str, Any]:
@@ -58,11 +62,27 @@ def test_a_poison_among_100_is_found_within_two_crashes() -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("poison", [49_001, 49_002], ids=["by arriving", "when it is scheduled"])
-def test_a_poison_of_which_the_core_dies_without_a_word_fails_alone(poison: int) -> None:
-    args = (default_model(), "--device", "null", "--max-model-len", "256", "--api-server-count")
+KILLED = "core 0 was killed by SIGKILL"
+RAISED = "core 0: RuntimeError: a test asked for this failure"
+
+
+def several_sequences(poison: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": [1, poison], "n": 5},
+        {"prompt": [[prompt, poison] for prompt in range(2, 7)]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("poison", "death"),
+    [(49_001, KILLED), (49_002, KILLED), (49_003, RAISED), (49_004, RAISED)],
+    ids=[f"{how} {when}" for how in ("killed", "raising") for when in ("at arrival", "in a step")],
+)
+def test_a_poison_of_which_the_core_dies_and_names_nobody_fails_alone(
+    poison: int, death: str
+) -> None:
     env = environment_with("poisonous_core")
-    with Server(*args, "2", "--null-step-ms", "5", env=env) as server:
+    with Server(*NO_MODEL, "--api-server-count", "2", env=env) as server:
         everyone = list(range(OTHERS + 1))
         healthy = [number for number in everyone if number != OTHERS // 2]
         undisturbed = ask_all(server, healthy)
@@ -74,10 +94,83 @@ def test_a_poison_of_which_the_core_dies_without_a_word_fails_alone(poison: int)
             status, answer = answers[number]
             assert status == 200, answer
             assert answer["choices"] == undisturbed[number][1]["choices"]
-        assert server.log.count("was killed by SIGKILL") == 4, server.log
+        assert server.log.count(death) == 4, server.log
         assert_nothing_is_held(server)
         # Nobody else is there to make progress meanwhile.
-        status, answer = server.post("/v1/completions", body(OTHERS // 2, poison))
-        assert status == 500 and "alone when" in answer["error"]["message"], answer
+        asked = several_sequences(poison)
+        for fields in asked:
+            status, answer = server.post("/v1/completions", {"max_tokens": 8, **fields})
+            assert status == 500 and "alone when" in answer["error"]["message"], answer
         assert server.post("/v1/completions", body(1))[0] == 200
+        assert server.log.count(death) == 4 + 4 * len(asked), server.log
+        assert server.stop() == 0, server.log
+
+
+def test_a_request_that_the_core_cannot_read_fails_and_nobody_dies() -> None:
+    with Server(*NO_MODEL, env=environment_with("poisonous_core")) as server:
+        pid = server.child("core 0").pid
+        answers = ask_all(server, list(range(OTHERS + 1)), 49_005)
+        status, answer = answers.pop(OTHERS // 2)
+        assert status == 500 and "asked for this failure" in answer["error"]["message"]
+        assert {status for status, _ in answers.values()} == {200}
+        assert server.child("core 0").pid == pid
+        assert_nothing_is_held(server)
+        assert server.stop() == 0, server.log
+
+
+def test_a_poison_costs_two_workers_however_it_is_asked_for_and_how_often() -> None:
+    with (
+        Server(*NO_MODEL, "--inject-crash", str(POISON)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="unused") as client,
+    ):
+        model = client.models.list().data[0].id
+        requests = [
+            *several_sequences(POISON),
+            {"prompt": [7, POISON]},
+            {"prompt": [8, POISON], "n": 5, "stream": True},
+        ]
+        for number, fields in enumerate(requests, 1):
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError, match="alone when") as raised:
+                    client.completions.create(model=model, **fields)
+                assert raised.value.response.headers["x-should-retry"] == "false"
+            wait_until(
+                lambda deaths=2 * number: server.log.count("SIGSEGV") >= deaths,
+                what="every death is told of",
+            )
+        assert client.completions.create(model=model, prompt=[9, 9]).choices
+        assert server.log.count("was killed by SIGSEGV") == 2 * len(requests), server.log
+        assert_nothing_is_held(server)
+        assert server.stop() == 0
+
+
+def test_an_engine_that_dies_of_whatever_it_is_asked_for_ends() -> None:
+    args = (*NO_MODEL, "--inject-crash", str(POISON), "--max-restarts", "2")
+    with Server(*args) as server:
+        for prompt in range(3):
+            assert server.post("/v1/completions", {"prompt": [prompt, POISON]})[0] == 500
+        with pytest.raises(OSError):
+            server.post("/v1/completions", {"prompt": [3, POISON]})
+        assert server.wait() == 1
+        assert "core 0 produced nothing in 3 lives: giving up" in server.log
+
+
+def test_a_life_that_gave_a_token_has_done_its_work_however_short_it_was() -> None:
+    with Server(*NO_MODEL, "--null-step-ms", "50", "--max-restarts", "1") as server:
+        request = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        streams = Streams(server, [request])
+        streams.wait_for_events(1)
+        for _ in range(4):
+            victim = server.child("worker 0")
+            victim.kill()
+
+            def is_replaced(before: int = victim.pid) -> bool:
+                processes = server.get("/engine/status")[1]["processes"]
+                [worker] = [process for process in processes if process["name"] == "worker 0"]
+                return worker["stage"] == "ready" and worker["pid"] != before
+
+            wait_until(is_replaced, 40, what="there is another worker")
+            streams.wait_for_events(1)
+        [answer] = streams.answers()
+        assert "done" in answer and "error" not in answer, answer
         assert server.stop() == 0, server.log

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 from engine.frontend.server import PUBLISH_METRICS_S
-from support.mixed_streams import Streams, bodies
+from support.faults import environment_with
+from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
 from support.server import Server, default_model
 
@@ -190,6 +191,23 @@ def test_a_replica_that_dies_again_and_again_is_no_matter_of_the_other() -> None
         assert server.metric("engine:replica_up") == 2
         assert server.get("/readyz")[1]["detail"] == ""
         assert other.is_running() and other.pid == server.child("worker 0").pid
+        assert server.stop() == 0
+
+
+def test_streams_do_not_wait_for_a_replica_that_waits_before_it_is_tried_again() -> None:
+    args = ("--device", "null", "--null-step-ms", "5", "--data-parallel-size", "2")
+    env = environment_with("core_without_heir")
+    story = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    requests = [{"prompt": f"Part {number}.", "seed": number, **story} for number in range(8)]
+    with Server(default_model(), *args, env=env) as server:
+        undisturbed = undisturbed_answers(server, requests)
+        streams = Streams(server, requests)
+        streams.wait_for_events(50)
+        assert server.metric("engine:num_requests_running", engine="0") > 0
+        server.child("core 0").kill()
+        assert streams.answers() == undisturbed
+        assert server.log.count("core 0 was killed by SIGKILL") == 2
+        assert server.metric("engine:replica_up", engine="0") == 0
         assert server.stop() == 0
 
 

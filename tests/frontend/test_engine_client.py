@@ -32,6 +32,7 @@ from engine.protocol.messages import (
     AddRequests,
     ClientHello,
     EngineCoreOutputs,
+    FinishedRequest,
     FinishReason,
     LossNoted,
     ReplicaLost,
@@ -500,10 +501,9 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
         begun = await client.submit([request(200)], request_id="begun")
         await drive(first, begun.next())
         neighbours = await client.submit([request(200)] * 3, request_id="neighbours")
-        wanted = [request(200, prompt=list(PROMPT)), request(200, prompt=[5, 6, 7])]
-        poisoned = await client.submit(wanted, request_id="a good and a poisonous prompt")
-        good, poison = poisoned.sequences
-        others = [*begun.sequences, *neighbours.sequences, good]
+        poisoned = await client.submit([request(200, prompt=[5, 6, 7])], request_id="poison")
+        [poison] = poisoned.sequences
+        others = [*begun.sequences, *neighbours.sequences]
         num_doubtful: list[int] = []
 
         def run_core() -> None:
@@ -523,6 +523,30 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
         for sequence in others:
             assert sequence.finish_reason is FinishReason.LENGTH
             assert sequence.token_ids.tolist() == [PROMPT[i % len(PROMPT)] for i in range(200)]
+
+
+@on_event_loop
+async def test_what_was_the_cause_of_a_death_is_not_tried_again(tmp_path: Path) -> None:
+    async with connected(engine_config(tmp_path)) as (client, core):
+        prompt = [5, 6, 7]
+        group = await client.submit([request(prompt=prompt), request()], request_id="poison")
+        await until(lambda: len(core.requests) == 2, core.receive)
+        convicted = FinishedRequest(
+            group.sequences[0].request_index, FinishReason.ERROR, message=CONVICTION
+        )
+        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, finished=[convicted]))
+        assert [delta.error for delta in await group.result()] == [CONVICTION] * 2
+        again = await client.submit([request(prompt=prompt)] * 2, request_id="again")
+        assert [delta.error for delta in await again.result()] == [CONVICTION] * 2
+        others = [request(prompt=prompt, logprobs=1), request()]
+        answered = [await client.submit([other], request_id="other") for other in others]
+        for answer in answered:
+            [delta] = await drive(core, answer.result())
+            assert delta.finish_reason == "length"
+        sent = [
+            len(message.requests) for message in core.received if isinstance(message, AddRequests)
+        ]
+        assert sum(sent) == 4
 
 
 @on_event_loop

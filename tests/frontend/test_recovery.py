@@ -88,6 +88,10 @@ class Replica(RuleBasedStateMachine):
             core.beat(Heartbeat(num_tokens=num_tokens))
 
     @rule()
+    def find_cause(self) -> None:
+        self.unit.cause_found(MAX_RESTARTS)
+
+    @rule()
     def restart(self) -> None:
         self.unit.restart(0.0)
 

@@ -1,16 +1,21 @@
-"""Python imports this at its start where the directory is on PYTHONPATH: some tokens kill the core, which says nothing.
+"""Python imports this at its start where the directory is on PYTHONPATH: some tokens are the core's end.
 
-One kills it when the request arrives, the other when it is about to be computed.
+They kill it, which says nothing, or make it raise an exception: when the request arrives, or when it is about to be
+computed. One makes it raise an exception while it has not taken in anything of the request yet.
 """
 
 import os
 import signal
 
 from engine.core.engine_core import EngineCore
+from engine.core.requirements import Requirements
 from engine.core.scheduler import Scheduler
 
 KILLS_BY_ARRIVING = 49_001
 KILLS_WHEN_SCHEDULED = 49_002
+RAISES_BY_ARRIVING = 49_003
+RAISES_WHEN_SCHEDULED = 49_004
+RAISES_WHEN_READ = 49_005
 
 
 def die_of(token_id: int, token_ids: bytes) -> None:
@@ -18,9 +23,15 @@ def die_of(token_id: int, token_ids: bytes) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def raise_for(token_id: int, token_ids: bytes) -> None:
+    if token_id in memoryview(token_ids).cast("i"):
+        raise RuntimeError("a test asked for this failure")
+
+
 def add_requests(core, client_index, requests, add=EngineCore._add_requests):
     for request in requests:
         die_of(KILLS_BY_ARRIVING, request.prompt_token_ids)
+        raise_for(RAISES_BY_ARRIVING, request.prompt_token_ids)
     add(core, client_index, requests)
 
 
@@ -28,8 +39,15 @@ def schedule(scheduler, now, schedule=Scheduler.schedule):
     step = schedule(scheduler, now)
     for new in step.new_requests if step is not None else ():
         die_of(KILLS_WHEN_SCHEDULED, new.token_ids)
+        raise_for(RAISES_WHEN_SCHEDULED, new.token_ids)
     return step
+
+
+def refuse(requirements, request, *args, refuse=Requirements.refuse):
+    raise_for(RAISES_WHEN_READ, request.prompt_token_ids)
+    return refuse(requirements, request, *args)
 
 
 EngineCore._add_requests = add_requests
 Scheduler.schedule = schedule
+Requirements.refuse = refuse
