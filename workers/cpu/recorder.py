@@ -63,13 +63,14 @@ class Recorder:
         """
         spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
         vocabulary = spec.vocab_size, spec.hidden_size, self._part(spec.vocab_size)
+        scale = spec.rounded_embedding_scale(weights.dtype)
         if shard.is_first:
             embedding = weights.packed("embed_tokens.weight", *vocabulary)
             if self._is_alone:
-                program.add("embed", parts=[embedding], scale=spec.embedding_scale)
+                program.add("embed", parts=[embedding], scale=scale)
             else:
                 program.add("embed", parts=[embedding])
-                program.add("sum", target=_RESIDUAL, vectors=[None], scale=spec.embedding_scale)
+                program.add("sum", target=_RESIDUAL, vectors=[None], scale=scale)
         else:
             program.add("embed")
         for place, index in enumerate(shard.layers):

@@ -185,7 +185,7 @@ class NativeWeightReader(WeightReader):
 
     def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
         """Return the decoder's tensor `name`, or a part of its `size` elements, as float32."""
-        vector: NDArray[np.float32] = self.read(name, size, part=part).float().numpy()
+        vector: NDArray[np.float32] = self.read_vector(name, size, part).numpy()
         return vector
 
     def packed(self, name: str, rows: int, columns: int, part: range | None = None) -> PackedWeight:

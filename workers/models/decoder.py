@@ -66,8 +66,7 @@ class Decoder:
             embedding_vD = weights.read("embed_tokens.weight", *vocabulary, part=part)
         if shard.is_first:
             self._embed = VocabParallelEmbedding(embedding_vD, spec.vocab_size, tensor_parallel)
-        # Models were trained with the scale rounded to their own dtype.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._layers = [
             DecoderLayer(spec, layer, weights, f"layers.{i}.", attention, shard, kernels)
@@ -75,7 +74,7 @@ class Decoder:
         ]
         if shard.is_last:
             self._norm = kernels.norm(
-                weights.read("norm.weight", spec.hidden_size).float() + spec.norm_weight_offset,
+                weights.read_vector("norm.weight", spec.hidden_size) + spec.norm_weight_offset,
                 spec.norm_eps,
             )
             self._head = VocabParallelHead(
@@ -178,8 +177,8 @@ class DecoderLayer:
         def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
-            weight_D = weights.read(f"{prefix}{name}.weight", spec.hidden_size)
-            return kernels.norm(weight_D.float() + spec.norm_weight_offset, spec.norm_eps, consumer)
+            weight_D = weights.read_vector(f"{prefix}{name}.weight", spec.hidden_size)
+            return kernels.norm(weight_D + spec.norm_weight_offset, spec.norm_eps, consumer)
 
         self.rope = layer.rope
         self.kv_cache_group = layer.kv_cache_group
@@ -281,7 +280,7 @@ class Attention:
 def _head_norm(spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard) -> HeadNorm:
     """A norm over every query head and every key head."""
     q_K, k_K = (
-        weights.read(f"{prefix}{name}.weight", spec.head_dim).float() + spec.norm_weight_offset
+        weights.read_vector(f"{prefix}{name}.weight", spec.head_dim) + spec.norm_weight_offset
         for name in ("q_norm", "k_norm")
     )
     weight_HK = torch.cat(
@@ -301,7 +300,7 @@ class FullNorm:
         self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
         self._q_norm, self._k_norm = (
             RMSNorm(
-                weights.read(f"{prefix}{name}.weight", heads * spec.head_dim).float()
+                weights.read_vector(f"{prefix}{name}.weight", heads * spec.head_dim)
                 + spec.norm_weight_offset,
                 spec.norm_eps,
             )

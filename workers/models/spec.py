@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ...protocol.model_dimensions import ModelDimensions
 from .rope import RopeSpec
 
@@ -67,6 +69,10 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+
+    def rounded_embedding_scale(self, dtype: torch.dtype) -> float:
+        """Models were trained with the scale rounded to their own dtype."""
+        return torch.tensor(self.embedding_scale, dtype=dtype).item()
 
     @property
     def windows_by_group(self) -> tuple[frozenset[int | None], ...]:

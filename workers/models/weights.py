@@ -95,6 +95,10 @@ class WeightReader:
         """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight", or a part of one dimension."""
         return self._read(self._prefix + name, shape, part, dim)
 
+    def read_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        """As `read`, in float32: what is stored with more bits than `dtype` has keeps them."""
+        return self._read(self._prefix + name, (size,), part, dtype=torch.float32)
+
     def read_rows(self, prefix: str, suffix: str, rows: Sequence[Rows], *rest: int) -> Tensor:
         """Return rows of tensors that differ in their first dimension, one below the other."""
         parts = [self.read(f"{prefix}{r.name}.{suffix}", r.total, *rest, part=r.part) for r in rows]
@@ -148,10 +152,15 @@ class WeightReader:
             )
 
     def _read(
-        self, name: str, shape: tuple[int, ...], part: range | None = None, dim: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        part: range | None = None,
+        dim: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         self._check(name, shape)
-        tensor = self.checkpoint.tensor(name, self.dtype, part=part, dim=dim)
+        tensor = self.checkpoint.tensor(name, dtype or self.dtype, part=part, dim=dim)
         self._mark_read(name)
         return tensor.to(self.device)
 
@@ -222,11 +231,16 @@ class DummyWeightReader(WeightReader):
         self._head = _HEAD
 
     def _read(
-        self, name: str, shape: tuple[int, ...], part: range | None = None, dim: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        part: range | None = None,
+        dim: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         if part is not None:
             shape = (*shape[:dim], len(part), *shape[dim + 1 :])
-        return made_up(name, shape, self.dtype, self.device)
+        return made_up(name, shape, dtype or self.dtype, self.device)
 
     def _read_matrix(
         self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0

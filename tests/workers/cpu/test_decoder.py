@@ -199,6 +199,18 @@ def test_narrow_weights_are_close(dtype, tmp_path):
     torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
 
 
+def test_the_embedding_is_scaled_in_the_models_dtype(tmp_path):
+    """As Gemma was trained: 59.87 is 59.75 in bfloat16."""
+    checkpoint = random_checkpoint(tmp_path, small_spec())
+    for dtype, is_rounded in ((torch.bfloat16, True), (torch.float32, False)):
+        exact, rounded = (
+            Runner(native_decoder(small_spec(embedding_scale=scale), checkpoint, dtype=dtype))
+            for scale in (3584**0.5, 59.75)
+        )
+        logits, expected = (runner.step({0: prompt(5)})[0] for runner in (exact, rounded))
+        assert torch.equal(logits, expected) == is_rounded
+
+
 def test_int8_quantization_is_close(tmp_path):
     spec = SPECS["llama"]
     checkpoint = random_checkpoint(tmp_path, spec)

@@ -87,6 +87,13 @@ def test_float_matrices_are_packed_in_the_models_dtype(
     np.testing.assert_array_equal(weight.rows(range(9)), ODD.to(dtype).float().numpy())
 
 
+def test_vectors_keep_the_bits_that_they_are_stored_with(tmp_path: Path) -> None:
+    norm = torch.tensor([1 + 2.0**-20, 0.1, 3e-9])
+    checkpoint = checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, norm__weight=norm)
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
+    np.testing.assert_array_equal(reader.vector("norm.weight", 3), norm.numpy())
+
+
 @pytest.mark.parametrize(("quantization", "weight_format"), [("int8", F.U8), ("int4", F.U4_OFFSET)])
 def test_quantization_takes_float_matrices_of_whole_groups(
     checkpoint: Checkpoint, quantization: str, weight_format: WeightFormat
