@@ -217,7 +217,12 @@ class TorchPagedAttention(AttentionBackend):
     ) -> Tensor:
         # A masked key still takes part as 0 * value: what a request leaves in its last block must
         # not be able to turn that into NaN for the block's next owner.
-        kv_TGK = torch.cat((k_TGK, v_TGK), 1).to(self.dtype).nan_to_num_(0.0, 0.0, 0.0)
+        kv_TGK = torch.cat((k_TGK, v_TGK), 1)
+        is_finite_TGK = kv_TGK.isfinite()
+        kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
+        # The token itself must tell.
+        is_damaged_T = ~is_finite_TGK.flatten(1).all(1)
+        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
         kv_cache.view(-1, self.head_dim).index_copy_(
             0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
         )

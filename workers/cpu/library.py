@@ -214,7 +214,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_select_isa": (c_int32, [c_int32]),
     "engine_can_pack": (c_int32, [c_int32, c_int32]),
     "engine_packed_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
-    "engine_pack_rows": (None, [c_void_p, c_int32, c_void_p, c_ssize_t, c_int32, c_int32]),
+    "engine_pack_rows": (c_int32, [c_void_p, c_int32, c_void_p, c_ssize_t, c_int32, c_int32]),
     "engine_finish_packing": (c_size_t, [c_void_p]),
     "engine_activation_row_bytes": (c_size_t, [c_int32, c_int32]),
     "engine_quantize_rows": (None, [c_int32, c_void_p, c_ssize_t, c_int32, c_int32, c_void_p]),

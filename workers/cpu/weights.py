@@ -282,7 +282,11 @@ class NativeWeightReader(WeightReader):
 
         def pack(start: int) -> None:
             source_type, source = rows(start, min(start + step, num_rows))
-            pack_rows(weight, source_type, source, start)
+            if not pack_rows(weight, source_type, source, start):
+                raise self._error(
+                    f"the tensor {name!r} has numbers that are NaN or infinite: the file is damaged, or was "
+                    "quantized from such"
+                )
 
         with ThreadPoolExecutor(self._num_threads) as threads:
             list(threads.map(pack, range(0, num_rows, step)))
@@ -372,18 +376,20 @@ def can_pack(source_type: SourceType, weight_format: WeightFormat) -> bool:
 
 def pack_rows(
     weight: PackedWeight, source_type: SourceType, source: NDArray[np.uint8], first_row: int = 0
-) -> None:
+) -> bool:
     """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
 
-    Threads may pack different rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
+    Returns False where it has a NaN or an infinity that the format has not. Threads may pack different rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
     """
-    native_library().engine_pack_rows(
-        ctypes.byref(weight),
-        source_type,
-        source.ctypes.data,
-        source.strides[0],
-        first_row,
-        len(source),
+    return bool(
+        native_library().engine_pack_rows(
+            ctypes.byref(weight),
+            source_type,
+            source.ctypes.data,
+            source.strides[0],
+            first_row,
+            len(source),
+        )
     )
 
 

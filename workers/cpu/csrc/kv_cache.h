@@ -4,8 +4,9 @@
 // [block_size / pair][padded head_dim][pair]. `pair` is how many are multiplied at once: 2 for bf16,
 // 4 for int8, otherwise 1; head_dim is padded to whole vectors. So sixteen keys' elements, and sixteen
 // elements of a value, are one vector. Numbers in int8 are in units of their token's scale, and
-// scales [block_size] in float32 follow the keys, and the values. Stored numbers are finite: what is
-// not becomes zero, lest a masked key of a block's last owner turns 0 * value into NaN.
+// scales [block_size] in float32 follow the keys, and the values. Stored numbers are finite: beyond
+// the largest of a format is that one, and a NaN or an infinity becomes zero, lest a masked key of a block's last owner
+// turns 0 * value into NaN.
 #pragma once
 
 #include <cstddef>

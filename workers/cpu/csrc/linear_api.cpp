@@ -19,9 +19,9 @@ ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k) {
   return packed_bytes(WeightFormat(format), n, k);
 }
 
-ENGINE_API void engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source,
-                                 ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows) {
-  pack_rows(*w, SourceType(type), source, source_row_bytes, first_row, rows);
+ENGINE_API int engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source,
+                                ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows) {
+  return pack_rows(*w, SourceType(type), source, source_row_bytes, first_row, rows);
 }
 
 ENGINE_API size_t engine_finish_packing(const PackedWeight* w) { return finish_packing(*w); }

@@ -18,11 +18,15 @@ struct WeightGroup {
 };
 
 float load_fp16(const uint8_t* p) { return from_fp16(load_u16(p)); }
+bool is_finite_fp16(const uint8_t* p) { return (load_u16(p) & 0x7c00) != 0x7c00; }
+
+// These return whether all numbers are finite.
 
 // The types in blocks of 32: fp16 scale, fp16 offset in some, fifth bits in some, codes.
-void unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
+bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   const bool has_minimum = type == SourceType::q4_1 || type == SourceType::q5_1;
   const bool has_fifth_bits = type == SourceType::q5_0 || type == SourceType::q5_1;
+  const bool is_finite = is_finite_fp16(block) && (!has_minimum || is_finite_fp16(block + 2));
   group.scales[0] = load_u16(block);
   block += 2;
   if (has_minimum) {
@@ -33,7 +37,7 @@ void unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   }
   if (type == SourceType::q8_0) {
     for (int i = 0; i < kGroup; i++) group.codes[i] = block[i] ^ 0x80;
-    return;
+    return is_finite;
   }
   uint32_t fifth_bits = 0;
   if (has_fifth_bits) {
@@ -44,11 +48,12 @@ void unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
     group.codes[i] = uint8_t((block[i] & 15) | (fifth_bits >> i & 1) << 4);
     group.codes[i + 16] = uint8_t(block[i] >> 4 | (fifth_bits >> (i + 16) & 1) << 4);
   }
+  return is_finite;
 }
 
 // Group g of eight of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
 // six-bit scales and minima, 32 bytes of fifth bits (q5_k), 128 bytes of nibbles.
-void unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& group) {
+bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* packed = block + 4;
   int scale, minimum;
   if (g < 4) {
@@ -66,11 +71,12 @@ void unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& g
     group.codes[i] = nibbles[i] >> (g % 2 * 4) & 15;
     if (type == SourceType::q5_k) group.codes[i] |= (fifth_bits[i] >> g & 1) << 4;
   }
+  return is_finite_fp16(block) && is_finite_fp16(block + 2);
 }
 
 // Group g of eight of a q6_k block: 128 bytes of low nibbles, 64 of the high two bits, 16 int8 scales of
 // half groups, the fp16 scale of these.
-void unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
+bool unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* low = block + 64 * (g / 4) + 32 * (g % 2);
   const uint8_t* high = block + 128 + 32 * (g / 4);
   for (int i = 0; i < kGroup; i++)
@@ -78,6 +84,7 @@ void unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
   const float scale = load_fp16(block + 208);
   for (int half = 0; half < 2; half++)
     group.scales[half] = to_fp16(scale * float(int8_t(block[192 + 2 * g + half])));
+  return is_finite_fp16(block + 208);
 }
 
 float element(SourceType type, const uint8_t* source, int i) {
@@ -132,7 +139,7 @@ void quantize_to_u4(const float* x, WeightGroup& group) {
   }
 }
 
-void unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int g, WeightGroup& group) {
+bool unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int g, WeightGroup& group) {
   switch (type) {
     case SourceType::q4_0:
       return unpack_block(type, row + size_t(g) * 18, group);
@@ -155,9 +162,15 @@ void unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int 
     case SourceType::bf16: {
       float x[kGroup];
       for (int i = 0; i < kGroup; i++) x[i] = element(type, row, g * kGroup + i);
-      return format == WeightFormat::u8 ? quantize_to_u8(x, group) : quantize_to_u4(x, group);
+      if (!std::all_of(x, x + kGroup, [](float each) { return std::isfinite(each); })) return false;
+      if (format == WeightFormat::u8)
+        quantize_to_u8(x, group);
+      else
+        quantize_to_u4(x, group);
+      return true;
     }
   }
+  return false;
 }
 
 void store_group(WeightFormat format, const WeightGroup& group, int column, int index, int groups, uint8_t* tile) {
@@ -191,16 +204,20 @@ void store_group(WeightFormat format, const WeightGroup& group, int column, int 
   }
 }
 
-void pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
+// Returns whether the format has all numbers: a half that is infinite would become the largest.
+bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
+  bool has_all = true;
   for (int i = 0; i < k; i++, out += float_stride(format)) {
     const float x = element(type, source, i);
     if (format == WeightFormat::f32) {
       std::memcpy(out, &x, 4);
     } else {
+      has_all &= std::isfinite(x);
       const uint16_t half = to_fp16(x);
       std::memcpy(out, &half, 2);
     }
   }
+  return has_all;
 }
 
 void pack_bf16_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
@@ -252,23 +269,27 @@ size_t packed_bytes(WeightFormat format, int n, int k) {
   return tile_at(format, k, (tiles + unit - 1) / unit * unit);
 }
 
-void pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
+bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
                int first_row, int rows) {
-  if (w.format == WeightFormat::bf16) return pack_bf16_rows(w, type, source, source_row_bytes, first_row, rows);
+  if (w.format == WeightFormat::bf16) {
+    pack_bf16_rows(w, type, source, source_row_bytes, first_row, rows);
+    return true;
+  }
   for (int row = first_row; row < first_row + rows; row++, source += source_row_bytes) {
     uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
     const int column = row % kColumnTile;
     if (!is_integer(w.format)) {
-      pack_float_row(w.format, type, source, w.k, tile + column * element_bytes(w.format));
+      if (!pack_float_row(w.format, type, source, w.k, tile + column * element_bytes(w.format))) return false;
       continue;
     }
     const int groups = w.k / kGroup;
     for (int g = 0; g < groups; g++) {
       WeightGroup group{};
-      unpack_group(w.format, type, source, g, group);
+      if (!unpack_group(w.format, type, source, g, group)) return false;
       store_group(w.format, group, column, g, groups, tile);
     }
   }
+  return true;
 }
 
 size_t finish_packing(const PackedWeight& w) {

@@ -36,8 +36,9 @@ constexpr int kRowsTogether = 64;
 
 // Pack `rows` rows, source_row_bytes apart, as rows first_row and following of a matrix. Integer formats need
 // k % 32 == 0, K types k % 256 == 0; bf16 needs bounds that are multiples of kRowsTogether, but for the last row's.
-// Threads may pack disjoint rows together.
-void pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
+// Threads may pack disjoint rows together. Returns false, having packed a part, at a NaN or an infinity that the format
+// does not have.
+bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
                int first_row, int rows);
 
 // To follow when all rows are packed: returns how many of the packed_bytes, from the first, are needed still.

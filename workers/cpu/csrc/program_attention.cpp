@@ -1,5 +1,6 @@
 // How a program shares out its attention.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <tuple>
 
@@ -34,6 +35,8 @@ void Program::rotate_store(const Op& op, float* qkv, int row) {
     const float* cosines = rope.tables.data() + size_t(row) * 2 * half;
     rows_.rotate(qkv, num_heads + num_kv_heads, head_dim, cosines, cosines + half, half);
   }
+  // What is stored is finite whatever is given: that a key or a value was not, this token's own result must tell.
+  if (!rows_.all_finite(qkv, qkv_size_)) std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
   const int heads = num_heads / num_kv_heads;
   const int slot = step_.groups[op.group].slot_mapping[first_token_ + row];
   for (int g = 0; g < num_kv_heads; g++) {

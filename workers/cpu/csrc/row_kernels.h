@@ -21,6 +21,7 @@ struct RowKernels {
   void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin, int half);
   // x = softcap * tanh(x / softcap)
   void (*soft_cap)(float* x, float softcap, int n);
+  bool (*all_finite)(const float* x, int n);
   // The first of the largest elements; -1 if one is NaN.
   int (*argmax)(const float* x, int n, float* largest);
 };
