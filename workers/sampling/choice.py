@@ -44,7 +44,12 @@ def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
 def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
     """Replace, in place, the tokens of rows that cannot be sampled by the mark that says why."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
-    return token_ids.masked_fill_(x.peak_R.isnan() | x.peak_R.isposinf(), NOT_A_NUMBER)
+    return mark_not_numbers(token_ids, x.peak_R)
+
+
+def mark_not_numbers(token_ids: torch.Tensor, peak_R: torch.Tensor) -> torch.Tensor:
+    """Mark the rows of which a logit, and so the largest, is NaN or infinite, in place."""
+    return token_ids.masked_fill_(peak_R.isnan() | peak_R.isposinf(), NOT_A_NUMBER)
 
 
 def _choose(x: BlockedLogits, metadata: SamplingMetadata, positions_S: Int32Array) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array
 from ..transfers import to_device
 from .bad_words import BadWords
-from .choice import choose_tokens
+from .choice import choose_tokens, mark_not_numbers
 from .logit_changes import LogitChanges
 from .logprobs import compute_logprobs
 from .masks import limit, token_limits
@@ -64,6 +64,8 @@ class TorchSampler(Sampler):
         will_change = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
         raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
+        # What is masked could hide a NaN.
+        raw_peak_S = logits_SV.amax(1) if will_change else None
         changes = self._changes_for(metadata) if metadata.changes_logits else None
         if changes is not None:
             self._change_logits(logits_SV, changes, positions_S)
@@ -72,6 +74,8 @@ class TorchSampler(Sampler):
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
+        if raw_peak_S is not None:
+            mark_not_numbers(chosen_S, raw_peak_S)
         sampled = SamplerOutput(chosen_S, metadata)
         if changes is not None and changes.penalties is not None:
             self._seen_tokens.learn(changes.penalties, sampled.token_ids)

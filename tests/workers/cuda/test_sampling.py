@@ -119,6 +119,18 @@ def test_rows_without_a_token(kwargs: dict[str, Any]) -> None:
     assert [slot for slot, _ in output.failed_slots] == [2]
 
 
+def test_no_mask_hides_what_is_not_a_number() -> None:
+    logits = random_logits(100, num_rows=3)
+    logits[0, 7] = float("nan")
+    logits[1, 7] = float("inf")
+    rows = Rows(100, choose=choose_tokens, device=DEVICE)
+    for slot in range(3):
+        rows.add(slot, SamplingParams(seed=slot, allowed_token_ids=(3, 4)))
+    output = rows.sample(logits, [0, 1, 2])
+    assert int32_view(output.nan_slots).tolist() == [0, 1]
+    assert output.token_ids[2] in (3, 4)
+
+
 @triton.jit
 def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, uniform: tl.constexpr):
     row = tl.program_id(0)

@@ -340,6 +340,30 @@ def test_rows_of_nans_are_reported_and_leave_the_others_alone(
         assert not np.isnan(np.frombuffer(row.logprobs, np.float32)).any()
 
 
+@pytest.mark.parametrize("value", [float("nan"), INF])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_mask_hides_what_is_not_a_number(
+    new_rows: NewRows, value: float, temperature: float
+) -> None:
+    masks: list[dict[str, Any]] = [
+        {"allowed_token_ids": (3, 4)},
+        {"bad_words_token_ids": ((50,),)},
+        {"min_tokens": 5, "stop_token_ids": (50,)},
+        {"logit_bias": {50: -INF}},
+        {"logit_bias": {4: 1.0}},
+    ]
+    batch = new_rows(V)
+    for slot, mask in enumerate([*masks, {}]):
+        batch.add(slot, SamplingParams(seed=slot, temperature=temperature, **mask))
+    slots = list(range(len(masks) + 1))
+    logits = logits_of(*slots)
+    logits[:, 50] = value
+    bitmask = np.zeros((1, 4), np.int32)
+    bitmask[0, 0] = 1 << 5
+    output = batch.sample(logits, slots, grammar_of([len(masks)], bitmask))
+    assert int32_view(output.nan_slots).tolist() == slots
+
+
 def test_top_k_of_ties_keeps_exactly_k(new_rows: NewRows) -> None:
     batch = new_rows(5000)
     batch.add(0, SamplingParams(top_k=3, seed=1))
