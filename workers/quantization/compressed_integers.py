@@ -18,6 +18,7 @@ from .scheme import (
     QuantizationScheme,
     StoredModule,
     covering,
+    groups_of_columns,
     in_group_order,
     shape_of,
     unpack_bytes,
@@ -59,8 +60,8 @@ class CompressedIntegerScheme(QuantizationScheme):
         group_size = self._group_size or num_columns
         num_groups = -(-num_columns // group_size)
         groups = ColumnGroups.of(columns, group_size, num_columns)
-        has_order = module.has("weight_g_idx")
-        stored = None if has_order else groups.stored
+        group_of_column = groups_of_columns(module, "weight_g_idx", num_columns, group_size)
+        stored = groups.stored if group_of_column is None else None
         matrix = QuantizedMatrix(
             self._values(module, (num_rows, num_columns), rows, columns),
             self._bits,
@@ -68,9 +69,8 @@ class CompressedIntegerScheme(QuantizationScheme):
             groups.size,
             self._zeros(module, (num_rows, num_groups), rows, stored),
         )
-        if has_order:
-            group_of_column = module.read("weight_g_idx", (num_columns,), columns).long()
-            return in_group_order(matrix, group_of_column)
+        if group_of_column is not None:
+            return in_group_order(matrix, group_of_column[columns.start : columns.stop])
         zero = matrix.zero_OG
         return QuantizedMatrix(
             matrix.values_OD,

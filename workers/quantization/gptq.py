@@ -7,8 +7,6 @@ int32 [D].
 
 from __future__ import annotations
 
-import torch
-
 from ...protocol.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
@@ -17,6 +15,7 @@ from .scheme import (
     StoredModule,
     UnsupportedScheme,
     covering,
+    groups_of_columns,
     in_group_order,
     shape_of,
     unpack_bytes,
@@ -48,7 +47,7 @@ class GPTQScheme(QuantizationScheme):
         fields, bits = self._fields, self._bits
         group_size = self._group_size if self._group_size > 0 else num_columns
         num_groups = -(-num_columns // group_size)
-        group_of_column = self._group_of_column(module, num_columns, group_size)
+        group_of_column = groups_of_columns(module, "g_idx", num_columns, group_size)
         groups = ColumnGroups.of(columns, group_size, num_columns)
         stored = groups.stored if group_of_column is None else None
 
@@ -74,21 +73,3 @@ class GPTQScheme(QuantizationScheme):
             groups.size,
             groups.expand(zeros_OG),
         )
-
-    @staticmethod
-    def _group_of_column(
-        module: StoredModule, num_columns: int, group_size: int
-    ) -> torch.Tensor | None:
-        """Return the group of each column, int64 [D], or None if they are in order."""
-        if not module.has("g_idx"):
-            return None
-        groups = module.read("g_idx", (num_columns,)).long()
-        if torch.equal(groups, torch.arange(num_columns, device=groups.device) // group_size):
-            return None
-        num_groups = -(-num_columns // group_size)
-        if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-            raise module.problem(
-                f"'{module.name}.g_idx' has groups {int(groups.min())} to {int(groups.max())}, "
-                f"there are {num_groups}"
-            )
-        return groups

@@ -129,6 +129,28 @@ class ColumnGroups:
         return x_OG.repeat_interleave(self.repeats, 1)[:, first : first + count].contiguous()
 
 
+def groups_of_columns(
+    module: StoredModule, tensor: str, num_columns: int, group_size: int
+) -> Tensor | None:
+    """Return the group of each column, int64 [D], as `tensor` says it; None if they are in order.
+
+    Quantizers that make the tensor and have no use for it leave it at -1.
+    """
+    if not module.has(tensor):
+        return None
+    groups = module.read(tensor, (num_columns,)).long()
+    in_order = torch.arange(num_columns, device=groups.device) // group_size
+    if torch.equal(groups, in_order) or bool((groups == -1).all()):
+        return None
+    num_groups = -(-num_columns // group_size)
+    if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+        raise module.problem(
+            f"'{module.name}.{tensor}' has groups {int(groups.min())} to {int(groups.max())}, "
+            f"there are {num_groups}"
+        )
+    return groups
+
+
 def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> QuantizedMatrix:
     """Return a matrix whose columns belong to groups in any order with the columns of each together.
 

@@ -79,6 +79,34 @@ def test_groups_that_a_part_cuts_become_smaller(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "order", "words"),
+    [("compressed-int4", "weight_g_idx", "weight_packed"), ("gptq", "g_idx", "qweight")],
+)
+def test_the_order_of_groups_is_one_of_those_there_are(
+    directory: Path, name: str, order: str, words: str
+) -> None:
+    meaning = quantize_directory(directory, name)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    assert NAME.replace("weight", words) in tensors
+
+    def read(groups_D: Tensor) -> Tensor:
+        tensors[NAME.replace("weight", order)] = groups_D.int()
+        save_file(tensors, file)
+        return open_checkpoint(directory).tensor(NAME)
+
+    in_order = torch.arange(COLUMNS) // GROUP
+    assert close(read(in_order), meaning[NAME])
+    # So it is left where the order is not used.
+    assert close(read(torch.full((COLUMNS,), -1)), meaning[NAME])
+    for column, group in ((0, -1), (40, COLUMNS // GROUP), (95, 1 << 20)):
+        out_of_range = in_order.clone()
+        out_of_range[column] = group
+        with pytest.raises(CheckpointError, match=rf"{order}' has groups .*{group}.*there are 3"):
+            read(out_of_range)
+
+
+@pytest.mark.parametrize(
     ("config", "problem"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
