@@ -1,4 +1,4 @@
-"""The control groups (v2) whose limits hold for this process, as containers and service managers set them."""
+"""The control groups whose limits hold for this process, as containers and service managers set them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Final
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def control_groups(root: Path = CGROUPS) -> tuple[Path, ...]:
-    """The group that this process is in, then those around it. Raises OSError where there are none."""
-    own = root / Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
-    return (own, *own.parents)
+def control_groups(controller: str, root: Path = CGROUPS) -> tuple[Path, ...]:
+    """The groups that this process is in and those around them, of version 2 and of a `controller`'s own tree in version 1.
+
+    Not all of them need be there. Raises OSError where there are none.
+    """
+    own: dict[str, str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), path.strip("/"))
+    groups = (root / own.get("", ""), root / controller / own.get(controller, ""))
+    return tuple(around for group in groups for around in (group, *group.parents))

@@ -41,14 +41,18 @@ def usable_cores(cgroups: Path = CGROUPS) -> int:
     if hasattr(os, "sched_getaffinity"):
         cores.append(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
-        groups = control_groups(cgroups)
-        cores += [_cores_of(group) for group in groups if (group / "cpu.max").exists()]
+        cores += map(_cores_of, control_groups("cpu", cgroups))
     return max(1, min(cores))
 
 
 def _cores_of(group: Path) -> int:
-    quota, period = (group / "cpu.max").read_text().split()
-    return sys.maxsize if quota == "max" else int(quota) // int(period)
+    if (group / "cpu.max").exists():
+        quota, period = (group / "cpu.max").read_text().split()
+    elif (group / "cpu.cfs_quota_us").exists():
+        quota, period = ((group / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+    else:
+        return sys.maxsize
+    return sys.maxsize if quota.strip() in ("max", "-1") else int(quota) // int(period)
 
 
 def has_float8(device: torch.device) -> bool:

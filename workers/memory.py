@@ -24,6 +24,9 @@ from .memory_profile import GIB, MemoryProfile
 CPU_SHARE = 0.25
 """Of the free memory, for all workers together; the rest belongs to other work and to the page cache."""
 
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Of a control group, version 2 and version 1."""
+
 
 def count_kv_blocks(
     config: EngineConfig,
@@ -119,26 +122,28 @@ def free_host_bytes(config: EngineConfig) -> int:
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:
-    """The machine's memory, or the least that a control group (v2) of this process may have."""
+    """The machine's memory, or the least that a control group of this process may have."""
     return _least(psutil.virtual_memory().total, _limit_of, cgroups)
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Of the machine's memory, and of what the control groups (v2) that this process is in leave of theirs."""
+    """Of the machine's memory, and of what the control groups that this process is in leave of theirs."""
     return _least(psutil.virtual_memory().available, _left_of, cgroups)
 
 
 def _least(of_machine: int, of_group: Callable[[Path], int], cgroups: Path) -> int:
     amounts = [of_machine]
     with suppress(OSError, ValueError):
-        groups = control_groups(cgroups)
-        amounts += [of_group(group) for group in groups if (group / "memory.max").exists()]
+        amounts += map(of_group, control_groups("memory", cgroups))
     return min(amounts)
 
 
 def _limit_of(group: Path) -> int:
-    limit = (group / "memory.max").read_text().strip()
-    return sys.maxsize if limit == "max" else int(limit)
+    for name in _LIMITS:
+        if (group / name).exists():
+            limit = (group / name).read_text().strip()
+            return sys.maxsize if limit == "max" else int(limit)
+    return sys.maxsize
 
 
 def _left_of(group: Path) -> int:
@@ -146,6 +151,10 @@ def _left_of(group: Path) -> int:
     if limit == sys.maxsize:
         return limit
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    is_v2 = (group / "memory.max").exists()
+    used, prefix = ("memory.current", "") if is_v2 else ("memory.usage_in_bytes", "total_")
     # The page cache is counted, and given back where memory is wanted.
-    page_cache = int(statistics["active_file"]) + int(statistics["inactive_file"])
-    return max(0, limit - int((group / "memory.current").read_text()) + page_cache)
+    page_cache = sum(
+        int(statistics.get(f"{prefix}{part}_file", 0)) for part in ("active", "inactive")
+    )
+    return max(0, limit - int((group / used).read_text()) + page_cache)

@@ -58,6 +58,36 @@ def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
     assert limit("max") > 10**6
 
 
+def test_a_control_group_of_version_1_may_have_less_than_the_machine(tmp_path: Path) -> None:
+    group = tmp_path / "memory"
+    group.mkdir()
+
+    def limit(value: int) -> None:
+        (group / "memory.limit_in_bytes").write_text(f"{value}\n")
+
+    (group / "memory.usage_in_bytes").write_text("5000\n")
+    (group / "memory.stat").write_text(
+        "active_file 1\ninactive_file 2\ntotal_inactive_file 400\ntotal_active_file 600\n"
+    )
+    limit(9000)
+    assert available_bytes(tmp_path) == 9000 - 5000 + 400 + 600
+    assert total_bytes(tmp_path) == 9000
+    limit(9223372036854771712)
+    assert available_bytes(tmp_path) > 10**6
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total
+
+
+def test_a_control_group_of_version_1_may_have_less_time_than_the_machine_has_cores(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    cores = len(psutil.Process().cpu_affinity())
+    for quota, expected in ((-1, cores), (100000 * cores, cores), (150000, 1), (50000, 1)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert usable_cores(tmp_path) == expected
+
+
 def test_a_control_group_may_have_less_time_than_the_machine_has_cores(tmp_path: Path) -> None:
     def limit(value: str) -> int:
         (tmp_path / "cpu.max").write_text(f"{value}\n")
