@@ -368,18 +368,24 @@ class GGUFFile:
         self._check_split()
 
     def _check_split(self) -> None:
-        count = self.metadata.get("split.count", 0) or 1
+        count = self._split_number("split.count", 0) or 1
         if count != len(self.paths):
             raise CheckpointError(
                 self.path,
                 f"the checkpoint is split into {count} files, {len(self.paths)} are here: keep all "
                 "of them in one directory under the names they came with",
             )
-        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        expected = self._split_number("split.tensors.count", len(self.tensors))
         if expected != len(self.tensors):
             raise CheckpointError(
                 self.path, f"{expected} tensors are announced, {len(self.tensors)} found"
             )
+
+    def _split_number(self, key: str, default: int) -> int:
+        number = self.metadata.get(key, default)
+        if not isinstance(number, int):
+            raise CheckpointError(self.path, f"{key} is {number!r}, not a number of them")
+        return number
 
     def data(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 ``[n_bytes]``: a read-only view of the memory map."""

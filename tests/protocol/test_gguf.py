@@ -2,12 +2,13 @@ import importlib.util
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from engine.protocol.errors import CheckpointError
 from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile
-from gguf import GGUFEndian, GGUFReader, GGUFWriter
+from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from hypothesis import given, settings
@@ -148,6 +149,17 @@ def test_a_renamed_part_is_not_taken_for_the_whole(split: list[Path], tmp_path: 
     split[0].rename(tmp_path / "whole.gguf")
     with pytest.raises(CheckpointError, match="split into 3 files, 1 are here"):
         GGUFFile(tmp_path / "whole.gguf")
+
+
+@pytest.mark.parametrize("key", ["split.count", "split.tensors.count"])
+@pytest.mark.parametrize("value", ["three", [1, 2, 3], 1.5])
+def test_counts_of_parts_are_numbers(tmp_path: Path, key: str, value: Any) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_key_value(key, value, GGUFValueType.get_type(value))
+    writer.add_tensor("x.weight", np.zeros((2, 3), np.float32))
+    finish(writer)
+    with pytest.raises(CheckpointError, match=f"{key} is .*, not a number of them"):
+        GGUFFile(tmp_path / "m.gguf")
 
 
 def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:

@@ -72,7 +72,12 @@ class GGUFCheckpoint(Checkpoint):
         for tensor in self._gguf.tensors.values():
             if _ROTARY_TENSORS.fullmatch(tensor.name):
                 continue
-            self._tensors[self._hf_name(tensor.name, layer_modules)] = tensor
+            name = self._hf_name(tensor.name, layer_modules)
+            if other := self._tensors.get(name):
+                raise CheckpointError(
+                    path, f"tensors {other.name!r} and {tensor.name!r} are both {name!r}"
+                )
+            self._tensors[name] = tensor
             if tensor.ggml_type not in DEQUANTIZABLE:
                 raise CheckpointError(
                     path,

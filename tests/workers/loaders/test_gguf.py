@@ -344,6 +344,15 @@ def test_an_unsupported_type(tmp_path: Path) -> None:
     refused(path, "'blk.0.ffn_down.weight'", "IQ4_XS", "Q4_K")
 
 
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    norms = {
+        f"blk.0.{name}.weight": np.ones(64, np.float32)
+        for name in ("ffn_norm", "post_attention_norm")
+    }
+    path = write_file(tmp_path / "m.gguf", EMBEDDING | norms)
+    refused(path, "'blk.0.ffn_norm.weight'", "'blk.0.post_attention_norm.weight'", "both")
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
