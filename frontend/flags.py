@@ -77,7 +77,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--dtype",
             "model.dtype",
-            "of weights that are not quantised: auto, float32, float16 (half) or bfloat16",
+            "of weights that are not quantised: auto (bfloat16; on a CPU without AMX what is stored in float16 stays so, exact but slower), float32, float16 (half) or bfloat16",
             dtype,
             metavar="DTYPE",
         ),

@@ -34,7 +34,8 @@ from .weights import NativeWeightReader
 class NativeDecoder:
     """The model of `spec`, or a shard of it, as a recorded program; `Decoder`'s interface.
 
-    Weights that are stored quantized stay so; `quantization`, "int8" or "int4", quantizes others.
+    Weights that are stored quantized stay so, with `keeps_float16` also those in float16; `quantization`, "int8" or
+    "int4", quantizes others.
     Hidden states are float32. Uses `num_threads` threads, by default as many as the process may run
     on. Raises `NotSupportedNatively` if the torch decoder must do it, and `CheckpointError` as
     `Decoder` does.
@@ -51,6 +52,7 @@ class NativeDecoder:
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
         quantization: str | None = None,
+        keeps_float16: bool = False,
         num_threads: int | None = None,
     ) -> None:
         self.spec = spec
@@ -65,6 +67,7 @@ class NativeDecoder:
             dtype,
             has_head=not spec.tie_word_embeddings,
             quantization=quantization,
+            keeps_float16=keeps_float16,
             num_threads=num_threads,
             shard=shard,
             on_progress=on_progress,

@@ -157,7 +157,8 @@ class NativeWeightReader(WeightReader):
     Quantized matrices keep their values; those of a GGUF type without a packed format become int8 in
     groups of 32, those of other formats that GGUF's types cannot hold are dequantized. Matrices of a
     float type are packed in `dtype`, or quantized if `quantization` says so and their rows are whole
-    groups; the embedding and the head to no less than int8.
+    groups; the embedding and the head to no less than int8. With `keeps_float16` those that are stored
+    in float16 stay so.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class NativeWeightReader(WeightReader):
         *,
         has_head: bool,
         quantization: str | None = None,
+        keeps_float16: bool = False,
         num_threads: int = 1,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
@@ -180,6 +182,7 @@ class NativeWeightReader(WeightReader):
             on_progress=on_progress,
         )
         self._quantization = None if quantization is None else QUANTIZATIONS[quantization]
+        self._keeps_float16 = keeps_float16
         self._num_threads = num_threads
         self._memory = WeightMemory()
 
@@ -236,7 +239,9 @@ class NativeWeightReader(WeightReader):
         """
         formats = [self._format(self._prefix + each.name) for each in rows]
         if len({weight_format.activation_kind for weight_format in formats}) > 1:
-            formats = [_FLOAT_FORMATS[self.dtype]] * len(rows)
+            floats = set(formats) & set(_FLOAT_FORMATS.values())
+            common = floats.pop() if len(floats) == 1 else _FLOAT_FORMATS[self.dtype]
+            formats = [common] * len(rows)
         return [
             self._packed(self._prefix + each.name, each.total, columns, weight_format, each.part)
             for each, weight_format in zip(rows, formats, strict=True)
@@ -306,7 +311,8 @@ class NativeWeightReader(WeightReader):
         if few is not None and (stored_as := block_type(few)) is not None:
             return _QUANTIZED_FORMATS[stored_as]
         if self._quantization is None or self.checkpoint.shape(name)[1] % GROUP_SIZE:
-            return _FLOAT_FORMATS[self.dtype]
+            is_half = self._keeps_float16 and self._stored_dtype(name) == torch.float16
+            return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype]
         if name == self._head or name.endswith("embed_tokens.weight"):
             return WeightFormat.U8
         return self._quantization
@@ -314,6 +320,10 @@ class NativeWeightReader(WeightReader):
     def _few_rows(self, name: str) -> QuantizedMatrix | None:
         """The first rows of a matrix that is stored quantized, from which its format is read."""
         return self.checkpoint.quantized(name, part=range(min(8, self.checkpoint.shape(name)[0])))
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        """Of a matrix that is not stored quantized."""
+        return self.checkpoint.tensor(name, part=range(1)).dtype
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
         """The type in which a tensor is stored, if it can be packed from that as it is."""

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from engine.protocol.arrays import int32_view
+from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.model_loader import load_model
 from engine.workers.models.families import model_spec
 from engine.workers.models.rope import LinearScaling, RopeSpec
 from engine.workers.models.spec import LayerSpec, NormNames
+from engine.workers.parallel_state import ParallelState
 from support.decoders import Runner
 from support.native_decoders import (
     BLOCK_SIZE,
@@ -25,6 +28,7 @@ from support.native_decoders import (
 )
 from support.random_checkpoints import random_checkpoint
 from support.sampler_rows import tokens_of
+from support.tiny_checkpoints import qwen3_directory
 
 torch.set_num_threads(1)
 
@@ -197,6 +201,28 @@ def test_narrow_weights_are_close(dtype, tmp_path):
     expected = Runner(torch_decoder(spec, checkpoint)).step({0: tokens})[0]
     logits = Runner(native_decoder(spec, checkpoint, dtype=dtype)).step({0: tokens})[0]
     torch.testing.assert_close(logits, expected, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_auto_keeps_weights_of_16_bits_as_they_are(stored, tmp_path):
+    """With keys and values in bfloat16, whose range is that of float32."""
+    _, model = qwen3_directory(tmp_path)
+    path = tmp_path / "narrow"
+    model.to(stored).save_pretrained(path)
+    checkpoint = open_checkpoint(path)
+    config = EngineConfig(
+        "/run",
+        1,
+        ModelConfig("m", "", "", ("m",), "qwen3", model.config.vocab_size, 128, (1,)),
+        CacheConfig(block_size=BLOCK_SIZE),
+        SchedulerConfig(),
+    )
+    loaded = load_model(config, torch.device("cpu"), checkpoint, lambda *_: None, ParallelState())
+    assert loaded.attention.dtype == torch.bfloat16
+    spec = model_spec(checkpoint.config, path)
+    exact = native_decoder(spec, checkpoint, dtype=stored, cache_dtype=torch.bfloat16)
+    tokens = prompt(40)
+    assert torch.equal(Runner(loaded).step({0: tokens})[0], Runner(exact).step({0: tokens})[0])
 
 
 def test_the_embedding_is_scaled_in_the_models_dtype(tmp_path):

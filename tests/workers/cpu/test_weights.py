@@ -14,6 +14,7 @@ from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightMemory
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
+from engine.workers.models.weights import Rows
 from safetensors.torch import save_file
 from support.quantized_checkpoints import quantize_directory
 
@@ -85,6 +86,32 @@ def test_float_matrices_are_packed_in_the_models_dtype(
     weight = NativeWeightReader(checkpoint, dtype, has_head=False).packed("odd.weight", 9, 41)
     assert weight.format == weight_format
     np.testing.assert_array_equal(weight.rows(range(9)), ODD.to(dtype).float().numpy())
+
+
+def test_float16_is_kept_where_it_is_stored(tmp_path: Path) -> None:
+    half = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).half()
+    checkpoint = checkpoint_of(
+        tmp_path,
+        embed_tokens__weight=half,
+        x__weight=MATRIX,
+        y__weight=half.clone(),
+        z__weight=half.float(),
+    )
+    reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False, keeps_float16=True)
+    kept = [reader.packed(f"{name}.weight", 9, 64) for name in ("embed_tokens", "y")]
+    for weight in kept:
+        assert weight.format == F.F16
+        np.testing.assert_array_equal(weight.rows(range(9)), half.float().numpy())
+    assert reader.packed("x.weight", 50, 64).format == F.BF16
+    assert reader.packed("z.weight", 9, 64).format == F.BF16
+    together = reader.packed_together(
+        [Rows("x.weight", 50, range(50)), Rows("y.weight", 9, range(9))], 64
+    )
+    assert [weight.format for weight in together] == [F.BF16, F.BF16]
+    others = NativeWeightReader(
+        checkpoint, torch.bfloat16, has_head=False, keeps_float16=True, quantization="int8"
+    )
+    assert others.packed("y.weight", 9, 64).format == F.U8
 
 
 def test_vectors_keep_the_bits_that_they_are_stored_with(tmp_path: Path) -> None:
