@@ -97,6 +97,46 @@ def test_one_long_context_among_many_short_ones():
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+def attend_new(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first tokens of a request give, and the cache afterwards."""
+    backend = attention_backend(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        block_size=4,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    kv_cache = torch.zeros(backend.kv_cache_shape(2), dtype=dtype)
+    batch = attention_batch([Scheduled(0, len(q), [1])], 4)
+    out = backend.forward(
+        q, k, v, kv_cache, backend.build(batch, {None}), AttentionLayer(scale=1.0)
+    )
+    return out, kv_cache
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", range(3))
+def test_a_token_that_is_not_finite_tells(poison, part):
+    qkv = [torch.ones(4, heads, 8) for heads in (2, 1, 1)]
+    qkv[part][2, 0, 3] = poison
+    out, kv_cache = attend_new(*qkv, torch.float32)
+    assert kv_cache.isfinite().all()
+    assert out[:2].isfinite().all()
+    # A head that a query spoils is alone.
+    assert out[2, : 1 if part == 0 else 2].isnan().all()
+
+
+def test_keys_and_values_beyond_a_format_become_its_largest():
+    k = torch.full((4, 1, 8), 1e5)
+    k[:, :, 4:] *= -1
+    _, kv_cache = attend_new(torch.zeros(4, 2, 8), k, 2 * k, torch.float16)
+    assert kv_cache[kv_cache != 0].abs().eq(65504).all()
+    assert kv_cache.max() == 65504 and kv_cache.min() == -65504
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
     spec = AttentionSpec(
