@@ -390,7 +390,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--kv-cache-dtype",
             "cache.kv_cache_dtype",
-            "element type of the cache; auto is the model's",
+            "element type of the cache; auto is that of --dtype, with whose auto it is bfloat16",
             choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"),
         ),
         Flag(
