@@ -25,7 +25,7 @@ CPU_SHARE = 0.25
 """Of the free memory, for all workers together; the rest belongs to other work and to the page cache."""
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Of a control group, version 2 and version 1."""
+"""Of a control group of version 2, and of version 1, which has a number beyond all memory in place of none."""
 
 
 def count_kv_blocks(
