@@ -389,7 +389,8 @@ def pack_rows(
 ) -> bool:
     """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
 
-    Returns False where it has a NaN or an infinity that the format has not. Threads may pack different rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
+    Returns False where it has a NaN or an infinity that the format has not. Threads may pack different
+    rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
     """
     return bool(
         native_library().engine_pack_rows(

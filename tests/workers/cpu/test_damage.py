@@ -1,4 +1,4 @@
-"""Numbers that are not finite reach the logits, or are refused as they are read: a damaged model is not served as a healthy one."""
+"""A damaged model is not served as a healthy one: NaN and infinity reach the logits, or are refused at load."""
 
 import math
 import struct
