@@ -87,7 +87,7 @@ class Child:
             return f"{self.spec.name} has been in one step for {self.progress.busy_s:.0f} s"
         return ""
 
-    def info(self, now: float, num_restarts: int) -> ProcessInfo:
+    def info(self, now: float, num_restarts: int, num_dropped_frames: int) -> ProcessInfo:
         is_frontend = self.spec.role is Role.FRONTEND
         return ProcessInfo(
             name=self.spec.name,
@@ -103,6 +103,7 @@ class Child:
             num_waiting=self.progress.num_waiting,
             kv_cache_usage=self.progress.kv_cache_usage,
             replica=None if is_frontend else self.spec.replica,
+            num_dropped_frames=num_dropped_frames,
         )
 
     def signal(self, signum: signal.Signals) -> None:

@@ -72,7 +72,7 @@ class CoreConnection:
 
     With a greeting everything starts afresh: the core that sends it has none of the requests that were sent before. So
     where outputs are missing or make no sense, a new connection makes the core greet again. A core that is not
-    `is_serving` gets no new requests.
+    `is_serving` gets no new requests; they may wait for one that `is_in_rotation`.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class CoreConnection:
         self.load = CoreLoad(config.scheduler)
         self.ready = False
         self.is_serving = True
+        self.is_in_rotation = True
         self.epoch = 0
         self._latest_epoch = 0
         self._excused_epoch = 0
@@ -113,6 +114,7 @@ class CoreConnection:
 
     def note_status(self, replica: ReplicaInfo) -> None:
         """Take in what the supervisor reports of the core."""
+        self.is_in_rotation = replica.state in (ReplicaState.SERVING, ReplicaState.RESTARTING)
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
         latest_epoch = replica.epoch + replica.has_ended
         self._latest_epoch = max(self._latest_epoch, latest_epoch)
@@ -121,6 +123,8 @@ class CoreConnection:
         if replica.epoch == self.epoch and replica.state is not ReplicaState.SERVING:
             # It may be restarted on purpose.
             self._excused_epoch = self.epoch
+        if not self.ready:
+            self.fail_calls(self._down())
 
     def died_silently(self, epoch: int) -> bool:
         """Whether the core of that epoch is gone, named no requests, and was not restarted on purpose."""
@@ -154,13 +158,13 @@ class CoreConnection:
         self._schedule_flush()
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
-        """Ask at once; the core's answer."""
+        """Ask at once; the core's answer, or EngineError if it dies before or is not ready."""
         call_id, result = self._new_call()
         self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
         return result
 
     def dump_event_log(self) -> asyncio.Future[CallResult]:
-        """Ask at once; the core's answer, with the path of the file that it has written."""
+        """Ask likewise; the core's answer, with the path of the file that it has written."""
         call_id, result = self._new_call()
         self._peer.send(DumpEventLog(call_id))
         return result
@@ -168,7 +172,12 @@ class CoreConnection:
     def _new_call(self) -> tuple[int, asyncio.Future[CallResult]]:
         self._num_calls += 1
         result = self._calls[self._num_calls] = self._loop.create_future()
+        if not self.ready:
+            self.fail_calls(self._down())
         return self._num_calls, result
+
+    def _down(self) -> EngineError:
+        return EngineError(f"replica {self.core_index} is not up; try again when it is")
 
     def fail_calls(self, error: Exception) -> None:
         for result in self._calls.values():

@@ -54,6 +54,9 @@ __all__ = [
 HASHED_AT_ONCE: Final = 4096
 """Prompt tokens whose blocks are hashed before other tasks get their turn: well under a millisecond."""
 
+DEADLINE_GRACE_S: Final = 0.25
+"""So long after a deadline the frontend ends what the core, which can say more of it, should have ended."""
+
 MAX_REQUEST_INDEX: Final = 2**31 - 1
 
 NO_MORE: Final[Mapping[int, int]] = {}
@@ -107,6 +110,18 @@ class EngineClient:
         """Sequences that have not ended."""
         return len(self._output.sequences)
 
+    def find_overload(self) -> Overloaded | None:
+        """How full the queues are, if no replica that serves has room for one more request."""
+        overload = None
+        for core in self._open_cores():
+            try:
+                core.load.check(1, 1)
+            except Overloaded as error:
+                overload = error
+            else:
+                return None
+        return overload
+
     async def start(self) -> None:
         """Connect, and wait until every core can execute; in a later life one will do.
 
@@ -130,7 +145,7 @@ class EngineClient:
             self._trials.append(Trials(self._send))
             self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
         watch = self.watch
-        self.metrics.watch_supervisor(lambda: watch.status.num_dropped_frames)
+        self.metrics.watch_status(lambda: watch.status)
         await self._started
 
     def close(self) -> None:
@@ -182,13 +197,18 @@ class EngineClient:
             stream_interval=self._config.frontend.stream_interval,
             on_abort=self._abort_group,
         )
+        self._watch_deadline(group, sequences[0].deadline)
         if any(request in self._convictions for request in requests):
             # Nothing has been sent in this tick.
             self._end_group(group, FinishReason.ERROR, CONVICTION)
         return group
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes; False where running requests prevent it. Raises EngineDead."""
+        """Forget all cached prefixes; False where running requests prevent it.
+
+        Raises EngineError when a replica is not up, which may keep what its running requests have. The others have
+        forgotten theirs.
+        """
         self._check_alive()
         answers = await asyncio.gather(
             *(core.reset_prefix_cache(reset_running) for core in self._cores)
@@ -279,8 +299,9 @@ class EngineClient:
             if self._cores[rank] not in candidates:
                 raise ReplicaUnavailable(f"replica {rank} takes no requests now")
             return self._cores[rank]
-        # Without an open core the requests wait for the first that opens.
-        candidates = candidates or self._cores
+        if not candidates:
+            # The requests wait for the first that opens, which no drained one does by itself.
+            candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
         if len(candidates) == 1:
             return candidates[0]
         return candidates[
@@ -346,6 +367,18 @@ class EngineClient:
             if not sequence.finished:
                 self._output.finish(sequence, reason, error=error)
                 self._abort_at_core(sequence)
+
+    def _watch_deadline(self, group: RequestGroup, deadline: float) -> None:
+        """A core ends what is late between two steps, and none may come for long, or no core be there."""
+        if deadline:
+            group.deadline_timer = asyncio.get_running_loop().call_later(
+                deadline + DEADLINE_GRACE_S - time.monotonic(), self._expire_group, group
+            )
+
+    def _expire_group(self, group: RequestGroup) -> None:
+        for sequence in group.sequences:
+            if not sequence.finished:
+                self._output.expire(sequence)
 
     def _abort_at_core(self, sequence: Sequence) -> None:
         self._cores[sequence.core_index].abort(sequence.request_index)

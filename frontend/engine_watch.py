@@ -64,6 +64,10 @@ class EngineWatch:
                 if (info.state is ReplicaState.SERVING) == is_to_serve:
                     return info
 
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._subscriber.num_dropped_frames
+
     def cause_found(self) -> None:
         """Tell that a request was failed as the cause of deaths."""
         self._reporter.cause_found()

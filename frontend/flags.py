@@ -270,25 +270,25 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--max-num-queued-reqs --max-queued-requests",
             "scheduler.max_num_queued_reqs",
-            "requests that may wait; 0 is no limit",
+            "requests that may wait in each replica; 0 is no limit",
             integer(0),
         ),
         Flag(
             "--max-num-queued-tokens",
             "scheduler.max_num_queued_tokens",
-            "prompt tokens that may wait; 0 is no limit",
+            "prompt tokens that may wait in each replica; 0 is no limit",
             size(0),
         ),
         Flag(
             "--max-num-seqs-per-tenant",
             "scheduler.max_num_seqs_per_tenant",
-            "requests of one tenant that run at once; 0 is no limit",
+            "requests of one tenant that run at once in each replica; 0 is no limit",
             integer(0),
         ),
         Flag(
             "--max-num-queued-reqs-per-tenant",
             "scheduler.max_num_queued_reqs_per_tenant",
-            "requests of one tenant that may wait; 0 is no limit",
+            "requests of one tenant that may wait in each replica; 0 is no limit",
             integer(0),
         ),
         Flag(

@@ -35,9 +35,11 @@ class Listener:
             self.url = f"{scheme}://{_reachable_host(config.host)}:{self.port}{config.root_path}"
 
     def close(self) -> None:
+        """May be repeated: the path of a unix socket may be another's by then."""
         self.socket.close()
-        if self._uds is not None:
-            _unlink_if_present(self._uds)
+        uds, self._uds = self._uds, None
+        if uds is not None:
+            _unlink_if_present(uds)
 
     def __enter__(self) -> Listener:
         return self

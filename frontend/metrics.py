@@ -7,6 +7,7 @@ Everything is counted once, in `CoreMetrics`; a scrape adds up those of all fron
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 from ..protocol.arrays import float32_view
 from ..protocol.config import EngineConfig
 from ..protocol.messages import CoreReady, FinishReason, SchedulerStats
+from ..protocol.supervisor_messages import EngineStatus
 from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
 
@@ -173,8 +175,8 @@ class Metrics(Collector):
         ]
         self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
-        self._count_dropped_by_supervisor: Callable[[], int] = int
         self._is_up: Callable[[int], bool] = lambda _: False
+        self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
         self._config = config
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
@@ -187,13 +189,13 @@ class Metrics(Collector):
         """`count` tells how many messages of a core this frontend has dropped."""
         self._count_dropped_frames[core_index] = count
 
-    def watch_supervisor(self, count: Callable[[], int]) -> None:
-        """`count` tells how many messages the supervisor has dropped."""
-        self._count_dropped_by_supervisor = count
-
     def watch_replicas(self, is_up: Callable[[int], bool]) -> None:
         """`is_up` tells whether a replica can compute."""
         self._is_up = is_up
+
+    def watch_status(self, get_status: Callable[[], EngineStatus]) -> None:
+        """`get_status` tells what the supervisor last said."""
+        self._get_status = get_status
 
     def record_ready(self, ready: CoreReady) -> None:
         """A core has nothing to do as yet."""
@@ -405,8 +407,15 @@ class Metrics(Collector):
                 for core in cores
             ],
         )
-        # Every frontend tells the same number, which belongs to no replica.
-        family.add_metric([self._model_name, "", "supervisor"], self._count_dropped_by_supervisor())
+        status = self._get_status()
+        num_dropped: Counter[int | None] = Counter()
+        for process in status.processes:
+            num_dropped[process.replica] += process.num_dropped_frames
+        for index in range(len(cores)):
+            family.add_metric([self._model_name, str(index), "worker"], num_dropped[index])
+        # What the supervisor and the frontends tell one another is of no replica; every frontend tells the same.
+        family.add_metric([self._model_name, "", "frontend"], num_dropped[None])
+        family.add_metric([self._model_name, "", "supervisor"], status.num_dropped_frames)
         return family
 
     def _replicas_up(self, num_replicas: int) -> Family:

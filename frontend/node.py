@@ -88,6 +88,7 @@ class Node:
         self._poller = zmq.Poller()
         self._poller.register(signals.fd, zmq.POLLIN)
         self._last_ping = 0.0
+        self._num_told_dropped_frames = 0
         self._leave_at = math.inf
         self._dial()
 
@@ -118,7 +119,7 @@ class Node:
             now = time.monotonic()
             if self._config is not None and now - self._last_ping > BEAT_INTERVAL_S / 2:
                 self._last_ping = now
-                self._peer.send(NodePing())
+                self._peer.send(NodePing(self._count_dropped_frames()))
             if now - self._last_heard > self._patience_s:
                 self._lose_master()
             if now > self._leave_at or (self._leave_at < math.inf and not self._processes):
@@ -133,6 +134,14 @@ class Node:
     @property
     def _patience_s(self) -> float:
         return float("inf") if self._config is None else self._config.recovery.heartbeat_timeout_s
+
+    def _count_dropped_frames(self) -> int:
+        """Since the last call."""
+        total = self._peer.num_dropped_frames
+        if self._statuses is not None:
+            total += self._statuses.num_dropped_frames
+        new, self._num_told_dropped_frames = total - self._num_told_dropped_frames, total
+        return new
 
     def _dial(self) -> None:
         identity = b"node" + os.urandom(8)
@@ -156,6 +165,7 @@ class Node:
         self._end_processes()
         self._config = None
         self._poller.unregister(self._peer.socket)
+        self._num_told_dropped_frames -= self._peer.num_dropped_frames
         self._peer.close()
         self._dial()
 

@@ -106,6 +106,12 @@ class Nodes:
         self._processes: dict[str, RemoteProcess] = {}
         self._greeted: dict[bytes, float] = {}
         self._last_ping = 0.0
+        self._num_dropped_elsewhere = 0
+
+    @property
+    def num_dropped_frames(self) -> int:
+        """By this process and by the nodes."""
+        return self._hub.num_dropped_frames + self._num_dropped_elsewhere
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -141,6 +147,8 @@ class Nodes:
             elif rank is None:
                 if isinstance(message, NodePing):
                     self._greet(identity)
+                else:
+                    self._hub.num_dropped_frames += 1
             elif isinstance(message, ProcessStarted):
                 process = self._processes.get(message.name)
                 if process is not None and process.epoch == message.epoch:
@@ -152,7 +160,9 @@ class Nodes:
                     process.exited(message.returncode, message.reason)
             elif isinstance(message, NodeLeft):
                 self._lose(rank, "has left")
-            elif not isinstance(message, NodePing):
+            elif isinstance(message, NodePing):
+                self._num_dropped_elsewhere += message.num_dropped_frames
+            else:
                 yield message
         self._look_after()
 

@@ -74,7 +74,7 @@ class Sequence:
 
     Times are CLOCK_MONOTONIC seconds, 0.0 until known; `arrival_time` and `finish_time` are the frontend's, the others
     the core's. `epoch` is that of the core that the sequence was sent to last, 0 for none. `block_keys` are those of
-    its prompt where there are several replicas.
+    its prompt where there are several replicas. It `was_accepted` once a core has told that it has it.
 
     `num_losses` counts the replicas that were lost while they computed it, since it was last cleared of suspicion.
     `num_silent_deaths` counts the cores in a row that died without a last message between being sent the sequence and
@@ -115,6 +115,7 @@ class Sequence:
         "stop_reason",
         "token_ids",
         "wake_at",
+        "was_accepted",
     )
 
     def __init__(
@@ -132,6 +133,7 @@ class Sequence:
         self.num_losses = 0
         self.num_silent_deaths = 0
         self.epoch = 0
+        self.was_accepted = False
         self._num_tokens_when_lost = -1
         self.core_index = core_index
         self.load = load
@@ -184,7 +186,7 @@ class Sequence:
         self.request = msgspec.structs.replace(
             self.request,
             request_index=request_index,
-            is_resubmitted=True,
+            is_resubmitted=self.was_accepted,
             was_index=self.request_index,
         )
         return self.request
@@ -192,6 +194,7 @@ class Sequence:
     def accuse(self, *, is_suspect: bool) -> None:
         """The replica was lost while it computed this sequence. A suspect had got no token since it was admitted."""
         self._note_progress()
+        self.was_accepted = True
         self.num_losses += 1
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
@@ -319,6 +322,7 @@ class RequestGroup:
         "_num_outputs",
         "_on_abort",
         "_waiter",
+        "deadline_timer",
         "news",
         "num_unfinished",
         "on_news",
@@ -345,6 +349,7 @@ class RequestGroup:
         self.on_news: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_abort = on_abort
+        self.deadline_timer: asyncio.TimerHandle | None = None
         for position, sequence in enumerate(sequences):
             sequence.group = self
             sequence.position = position
@@ -384,6 +389,11 @@ class RequestGroup:
         """End what has not ended with the reason "abort"; nothing happens after the end."""
         if self.num_unfinished:
             self._on_abort(self)
+
+    def sequence_ended(self) -> None:
+        self.num_unfinished -= 1
+        if not self.num_unfinished and self.deadline_timer is not None:
+            self.deadline_timer.cancel()
 
     def wake(self) -> None:
         """Let the task that waits go on."""

@@ -24,10 +24,13 @@ class Rotation:
             return
         place = self._places[command.replica]
         if command.action is ReplicaAction.UNDRAIN:
+            place.will_stay_drained = False
             if place.state is not ReplicaState.RESTARTING:
                 place.enter(ReplicaState.SERVING, now)
         elif any(other.can_serve for other in self._places if other is not place):
-            place.will_restart |= command.action is ReplicaAction.RESTART
+            is_drain = command.action is ReplicaAction.DRAIN
+            place.will_stay_drained = is_drain
+            place.will_restart |= not is_drain and place.state is not ReplicaState.RESTARTING
             if place.state is ReplicaState.SERVING:
                 place.enter(ReplicaState.DRAINING, now)
 
@@ -46,20 +49,25 @@ class Rotation:
                 place.unit.restart(now)
                 place.enter(ReplicaState.RESTARTING, now)
             elif place.state is ReplicaState.RESTARTING and place.unit.is_up:
-                place.enter(ReplicaState.SERVING, now)
+                is_drained = place.will_stay_drained
+                place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
 
     def infos(self) -> list[ReplicaInfo]:
         return [place.info(index) for index, place in enumerate(self._places)]
 
 
 class _Place:
-    """One replica. It has been in its state since the time `since`."""
+    """One replica. It has been in its state since the time `since`.
+
+    If it `will_stay_drained`, it does not serve after a restart.
+    """
 
     def __init__(self, unit: RecoveryUnit) -> None:
         self.unit = unit
         self.state = ReplicaState.SERVING
         self.since = 0.0
         self.will_restart = False
+        self.will_stay_drained = False
 
     def enter(self, state: ReplicaState, now: float) -> None:
         self.state, self.since = state, now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .. import __version__
 from ..protocol.errors import ConfigError, EngineError
@@ -77,11 +77,19 @@ def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
                 if num_nodes := config.parallel.num_remote_nodes:
                     address = config.parallel.node_address
                     console.line(f"nodes: {num_nodes} more are to join {address}")
-                run_until_stopped(supervisor, console, f"ready at {listener.url}  serving {name}")
+                announcement = f"ready at {listener.url}  serving {name}"
+                run_until_stopped(supervisor, console, announcement, listener.close)
 
 
-def run_until_stopped(supervisor: Supervisor, console: Console, announcement: str) -> None:
+def run_until_stopped(
+    supervisor: Supervisor,
+    console: Console,
+    announcement: str,
+    close_listener: Callable[[], None],
+) -> None:
     """Start, announce, and answer the first stop signal: by a drain, or at once if nothing is served yet.
+
+    Once no frontend is left to answer, clients are refused rather than left waiting.
 
     Raises ProcessFailed if a process fails and StopRequested at the second signal.
     """
@@ -94,7 +102,7 @@ def run_until_stopped(supervisor: Supervisor, console: Console, announcement: st
         if supervisor.was_ready:
             limit = supervisor.drain_timeout_s
             console.line(f"draining, at most {limit:g} s; stop again to end at once")
-            supervisor.drain()
+            supervisor.drain(close_listener)
 
 
 def _resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:

@@ -170,7 +170,9 @@ class Frontend:
     async def _beat(self) -> None:
         """Sent from the event loop, so that a loop that hangs is noticed."""
         while True:
-            self._reporter.beat(Heartbeat())
+            watch = self._engine.watch
+            num_dropped = 0 if watch is None else watch.num_dropped_frames
+            self._reporter.beat(Heartbeat(num_dropped_frames=num_dropped))
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _enter(self, stage: Stage, detail: str) -> None:

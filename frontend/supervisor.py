@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,9 @@ class Supervisor:
         self._ready_since: float | None = None
         self._last_look = time.monotonic()
         self._last_published = 0.0
+        self._num_dropped_reports = 0
+        self._num_dropped_by: Counter[str] = Counter()
+        """Frames, by the name of a process."""
         self._poller = zmq.Poller()
         self._nodes: Nodes | None = None
         self._context = zmq.Context()
@@ -186,13 +190,14 @@ class Supervisor:
         """Handle what has happened since the last call, without waiting."""
         self._wait(0.0)
 
-    def drain(self) -> None:
+    def drain(self, on_frontends_ended: Callable[[], None] = lambda: None) -> None:
         """Let the frontends finish their streams, then end cores and workers."""
         self._ending.add(Role.FRONTEND)
         for unit in self._units:
             unit.dismiss_spare()
         frontends = self._end(Role.FRONTEND)
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
+        on_frontends_ended()
         self._ending.update(Role)
         self._wait_for_exit(self._end(Role.CORE), DRAIN_GRACE_S)
         # The last words of a core may not have reached another machine.
@@ -295,8 +300,11 @@ class Supervisor:
     def _take_report(self, report: ProcessReport) -> None:
         child = next((c for c in self._children() if c.spec.name == report.process), None)
         if child is None or report.pid != child.pid:
+            self._num_dropped_reports += 1
             return
         if isinstance(report, Heartbeat):
+            num_dropped_before = child.progress.num_dropped_frames
+            self._num_dropped_by[report.process] += report.num_dropped_frames - num_dropped_before
             child.beat(report)
             return
         child.enter(report.stage, report.detail)
@@ -376,14 +384,17 @@ class Supervisor:
     def _publish(self) -> None:
         self._last_published = now = time.monotonic()
         processes = [
-            child.info(now, unit.num_restarts[name])
+            child.info(now, unit.num_restarts[name], self._num_dropped_by[name])
             for unit in reversed(self._units)
             for name, child in unit.children.items()
         ]
         replicas = self._rotation.infos() if self.was_ready else []
-        self._publisher.publish(
-            EngineStatus(processes, replicas, self._statuses.num_dropped_frames)
-        )
+        self._publisher.publish(EngineStatus(processes, replicas, self._num_dropped_frames))
+
+    @property
+    def _num_dropped_frames(self) -> int:
+        of_nodes = 0 if self._nodes is None else self._nodes.num_dropped_frames
+        return self._statuses.num_dropped_frames + self._num_dropped_reports + of_nodes
 
     def _tell(self, text: str) -> None:
         if self._on_recovery is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
@@ -16,11 +17,15 @@ BEAT_INTERVAL_S: Final = 0.5
 
 
 class Pulse:
-    """Beats until the process ends. What it works on calls `begin_step` and `end_step`."""
+    """Beats until the process ends.
+
+    What it works on calls `begin_step` and `end_step`, and may set `count_dropped_frames`.
+    """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
         self._num_steps = 0
         self._step_began: float | None = None
+        self.count_dropped_frames: Callable[[], int] = int
         arguments = context, config, process
         threading.Thread(target=self._beat, args=arguments, name="pulse", daemon=True).start()
 
@@ -36,5 +41,8 @@ class Pulse:
         while True:
             began = self._step_began
             busy_s = 0.0 if began is None else time.monotonic() - began
-            reporter.beat(Heartbeat(num_steps=self._num_steps, busy_s=busy_s))
+            num_dropped = self.count_dropped_frames()
+            reporter.beat(
+                Heartbeat(num_steps=self._num_steps, busy_s=busy_s, num_dropped_frames=num_dropped)
+            )
             time.sleep(BEAT_INTERVAL_S)

@@ -77,9 +77,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     set here. `request_id` is what clients know it by; several sequences may share one. `kv_transfer_params` are for the
     KV connector alone.
 
-    A request `is_resubmitted` when the core that had it is gone, under the index `was_index`. It goes on after
-    `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of having
-    killed a worker or a core runs alone until its next token is there.
+    A request `is_resubmitted` when a core that had accepted it is gone, which may have known it as `was_index`. It goes
+    on after `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of
+    having killed a worker or a core runs alone until its next token is there.
     """
 
     request_index: int

@@ -40,7 +40,9 @@ class SignalProcess(msgspec.Struct, tag="signal", array_like=True, gc=False, fro
 
 
 class NodePing(msgspec.Struct, tag="ping", array_like=True, gc=False, frozen=True):
-    """The connection is alive."""
+    """The connection is alive. A node has dropped `num_dropped_frames` since its last ping."""
+
+    num_dropped_frames: int = 0
 
 
 class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):

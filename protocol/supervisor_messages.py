@@ -38,7 +38,8 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
 class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
     """A process is alive, whatever it is doing. `busy_s` says for how long it has been in its present step.
 
-    `num_tokens` counts what it has generated; the rest are a core's gauges.
+    `num_tokens` counts what it has generated. `num_dropped_frames` are those that no other message tells of: a
+    worker's, and a frontend's from the supervisor. The rest are a core's gauges.
     """
 
     process: str = ""
@@ -49,6 +50,7 @@ class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=Tr
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    num_dropped_frames: int = 0
 
 
 class ReplicaAction(enum.StrEnum):
@@ -82,7 +84,10 @@ SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
 
 class ProcessInfo(msgspec.Struct, gc=False):
-    """What the supervisor knows of one process. `silent_s` have passed since its last heartbeat."""
+    """What the supervisor knows of one process. `silent_s` have passed since its last heartbeat.
+
+    `num_dropped_frames` counts what those before it have told, too.
+    """
 
     name: str
     pid: int
@@ -97,6 +102,7 @@ class ProcessInfo(msgspec.Struct, gc=False):
     num_waiting: int
     kv_cache_usage: float
     replica: int | None = None
+    num_dropped_frames: int = 0
 
 
 class ReplicaState(enum.StrEnum):
@@ -128,7 +134,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 class EngineStatus(msgspec.Struct, gc=False):
     """Every process of the engine, the frontends first, and every replica in order once the engine was ready.
 
-    `num_dropped_frames` are those that the supervisor has dropped.
+    `num_dropped_frames` are those that the supervisor and the nodes have dropped.
     """
 
     processes: list[ProcessInfo]

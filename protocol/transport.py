@@ -305,13 +305,17 @@ class StatusSubscriber:
         self.socket.set(zmq.CONFLATE, 1)
         self.socket.subscribe(b"")
         self.socket.connect(config.status_address())
+        self.num_dropped_frames = 0
         self._decode = msgspec.msgpack.Decoder(EngineStatus).decode
 
     def receive(self) -> EngineStatus | None:
         """The newest state, if it was not read yet."""
         try:
             return self._decode(self.socket.recv(zmq.NOBLOCK))
-        except (zmq.Again, *UNREADABLE):
+        except zmq.Again:
+            return None
+        except UNREADABLE:
+            self.num_dropped_frames += 1
             return None
 
     def close(self) -> None:

@@ -64,6 +64,7 @@ class Worker:
             WorkerCommand,
             cluster_key_of(config),
         )
+        pulse.count_dropped_frames = lambda: self._core.num_dropped_frames
         self._is_output_rank = rank == config.parallel.output_rank
         self._received: deque[WorkerCommand] = deque()
         # The steps that were begun and have no output yet.

@@ -40,6 +40,14 @@ def event(content: object) -> bytes:
     return b"data: %b\n\n" % _encode(content)
 
 
+def _error_event(error: APIError) -> bytes:
+    """With the time to come back, for which there is no header any more."""
+    body = error.body
+    if (seconds := error.headers.get("retry-after")) is not None:
+        body["error"]["retry_after"] = int(seconds)
+    return event(body)
+
+
 class ChunkEncoder(Protocol):
     """Turns what is new of sequences into events."""
 
@@ -106,7 +114,7 @@ class EventStream:
         except APIError as error:
             if not self._started:
                 raise
-            end = event(error.body)
+            end = _error_event(error)
         except Exception:
             if not self._started:
                 raise

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...protocol.errors import EngineError
-from .errors import APIError, json_response, public, retry_after
+from .errors import APIError, json_response, public, retry_after, unavailable
 from .serving import Serving
 
 
@@ -45,8 +45,16 @@ class Management:
         return self._status(is_alive and engine.dead_reason is None)
 
     async def readyz(self, request: Request) -> Response:
+        """As `health`, while there is room for one more request."""
+        return self._status(self._is_healthy and not self._serving.engine.find_overload())
+
+    async def health(self, request: Request) -> Response:
         """200 once a token has really been generated, while every process makes progress, until draining begins."""
-        return self._status(self._serving.is_ready and not self._serving.stalled_process)
+        return self._status(self._is_healthy)
+
+    @property
+    def _is_healthy(self) -> bool:
+        return self._serving.is_ready and not self._serving.stalled_process
 
     async def engine_status(self, request: Request) -> Response:
         """Every process of the engine."""
@@ -63,15 +71,18 @@ class Management:
     def _status(self, good: bool) -> Response:
         serving = self._serving
         dead = serving.engine.dead_reason
-        is_ready = serving.is_ready and not serving.stalled_process
+        overload = serving.engine.find_overload() if self._is_healthy else None
         body = {
-            "state": "ready" if is_ready else "not ready",
+            "state": "ready" if self._is_healthy and not overload else "not ready",
             "stage": "failed" if dead else serving.stage,
-            "detail": public(dead) if dead else serving.detail or serving.degraded_replicas,
+            "detail": public(dead)
+            if dead
+            else serving.detail or str(overload or serving.degraded_replicas),
         }
         if good:
             return json_response(body)
-        return json_response(body, 503, retry_after(serving.retry_after_s))
+        retry_after_s = overload.retry_after_s if overload else serving.retry_after_s
+        return json_response(body, 503, retry_after(retry_after_s))
 
     async def metrics(self, request: Request) -> Response:
         accept = request.headers.get("accept", "")
@@ -88,7 +99,12 @@ class Management:
     async def reset_prefix_cache(self, request: Request) -> Response:
         self._serving.verify_serving()
         reset_running = request.query_params.get("reset_running_requests", "false") == "true"
-        if not await self._serving.engine.reset_prefix_cache(reset_running):
+        try:
+            is_reset = await self._serving.engine.reset_prefix_cache(reset_running)
+        except EngineError as error:
+            message = f"Not every prefix cache was reset: {public(str(error))}"
+            raise unavailable(message, self._serving.retry_after_s) from error
+        if not is_reset:
             raise APIError(
                 409,
                 "The prefix cache is in use: wait until no request runs, "

@@ -159,8 +159,11 @@ def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_oth
         wait_until(lambda: server.get("/readyz")[0] == 200, what="ready again")
         assert complete(server)[0] == 200
         assert complete(server, "1")[0] == 503
+        status, body = server.post("/reset_prefix_cache", {})
+        assert status == 503 and "replica 1 is not up" in body["error"]["message"]
         server.child("worker 1").resume()
         wait_until(lambda: complete(server, "1")[0] == 200, what="the other one serves as well")
+        assert server.post("/reset_prefix_cache", {})[0] == 200
         assert server.stop() == 0
 
 

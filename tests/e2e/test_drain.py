@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.mixed_streams import Streams
 from support.program import has_ended, wait_until
-from support.server import Server
+from support.server import Server, default_model
 from support.tiny_checkpoints import qwen3_directory
 
 MANY = ("--data-parallel-size", "2", "--api-server-count", "2", "--tensor-parallel-size", "2")
@@ -91,3 +92,24 @@ def test_a_killed_supervisor_leaves_no_orphan(server: Server, tmp_path: Path) ->
         server.process.wait()
         streams.answers()
     assert_nothing_is_left(server, tmp_path)
+
+
+def test_nobody_is_left_waiting_once_all_frontends_have_ended() -> None:
+    with Server(default_model(), "--device", "null") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        worker, frontend = server.child("worker 0"), server.child("frontend 0")
+        # It holds up the end of the others by some seconds.
+        worker.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: has_ended(frontend), what="the frontend ends")
+
+        def is_refused() -> bool:
+            try:
+                socket.create_connection((host, int(port)), timeout=20).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        wait_until(is_refused, what="connections are refused")
+        assert not has_ended(worker)
+        assert server.wait() == 0

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,11 +50,13 @@ from engine.protocol.messages import (
     WorkerReady,
 )
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import Heartbeat
 from engine.protocol.transport import Peer
 from engine.workers.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.server import default_model
+from support.program import wait_until
+from support.server import Server, default_model
 
 VOCAB_SIZE = 1000
 EPOCH = 3
@@ -297,6 +300,25 @@ def test_lies_are_counted_and_dropped_and_others_are_served(
         assert time.monotonic() < deadline, (core.num_dropped, core.num_lies)
         assert core.generate([]) == core.expected()
     assert core.num_dropped == core.num_lies
+
+
+def test_what_the_supervisor_drops_is_in_the_metrics() -> None:
+    with (
+        tempfile.TemporaryDirectory() as base,
+        Server(default_model(), "--device", "null", env={"XDG_RUNTIME_DIR": base}) as server,
+        zmq.Context() as context,
+    ):
+        assert server.metric("engine:dropped_frames_total") == 0
+        (path,) = Path(base).glob("*/supervisor")
+        with context.socket(zmq.PUSH) as liar:
+            liar.connect(f"ipc://{path}")
+            liar.send(b"\xc1garbage")
+            liar.send(encode(Heartbeat("core 0", pid=1)))
+            wait_until(
+                lambda: server.metric("engine:dropped_frames_total") == 2, what="they are counted"
+            )
+        assert server.metric("engine:dropped_frames_total", engine="") == 2
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(

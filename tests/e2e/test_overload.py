@@ -14,7 +14,7 @@ import psutil
 import pytest
 from engine.frontend.connection import MAX_HEAD_BYTES
 from support.program import wait_until
-from support.server import Server, default_model
+from support.server import Server, assert_nothing_is_held, default_model
 
 SLOW_CLIENT_S = 1
 LONG = 2000
@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
     with Server(
         *("--model", default_model(), "--device", "null", "--null-step-ms", "2", "-np", "2"),
         *("--max-num-queued-reqs", "3", "--max-num-queued-reqs-per-tenant", "2"),
-        *("--timeout-slow-client", str(SLOW_CLIENT_S)),
+        *("--timeout-slow-client", str(SLOW_CLIENT_S), "--heartbeat-timeout", "60"),
     ) as server:
         yield server
 
@@ -46,7 +46,13 @@ class Answer:
     def _run(self) -> None:
         try:
             with urllib.request.urlopen(self._request, timeout=60) as response:
-                self._result = response.status, response.headers, json.load(response)
+                body = response.read()
+                is_json = response.headers["content-type"] == "application/json"
+                self._result = (
+                    response.status,
+                    response.headers,
+                    json.loads(body) if is_json else body,
+                )
         except urllib.error.HTTPError as error:
             with error:
                 self._result = error.code, error.headers, json.load(error)
@@ -88,6 +94,18 @@ def test_a_tenant_over_its_limit_is_429_and_a_full_queue_503(
     assert other.wait()[0] == 200
 
 
+def test_a_server_is_not_ready_while_its_queue_is_full(server: Server, busy: list[Answer]) -> None:
+    assert server.get("/readyz")[0] == 200
+    last = Answer(server, user="b", max_tokens=5)
+    waiting(server, 3)
+    status, body = server.get("/readyz")
+    assert (status, body["state"]) == (503, "not ready")
+    assert "4 sequences would wait, the limit is 3" in body["detail"]
+    assert server.get("/health")[0] == server.get("/livez")[0] == 200
+    assert last.wait()[0] == 200
+    assert server.get("/readyz")[0] == 200
+
+
 def test_a_deadline_that_passes_in_the_queue_is_504(server: Server, busy: list[Answer]) -> None:
     began = time.monotonic()
     status, headers, body = Answer(server, {"X-Request-Timeout": "0.5"}, user="b").wait()
@@ -103,6 +121,61 @@ def test_a_deadline_that_passes_while_running_ends_the_answer_with_what_there_is
     assert status == 200
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
     assert 0 < body["usage"]["completion_tokens"] < LONG
+
+
+@contextlib.contextmanager
+def standstill(server: Server, *, kills_core: bool) -> Iterator[None]:
+    """The worker stands still, and no core gets ready without it. Something must be running."""
+
+    def has_beaten() -> bool:
+        processes = server.get("/engine/status")[1]["processes"]
+        return any(p["name"] == "core 0" and p["steps_per_s"] > 0 for p in processes)
+
+    # A core that is not known to have done anything takes its worker along.
+    wait_until(has_beaten, what="the supervisor knows of steps")
+    worker = server.child("worker 0")
+    worker.suspend()
+    try:
+        if kills_core:
+            core = server.child("core 0")
+            core.kill()
+            core.wait(10)
+        yield
+    finally:
+        worker.resume()
+
+
+@pytest.mark.parametrize("kills_core", [False, True], ids=["a long step", "no core"])
+def test_a_deadline_holds_while_the_core_can_do_nothing(server: Server, kills_core: bool) -> None:
+    begun = Answer(server, {"X-Request-Timeout": "3"})
+    wait_until(lambda: server.metric("engine:num_requests_running") == 1, what="it runs")
+    with standstill(server, kills_core=kills_core):
+        late = [
+            Answer(server, {"X-Request-Timeout": "0.5"}, stream=stream) for stream in (False, True)
+        ]
+        for answer in late:
+            status, headers, body = answer.wait()
+            assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+            assert int(headers["retry-after"]) >= 1
+        status, _, body = begun.wait()
+        (choice,) = body["choices"]
+        assert status == 200
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+        assert 0 < body["usage"]["completion_tokens"] < LONG
+    assert Answer(server, max_tokens=5).wait()[0] == 200
+    assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_comes_while_a_core_is_down_is_within_the_limits(
+    server: Server, busy: list[Answer], stream: bool
+) -> None:
+    with standstill(server, kills_core=True):
+        more = Answer(server, user="a", max_tokens=5, stream=stream)
+        wait_until(lambda: server.get("/load")[1]["server_load"] == 5, what="it waits for a core")
+    status, headers, body = more.wait()
+    assert status == 429 and int(headers["retry-after"]) >= 1
+    assert "max_num_queued_reqs_per_tenant=2" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])

@@ -61,7 +61,7 @@ def test_beats_that_have_waited_do_not_make_a_process_faster() -> None:
         child = Child(spec, 1, process)
         for num_steps in (50, 100, 150):
             child.beat(Heartbeat(num_steps=num_steps))
-        assert 0 < child.info(time.monotonic(), 0).steps_per_s <= 100
+        assert 0 < child.info(time.monotonic(), 0, 0).steps_per_s <= 100
     finally:
         process.kill()
         process.close()

@@ -292,8 +292,11 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         unread = await client.submit([request(40), request(1)], request_id="read at its end")
         waiting = await client.submit([request(40)], request_id="not begun")
         aborted = await client.submit([request(40)], request_id="aborted meanwhile")
+        await until(lambda: len(core.requests) == 6, core.receive)
+        num_read = [0, 0]
         for _ in range(3):
-            await drive(core, read_next(read))
+            for position, delta in await drive(core, read_next(read)):
+                num_read[position] += len(delta.token_ids)
         core.close()
         aborted.abort()
         early = await client.submit([request(2)], request_id="submitted meanwhile")
@@ -303,6 +306,8 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         assert isinstance(hello, ClientHello) and hello.epoch == 8
         # All of them say under which name the core before may have known them.
         assert [again.was_index for again in hello.requests] == [0, 1, 2, 4, 6]
+        # What no core had accepted has no place in a queue yet.
+        assert [again.is_resubmitted for again in hello.requests] == [True] * 4 + [False]
         rest = await drive(successor, read.result())
         texts = await drive(successor, unread.result())
         assert [delta.token_ids for delta in texts] == [whole, whole[:1]]
@@ -310,9 +315,12 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         assert delta.token_ids == whole
         [delta] = await drive(successor, early.result())
         assert delta.token_ids == whole[:2]
-        assert [delta.token_ids for delta in rest] == [whole[3:], whole[3:8]]
+        assert [delta.token_ids for delta in rest] == [
+            whole[num_read[0] :],
+            whole[num_read[1] : 8],
+        ]
         assert rest[0].logprobs is not None
-        assert [entry.token_id for entry in rest[0].logprobs] == whole[3:]
+        assert [entry.token_id for entry in rest[0].logprobs] == whole[num_read[0] :]
         assert (rest[1].finish_reason, rest[1].stop_reason) == ("stop", "lazy")
         prompt_logprobs = read.sequences[1].prompt_logprobs
         assert prompt_logprobs is not None and len(prompt_logprobs) == len(PROMPT)
@@ -771,6 +779,22 @@ async def test_prefix_cache_reset_tells_whether_it_worked(tmp_path: Path) -> Non
 
 
 @on_event_loop
+async def test_nobody_waits_for_the_answer_of_a_core_that_is_gone(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    gone = EngineStatus([], [ReplicaInfo(0, ReplicaState.SERVING, config.epoch + 1, 0, 0)])
+    async with connected(config) as (client, _core):
+        with zmq.Context() as context:
+            publisher = StatusPublisher(context, config)
+            asked = asyncio.ensure_future(client.reset_prefix_cache())
+            await until(asked.done, lambda: publisher.publish(gone))
+            publisher.close()
+        with pytest.raises(EngineError, match="replica 0 is not up"):
+            asked.result()
+        with pytest.raises(EngineError, match="replica 0 is not up"):
+            await client.dump_event_logs()
+
+
+@on_event_loop
 async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         dump = asyncio.ensure_future(client.dump_event_logs())
@@ -889,6 +913,41 @@ async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replic
         )
         await client.submit([request()], request_id="0 is down")
         await arrived(5, 6)
+        publisher.close()
+
+
+@on_event_loop
+async def test_without_an_open_replica_requests_wait_for_one_that_is_not_drained(
+    tmp_path: Path,
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
+    cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
+
+    def receive() -> None:
+        for core in cores:
+            core.receive()
+
+    with zmq.Context() as context:
+        publisher = StatusPublisher(context, config)
+        starting = asyncio.ensure_future(client.start())
+        await until(starting.done, receive)
+        cores.pop().close()
+        infos = [
+            ReplicaInfo(0, ReplicaState.DRAINED, config.epoch, 0, 0),
+            ReplicaInfo(1, ReplicaState.SERVING, config.epoch + 1, 0, 0, is_up=False),
+        ]
+        await until(
+            lambda: client.watch is not None and client.watch.status.replicas == infos,
+            lambda: (publisher.publish(EngineStatus([], infos)), receive()),
+        )
+        assert not client.ready
+        for _ in range(2):
+            await client.submit([request()], request_id="waits")
+        cores.append(opened(EchoCore(config, 1, epoch=config.epoch + 1)))
+        await until(lambda: len(cores[1].requests) == 2, receive)
+        assert not cores[0].requests
         publisher.close()
 
 

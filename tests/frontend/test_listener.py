@@ -49,6 +49,15 @@ def test_a_unix_socket_is_removed_and_a_stale_one_replaced(tmp_path: Path) -> No
     assert not Path(path).exists()
 
 
+def test_a_closed_listener_leaves_the_path_to_the_next(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first = Listener(FrontendConfig(uds=path))
+    first.close()
+    with Listener(FrontendConfig(uds=path)), socket.socket(socket.AF_UNIX) as client:
+        first.close()
+        client.connect(path)
+
+
 def test_a_file_in_the_place_of_a_unix_socket_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("keep")

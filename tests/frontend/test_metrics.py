@@ -11,6 +11,7 @@ from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.protocol.messages import SchedulerStats, SpecDecodingStats
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import EngineStatus, ProcessInfo, Stage
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -219,6 +220,23 @@ def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
     first.record_stats(0, SchedulerStats(num_running=1))
     assert value(scrape(first), "engine:num_requests_running") == 1
     assert value(scrape(second), "engine:num_requests_running") == 1
+
+
+def test_frames_that_others_have_dropped_are_told(tmp_path: Path) -> None:
+    metrics = Metrics(engine_config(tmp_path))
+    infos = [
+        ProcessInfo(name, 1, Stage.READY, "", 1, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, replica, num_dropped)
+        for name, replica, num_dropped in (
+            *(("worker 0", 0, 2), ("worker 1", 0, 3), ("core 0", 0, 0)),
+            *(("frontend 0", None, 4), ("frontend 1", None, 1)),
+        )
+    ]
+    metrics.watch_status(lambda: EngineStatus(infos, [], 7))
+    samples = scrape(metrics)
+    name = "engine:dropped_frames_total"
+    assert value(samples, name, process="worker") == 5
+    assert value(samples, name, engine="", process="frontend") == 5
+    assert value(samples, name, engine="", process="supervisor") == 7
 
 
 def test_metrics_are_told_though_they_cannot_be_written(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ from engine.frontend.supervisor import ProcessFailed, Supervisor, engine_process
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import (
     EngineStatus,
+    Heartbeat,
     ProcessStatus,
     ReplicaAction,
     ReplicaCommand,
     Stage,
 )
-from engine.protocol.transport import StatusReporter, StatusSubscriber
+from engine.protocol.transport import StatusReporter, StatusSubscriber, encode
 from msgspec.structs import replace
 from support.open_contexts import open_contexts
 from support.processes import eventually, is_running
@@ -429,6 +430,13 @@ class Operator:
             lambda status: any((p.name, p.stage) == (name, stage) for p in status.processes)
         )
 
+    def sees_dropped_by(self, name: str, count: int) -> bool:
+        return self._sees(
+            lambda status: any(
+                (p.name, p.num_dropped_frames) == (name, count) for p in status.processes
+            )
+        )
+
     def sees_not_ready(self, name: str) -> bool:
         return self._sees(
             lambda status: (
@@ -495,11 +503,20 @@ def test_a_drained_replica_stays_out_until_it_is_undrained(
     assert supervisor.pids == before
 
 
-def test_garbage_is_dropped_and_counted(operated: tuple[Supervisor, Operator]) -> None:
+def test_a_drain_that_is_asked_for_during_a_restart_follows_it(
+    run_dir: str, operated: tuple[Supervisor, Operator]
+) -> None:
     supervisor, operator = operated
-    operator.send(b"", b"\xc1\x00", b"\x92\xa6status", b"x" * 1000)
-    assert operator.sees_dropped(4)
-    assert operator.sees_ready(set(supervisor.pids))
+    before = supervisor.pids
+    operator.command(1, ReplicaAction.RESTART)
+    assert operator.sees("serving", "restarting")
+    operator.command(1, ReplicaAction.RESTART)
+    operator.command(1, ReplicaAction.DRAIN)
+    assert operator.sees("serving", "drained")
+    assert supervisor.pids["core 1"] != before["core 1"]
+    assert lives(run_dir, "core 1") == 2
+    operator.command(1, ReplicaAction.UNDRAIN)
+    assert operator.sees("serving", "serving")
 
 
 def test_a_restart_that_is_asked_for_while_the_engine_starts_is_ignored(run_dir: str) -> None:
@@ -547,6 +564,32 @@ def test_streams_that_outlast_the_shutdown_timeout_are_cut(
         supervisor.drain()
         assert "core 0 stopped" in events(run_dir)
     assert not any(map(is_running, pids.values()))
+
+
+def test_reports_that_make_no_sense_are_counted_and_dropped(
+    operated: tuple[Supervisor, Operator],
+) -> None:
+    supervisor, operator = operated
+    operator.send(
+        *(b"", b"\xc1\x00", b"\x92\xa6status", b"x" * 1000),
+        encode(Heartbeat("worker 0", pid=1, num_dropped_frames=100)),
+        encode(ProcessStatus("nobody", Stage.FAILED, pid=supervisor.pids["core 0"])),
+    )
+    assert operator.sees_dropped(6)
+    assert operator.sees_dropped_by("worker 0", 0)
+    assert operator.sees_ready(set(supervisor.pids))
+
+
+def test_frames_that_a_process_has_dropped_are_counted_over_its_lives(run_dir: str) -> None:
+    behaviours = ALL_READY | {"worker 0": "has-dropped:3"}
+    with supervisor_of(run_dir, behaviours) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        assert operator.sees_dropped_by("worker 0", 3)
+        os.kill(supervisor.pids["worker 0"], signal.SIGKILL)
+        assert operator.sees_dropped_by("worker 0", 6)
+        operator.close()
 
 
 def test_children_have_their_own_process_groups(run_dir: str) -> None:

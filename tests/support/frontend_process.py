@@ -24,7 +24,7 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.protocol.supervisor_messages import ProcessStatus, Stage
+from engine.protocol.supervisor_messages import ProcessStatus, Stage, SupervisorMessage
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
 from support.server import default_model
@@ -121,6 +121,10 @@ class FrontendProcess:
             if isinstance(status := self._status.receive(timeout_ms=100), ProcessStatus):
                 self.stages.append((status.stage, status.detail))
                 assert stage is Stage.FAILED or status.stage is not Stage.FAILED, self.log
+
+    def hear(self) -> SupervisorMessage | None:
+        """What it tells the supervisor next."""
+        return self._status.receive(timeout_ms=100)
 
     def client(self, api_key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(

@@ -17,10 +17,10 @@ from engine.protocol.supervisor_messages import Heartbeat, ReplicaAction, Replic
 from engine.protocol.transport import StatusReporter
 
 
-def beat(config: EngineConfig, name: str, busy_s: float) -> None:
+def beat(config: EngineConfig, name: str, heartbeat: Heartbeat) -> None:
     reporter = StatusReporter(zmq.Context(), config, name)
     while True:
-        reporter.beat(Heartbeat(busy_s=busy_s))
+        reporter.beat(heartbeat)
         time.sleep(0.1)
 
 
@@ -72,8 +72,11 @@ def main() -> int:
     else:
         (run_dir / f"{name}.ready").touch()
     reporter.report(Stage.READY)
-    busy_s = float(args[0]) if behaviour == "busy" else 0.0
-    threading.Thread(target=beat, args=(config, name, busy_s), daemon=True).start()
+    heartbeat = Heartbeat(
+        busy_s=float(args[0]) if behaviour == "busy" else 0.0,
+        num_dropped_frames=int(args[0]) if behaviour == "has-dropped" else 0,
+    )
+    threading.Thread(target=beat, args=(config, name, heartbeat), daemon=True).start()
     while behaviour == "die-when-told" and not stop.requested:
         if Path(f"{config.run_dir}.die").exists() or Path(f"{config.run_dir}.die {name}").exists():
             os.kill(os.getpid(), signal.SIGSEGV)

@@ -31,7 +31,8 @@ from engine.protocol.messages import (
     WorkerReady,
 )
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.transport import Hub
+from engine.protocol.supervisor_messages import Heartbeat
+from engine.protocol.transport import Hub, StatusReceiver
 
 WORKER = b"worker0"
 TIMEOUT_MS = 20_000
@@ -112,3 +113,23 @@ def test_steps_of_the_core_before_are_dropped(
         core.say(Shutdown())
         assert worker.wait(TIMEOUT_MS / 1000) == 0
         core.hub.close()
+
+
+def test_garbage_is_dropped_and_the_supervisor_hears_how_much(
+    worker: subprocess.Popen[bytes], config: EngineConfig
+) -> None:
+    with zmq.Context() as context:
+        supervisor = StatusReceiver(context, config)
+        core = Core(context, config, 1)
+        core.hub.send_frame((WORKER,), b"\xc1")
+        core.hub.send_frame((WORKER,), b"\xc1garbage")
+        core.allocate()
+        report = None
+        while not (isinstance(report, Heartbeat) and report.num_dropped_frames):
+            report = supervisor.receive(TIMEOUT_MS)
+            assert report is not None, "the worker is silent"
+        assert report.num_dropped_frames == 2
+        core.say(Shutdown())
+        assert worker.wait(TIMEOUT_MS / 1000) == 0
+        core.hub.close()
+        supervisor.close()

@@ -13,11 +13,13 @@ import httpx
 import openai
 import psutil
 import pytest
+import zmq
 from engine.frontend.server import HOLD_BACK_S
 from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
 from engine.protocol.messages import AddRequests, ClientHello
-from engine.protocol.supervisor_messages import Stage
+from engine.protocol.supervisor_messages import Heartbeat, Stage
 from support.frontend_process import MODEL, FrontendProcess, sse_events
+from support.program import wait_until
 
 PROMPT = "One two three four five"
 PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
@@ -319,3 +321,17 @@ def test_each_of_several_api_keys_is_a_tenant_whatever_user_says() -> None:
         added = [m for m in frontend.core.received if isinstance(m, AddRequests)]
         tenants = [request.tenant for message in added for request in message.requests]
         assert tenants == ["key 2", "key 2", "key 1"]
+
+
+def test_garbage_from_the_supervisors_address_is_dropped_and_counted() -> None:
+    with FrontendProcess() as frontend, zmq.Context() as context:
+        with context.socket(zmq.PUB) as publisher:
+            publisher.bind(frontend.config.status_address())
+
+            def has_counted() -> bool:
+                publisher.send(b"\xc1garbage")
+                report = frontend.hear()
+                return isinstance(report, Heartbeat) and report.num_dropped_frames > 0
+
+            wait_until(has_counted, what="it tells the supervisor")
+        assert frontend.http.get("/readyz").status_code == 200

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from engine.frontend.api.event_stream import EventStream
+from engine.frontend.api.generation import raise_if_failed
 from engine.frontend.engine_client import Sequence, SequenceRequest
 from engine.protocol.messages import (
     AbortRequests,
@@ -261,6 +262,37 @@ async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)
     assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+
+@on_event_loop
+async def test_a_refusal_after_the_headers_says_when_to_come_back(tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    class Refused(_Texts):
+        def encode(self, news: list[Sequence]) -> bytes:
+            for sequence in news:
+                raise_if_failed(sequence.read())
+            return b""
+
+    async with connected(engine_config(tmp_path)) as (client, core):
+        request = SequenceRequest([5, 6], SamplingParams(max_tokens=2))
+        group = await client.submit([request], request_id="r")
+        stream = EventStream(send, _Chunks(), keep_alive_s=0.02)
+        running = asyncio.create_task(stream.run(receive, group, Refused()))
+        await advance_until(lambda: bool(sent and core.requests), core.receive)
+        refusal = FinishedRequest(0, FinishReason.THROTTLED, message="too many", retry_after_s=6.5)
+        core.send(b"client0", EngineCoreOutputs(0, 0, time.monotonic(), finished=[refusal]))
+        await running
+    event, done = sent[-1]["body"].removesuffix(b"\n\n").split(b"\n\n")
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["retry_after"]) == ("rate_limit_exceeded", 7)
+    assert done == b"data: [DONE]"
 
 
 @on_event_loop
