@@ -11,7 +11,8 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 def control_groups(controller: str, root: Path = CGROUPS) -> tuple[Path, ...]:
     """The groups that this process is in and those around them.
 
-    They are of version 2, and of a `controller`'s own tree in version 1. Not all of them need be there. Raises OSError where there are none.
+    They are of version 2, and of a `controller`'s own tree in version 1. Not all of them need be there.
+    Raises OSError where there are none.
     """
     own: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():

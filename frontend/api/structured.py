@@ -9,12 +9,13 @@ import msgspec
 
 from ...protocol.sampling_params import GrammarKind, StructuredOutput
 from .errors import APIError, bad_request, echo
+from .json_schema import lenient, prepare_schema
 from .schema import GenerationRequest
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-_REFUSED_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
-_OPTIONS = ("disable_fallback", *_REFUSED_OPTIONS)
+_REFUSED_OPTIONS = ("disable_any_whitespace",)
+_OPTIONS = ("disable_fallback", "disable_additional_properties", *_REFUSED_OPTIONS)
 _FIELDS = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
 """Fields of SGLang and llama.cpp that are constraints of `structured_outputs`."""
 
@@ -51,16 +52,42 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
     return constraints[0] if constraints else None
 
 
-def json_schema(schema: object, param: str) -> StructuredOutput:
+def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:
     """A JSON schema given as an object, as a boolean, or as a string that contains one."""
     if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema)
-        except msgspec.DecodeError as error:
-            raise bad_request(param, f"{param} is not valid JSON: {error}") from None
+        schema = _decode(schema, param)
     if not isinstance(schema, dict | bool):
         raise _expected(param, "a JSON schema (an object)", schema)
+    if isinstance(schema, dict):
+        schema = prepare_schema(schema, is_strict=is_strict)
+        schema = schema if is_strict else lenient(schema)
     return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
+
+
+def _decode(text: str, param: str) -> Any:
+    """Raises APIError 400."""
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise bad_request(param, f"{param} is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise bad_request(param, f"{param} is not valid JSON: {error}") from None
+
+
+def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
+    """Its schemas are prepared as others are; whether it is one is seen when it is compiled."""
+    tag = _decode(value, param) if isinstance(value, str) else value
+    structures = tag.get("structures") if isinstance(tag, dict) else None
+    if isinstance(structures, list):
+        tag = tag | {"structures": [_prepared_structure(structure) for structure in structures]}
+    return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(tag).decode())
+
+
+def _prepared_structure(structure: Any) -> Any:
+    schema = structure.get("schema") if isinstance(structure, dict) else None
+    if not isinstance(schema, dict):
+        return structure
+    return structure | {"schema": lenient(prepare_schema(schema, is_strict=False))}
 
 
 def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput | None:
@@ -81,9 +108,13 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
                 "response_format.json_schema.schema",
                 "response_format.json_schema.schema is required",
             )
-        return json_schema(named["schema"], "response_format.json_schema.schema")
+        return json_schema(
+            named["schema"],
+            "response_format.json_schema.schema",
+            is_strict=named.get("strict") is True,
+        )
     if kind == "structural_tag":
-        return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(response_format).decode())
+        return _structural_tag(response_format, "response_format")
     raise _expected("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
 
 
@@ -118,8 +149,8 @@ def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
         if not (value and isinstance(value, list) and all(isinstance(c, str) for c in value)):
             raise _expected(param, "a list of strings", value)
         return StructuredOutput(GrammarKind.CHOICE, _encode(value).decode())
-    if name == "structural_tag" and isinstance(value, dict):
-        value = _encode(value).decode()
+    if name == "structural_tag" and value and isinstance(value, dict | str):
+        return _structural_tag(value, param)
     if not (value and isinstance(value, str)):
         raise _expected(param, "a non-empty string", value)
     return StructuredOutput(GrammarKind(name), value)

@@ -9,12 +9,15 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.sampling_params import GrammarKind, StructuredOutput
 from .errors import APIError, bad_request, echo
+from .json_schema import lenient, prepare_schema
 from .schema import ChatCompletionRequest
-from .structured import Constraint, json_schema
+from .structured import Constraint
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_SILENT = {"type", "title", "description", "$schema"}
+"""Keywords of a schema that say nothing of a function's parameters."""
 
 
 class ToolMode(enum.Enum):
@@ -42,9 +45,12 @@ class _Tool:
     schema: dict[str, Any]
     is_strict: bool
 
+    def prepared(self) -> dict[str, Any]:
+        return prepare_schema(self.schema, is_strict=self.is_strict)
+
     def arguments(self) -> Constraint:
-        schema = self.schema if self.is_strict else _lenient(self.schema)
-        return Constraint(self.param, json_schema(schema, self.param), owner=self.name)
+        output = _json_schema(self.prepared(), self.is_strict)
+        return Constraint(self.param, output, owner=self.name)
 
 
 def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
@@ -71,9 +77,9 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     return ToolChoice(ToolMode.NAMED, name, tools[name].arguments())
 
 
-def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a whole document in which what cannot be enforced is passed over instead of refused."""
-    return {"x-guidance": {"lenient": True}} | schema
+def _json_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutput:
+    schema = schema if is_strict else lenient(schema)
+    return StructuredOutput(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
 
 
 def _chosen_name(choice: str | dict[str, Any]) -> str:
@@ -105,7 +111,10 @@ def _tools_by_name(tools: list[dict[str, Any]]) -> dict[str, _Tool]:
         param, parameters = f"tools[{i}].function.parameters", function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise _wrong(param, "a JSON schema (an object)", parameters)
-        schema = _ANY_OBJECT | (parameters or {})
+        schema: dict[str, Any] = {"type": "object"} | (parameters or {})
+        if schema.keys() <= _SILENT:
+            # A function without parameters; what may have any says so by `additionalProperties`.
+            schema["properties"] = {}
         by_name[name] = _Tool(name, param, schema, is_strict=function.get("strict") is True)
     return by_name
 
@@ -114,7 +123,7 @@ def _calls(tools: dict[str, _Tool], parallel: bool) -> Constraint:
     """An array of {"name", "parameters"} objects, one shape for each tool."""
     shapes = []
     for i, tool in enumerate(tools.values()):
-        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", tool.schema)
+        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", tool.prepared())
         properties = {"name": {"const": tool.name}, "parameters": parameters}
         shapes.append(
             {
@@ -128,16 +137,13 @@ def _calls(tools: dict[str, _Tool], parallel: bool) -> Constraint:
     if not parallel:
         calls["maxItems"] = 1
     # A document is lenient as a whole, but as a part a strict tool's schema is not.
-    if not all(tool.is_strict for tool in tools.values()):
-        calls = _lenient(calls)
-    parts = tuple(tool.arguments() for tool in tools.values())
-    return Constraint("tools", json_schema(calls, "tools"), parts=parts)
+    output = _json_schema(calls, is_strict=all(tool.is_strict for tool in tools.values()))
+    return Constraint("tools", output, parts=tuple(tool.arguments() for tool in tools.values()))
 
 
 def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `schema` for that place in a larger document, where its references begin."""
-    moved: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(schema))
-    parts: list[Any] = [moved]
+    """`schema`, changed for that place in a larger document, where its references begin."""
+    parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, list):
@@ -148,7 +154,7 @@ def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:
             if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
                 part["$ref"] = place + reference[1:]
             parts += part.values()
-    return moved
+    return schema
 
 
 def _wrong(param: str, expected: str, value: object) -> APIError:

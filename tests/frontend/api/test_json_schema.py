@@ -1,0 +1,206 @@
+"""What a client's JSON schema lets the model write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from engine.frontend.api.errors import APIError
+from engine.frontend.api.schema import ChatCompletionRequest
+from engine.frontend.api.structured import constraint_of
+from engine.frontend.api.tool_choice import parse_tool_choice
+from engine.frontend.structured_output import verify_structured_output
+from engine.protocol.grammar import grammar_text
+from engine.protocol.sampling_params import StructuredOutput
+from llguidance import LLMatcher, LLTokenizer
+from support.engine_fixtures import smollm2_tokenizer
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer(smollm2_tokenizer().path.read_text(encoding="utf-8"))
+
+
+def accepts(tokenizer: LLTokenizer, output: StructuredOutput, text: str) -> bool:
+    verify_structured_output(output)
+    matcher = LLMatcher(tokenizer, grammar_text(output))
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def constraint(**fields: Any) -> StructuredOutput:
+    found = constraint_of(ChatCompletionRequest(**fields))
+    assert found is not None
+    return found.structured_output
+
+
+def response_format(schema: dict[str, Any], **fields: Any) -> StructuredOutput:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
+    return constraint(response_format=form)
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "invented"),
+    [
+        (A, {"a": 1}, {"a": 1, "b": 2}),
+        (object_of(x=A), {"x": {"a": 1}}, {"x": {"b": 2}}),
+        ({"type": "array", "items": A}, [{"a": 1}], [{"b": 1}]),
+        ({"type": "object", "additionalProperties": A}, {"k": {"a": 1}}, {"k": {"b": 1}}),
+        ({"$defs": {"A": A}, "$ref": "#/$defs/A"}, {"a": 1}, {"b": 1}),
+        (
+            {"$defs": {"A": A}} | object_of(x={"allOf": [{"$ref": "#/$defs/A"}], "title": "X"}),
+            {"x": {"a": 1}},
+            {"x": {"b": 1}},
+        ),
+        (object_of(x={"anyOf": [A, B, {"type": "null"}]}), {"x": {"b": 1}}, {"x": {"c": 1}}),
+        (object_of(x={"anyOf": [A, B]}), {"x": {"b": 1}}, {"x": {"a": 1, "b": 1}}),
+        (A | {"anyOf": [{"required": ["a"]}]}, {"a": 1}, {"a": 1, "b": 1}),
+        (object_of(a={}, sub={"$ref": "#"}), {"sub": {"a": 1}}, {"sub": {"b": 1}}),
+        (object_of(), {}, {"a": 1}),
+    ],
+)
+def test_models_may_not_invent_properties(
+    tokenizer: LLTokenizer, schema: dict[str, Any], good: Any, invented: Any
+) -> None:
+    before = json.dumps(schema)
+    outputs = [
+        response_format(schema),
+        response_format(schema, strict=True),
+        constraint(structured_outputs={"json": schema, "disable_additional_properties": True}),
+        constraint(json_schema=before),
+    ]
+    for output in outputs:
+        assert accepts(tokenizer, output, json.dumps(good))
+        assert not accepts(tokenizer, output, json.dumps(invented))
+    tag = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    tags = {"type": "structural_tag", "structures": [tag], "triggers": ["<a>"]}
+    for output in (
+        constraint(response_format=tags),
+        constraint(structured_outputs={"structural_tag": json.dumps(tags)}),
+    ):
+        assert accepts(tokenizer, output, f"<a>{json.dumps(good)}</a>")
+        assert not accepts(tokenizer, output, f"<a>{json.dumps(invented)}</a>")
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    ("schema", "good"),
+    [
+        ({"type": "object"}, {"b": 1}),
+        (A | {"additionalProperties": True}, {"a": 1, "b": 1}),
+        (A | {"additionalProperties": {"type": "string"}}, {"a": 1, "b": "x"}),
+        (A | {"patternProperties": {"^b": {}}}, {"a": 1, "b": 1}),
+        (A | {"required": ["b"]}, {"a": 1, "b": 1}),
+        ({"allOf": [A, B]}, {"a": 1, "b": 1}),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}, {"a": 1, "b": 1}),
+        ({"$defs": {"A": A}, "$ref": "#/$defs/A"} | B, {"a": 1, "b": 1}),
+        (A | {"anyOf": [B, {"required": ["c"]}]}, {"a": 1, "b": 1}),
+        (A | {"oneOf": [{"properties": {"a": {"const": 1}, "b": {}}}]}, {"a": 1, "b": 1}),
+        (
+            {"$defs": {"A": A}}
+            | object_of(x={"$ref": "#/$defs/A"}, y={"allOf": [{"$ref": "#/$defs/A"}, B]}),
+            {"x": {}, "y": {"a": 1, "b": 1}},
+        ),
+        ({"allOf": [object_of(x=A), object_of(x=B, y={})]}, {"x": {"a": 1, "b": 1}, "y": 1}),
+        (
+            {
+                "$id": "https://example.com/a",
+                "$ref": "https://example.com/a#/$defs/A",
+                "$defs": {"A": A},
+            }
+            | B,
+            {"a": 1, "b": 1},
+        ),
+    ],
+)
+def test_what_several_schemas_describe_or_says_that_it_is_open_stays_open(
+    tokenizer: LLTokenizer, schema: dict[str, Any], good: Any
+) -> None:
+    assert accepts(tokenizer, response_format(schema), json.dumps(good))
+
+
+UNENFORCEABLE = {
+    "set": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "secret": {"type": "string", "format": "password"},
+}
+
+
+@pytest.mark.parametrize("is_strict", [None, False, True])
+def test_what_pydantic_writes_for_sets_and_secrets_is_taken(
+    tokenizer: LLTokenizer, is_strict: bool | None
+) -> None:
+    schema = {"$defs": {"Set": UNENFORCEABLE["set"]}} | object_of(
+        set={"$ref": "#/$defs/Set"},
+        secret=UNENFORCEABLE["secret"],
+        format={"const": {"format": "z"}},
+    )
+    output = response_format(schema, strict=is_strict)
+    good = {"set": [1, 2], "secret": "x", "format": {"format": "z"}}
+    assert accepts(tokenizer, output, json.dumps(good))
+    for bad in ({"set": ["x"]}, {"secret": 1}, {"format": {}}):
+        assert not accepts(tokenizer, output, json.dumps(bad))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "not": {"const": 1}}, 2, "x"),
+        (A | {"if": A, "then": {"required": ["a"]}}, {"a": 1}, {"a": "x"}),
+        ({"type": "array", "contains": {"const": 1}, "items": {"type": "integer"}}, [1], ["x"]),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"a": 1}, []),
+        (A | {"dependentRequired": {"a": []}}, {"a": 1}, {"a": "x"}),
+        ({"type": "object", "unevaluatedProperties": False}, {}, []),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 1, "x"),
+        ({"type": "string", "pattern": "^(?!foo)b"}, "b", 1),
+        ({"type": "object", "patternProperties": {"(?=a)": {"type": "integer"}}}, {"a": 1}, []),
+    ],
+)
+def test_what_cannot_be_enforced_is_passed_over_unless_strict(
+    tokenizer: LLTokenizer, schema: dict[str, Any], good: Any, bad: Any
+) -> None:
+    for output in (
+        response_format(schema),
+        constraint(structured_outputs={"json": schema}),
+        constraint(response_format={"type": "json_object", "schema": schema}),
+    ):
+        assert accepts(tokenizer, output, json.dumps(good))
+        assert not accepts(tokenizer, output, json.dumps(bad))
+    with pytest.raises(ValueError, match="compiled"):
+        verify_structured_output(response_format(schema, strict=True))
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"type": "object"}, {"type": "object", "properties": {}}],
+    ids=["none", "empty", "object", "no-properties"],
+)
+def test_a_function_without_parameters_gets_no_arguments(
+    tokenizer: LLTokenizer, parameters: object, is_strict: bool
+) -> None:
+    function = {"name": "f", "parameters": parameters, "strict": is_strict}
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice, form in ((named, "%s"), ("required", '[{"name": "f", "parameters": %s}]')):
+        request = ChatCompletionRequest(
+            tools=[{"type": "function", "function": function}], tool_choice=choice
+        )
+        calls = parse_tool_choice(request).constraint
+        assert calls is not None
+        assert accepts(tokenizer, calls.structured_output, form % "{}")
+        assert not accepts(tokenizer, calls.structured_output, form % '{"city": "Oslo"}')
+
+
+def test_a_schema_that_is_nested_too_deeply_is_the_clients_error() -> None:
+    deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
+    with pytest.raises(APIError, match="nested too deeply") as error:
+        constraint(json_schema=deep)
+    assert (error.value.status, error.value.param) == (400, "json_schema")
