@@ -92,21 +92,33 @@ class CompletionLogprobs:
         offsets = self._prompt_offsets(prompt_token_ids, prompt_text) + self._offsets(token_ids)
         all_token_ids = [*prompt_token_ids, *token_ids]
         for token_id, position in zip(all_token_ids, positions, strict=True):
-            token = self._renderer.token(token_id)
+            token = self._token(token_id)
             tokens.append(token)
             if position is None:
                 logprobs.append(None)
                 tops.append(None)
                 continue
             logprobs.append(finite(position.logprob))
-            top = {self._renderer.token(t): finite(logprob) for t, logprob in position.top}
-            tops.append(top | {token: finite(position.logprob)})
+            top: dict[str, float] = {}
+            for candidate, logprob in (*position.top, (token_id, position.logprob)):
+                name = self._token(candidate)
+                # Some tokens read alike. Clients ask whether the likeliest was chosen.
+                top[name] = max(finite(logprob), top.get(name, -math.inf))
+            tops.append(top)
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _token(self, token_id: int) -> str:
+        """A token's text; as OpenAI writes it, `bytes:\\xf0\\x9f`, if that is no whole characters."""
+        token = self._renderer.token(token_id)
+        data = self._bytes[token_id]
+        if "\ufffd" not in token or token.encode() == data:
+            return token
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Unlike an answer a prompt shows its special tokens. A space or BOS token that encoding added comes first."""
