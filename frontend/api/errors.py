@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -54,6 +56,15 @@ class APIError(Exception):
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> APIError:
     return APIError(400, message, param=param, code=code)
+
+
+@contextmanager
+def nesting_refused(param: str) -> Iterator[None]:
+    """Raises APIError 400 for what is nested too deeply to be read or written."""
+    try:
+        yield
+    except RecursionError:
+        raise bad_request(param, f"{param} is nested too deeply") from None
 
 
 def renamed(error: ParameterError, param: str) -> APIError:

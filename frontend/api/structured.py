@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.sampling_params import GrammarKind, StructuredOutput
-from .errors import APIError, bad_request, echo
+from .errors import APIError, bad_request, echo, nesting_refused
 from .json_schema import lenient, prepare_schema
 from .schema import GenerationRequest
 
@@ -54,33 +54,33 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:
     """A JSON schema given as an object, as a boolean, or as a string that contains one."""
-    if isinstance(schema, str):
-        schema = _decode(schema, param)
-    if not isinstance(schema, dict | bool):
-        raise _expected(param, "a JSON schema (an object)", schema)
-    if isinstance(schema, dict):
-        schema = prepare_schema(schema, is_strict=is_strict)
-        schema = schema if is_strict else lenient(schema)
-    return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
+    with nesting_refused(param):
+        if isinstance(schema, str):
+            schema = _decode(schema, param)
+        if not isinstance(schema, dict | bool):
+            raise _expected(param, "a JSON schema (an object)", schema)
+        if isinstance(schema, dict):
+            schema = prepare_schema(schema, is_strict=is_strict)
+            schema = schema if is_strict else lenient(schema)
+        return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
 
 
 def _decode(text: str, param: str) -> Any:
     """Raises APIError 400."""
     try:
         return msgspec.json.decode(text)
-    except RecursionError:
-        raise bad_request(param, f"{param} is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise bad_request(param, f"{param} is not valid JSON: {error}") from None
 
 
 def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
     """Its schemas are prepared as others are; whether it is one is seen when it is compiled."""
-    tag = _decode(value, param) if isinstance(value, str) else value
-    structures = tag.get("structures") if isinstance(tag, dict) else None
-    if isinstance(structures, list):
-        tag = tag | {"structures": [_prepared_structure(structure) for structure in structures]}
-    return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(tag).decode())
+    with nesting_refused(param):
+        tag = _decode(value, param) if isinstance(value, str) else value
+        structures = tag.get("structures") if isinstance(tag, dict) else None
+        if isinstance(structures, list):
+            tag = tag | {"structures": [_prepared_structure(each) for each in structures]}
+        return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(tag).decode())
 
 
 def _prepared_structure(structure: Any) -> Any:

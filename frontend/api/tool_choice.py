@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.sampling_params import GrammarKind, StructuredOutput
-from .errors import APIError, bad_request, echo
+from .errors import APIError, bad_request, echo, nesting_refused
 from .json_schema import lenient, prepare_schema
 from .schema import ChatCompletionRequest
 from .structured import Constraint
@@ -67,14 +67,16 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     if choice == "auto":
         return ToolChoice(ToolMode.AUTO)
     if choice == "required":
-        calls = _calls(tools, parallel=request.parallel_tool_calls is not False)
+        with nesting_refused("tools"):
+            calls = _calls(tools, parallel=request.parallel_tool_calls is not False)
         return ToolChoice(ToolMode.REQUIRED, constraint=calls)
     name = _chosen_name(choice)
     if name not in tools:
         raise bad_request(
             "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(tools)}"
         )
-    return ToolChoice(ToolMode.NAMED, name, tools[name].arguments())
+    with nesting_refused(tools[name].param):
+        return ToolChoice(ToolMode.NAMED, name, tools[name].arguments())
 
 
 def _json_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutput:

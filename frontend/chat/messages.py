@@ -103,4 +103,8 @@ def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
             raise ParameterError(
                 f"{where}.function.arguments", f"is not valid JSON: {error}"
             ) from error
+        except RecursionError as error:
+            raise ParameterError(
+                f"{where}.function.arguments", "must not be nested so deeply"
+            ) from error
     return {**call, "function": {**function, "arguments": arguments}}

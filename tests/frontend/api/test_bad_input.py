@@ -297,6 +297,36 @@ def test_bad_chat_field(frontend: FrontendProcess, fields: dict, param: str, say
     goes_on(frontend)
 
 
+@pytest.mark.parametrize("depth", [*range(950, 1000, 3), 5_000])
+def test_json_in_strings_that_is_nested_too_deeply(frontend: FrontendProcess, depth: int) -> None:
+    """Whatever the depth that is too much: the field is named, and nobody has to look into a log."""
+    deep = '{"items":' * depth + "{}" + "}" * depth
+    function = {"name": "f", "arguments": deep}
+    calls = [{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]
+    wishes = {
+        "messages[0].tool_calls[0].function.arguments": {"messages": calls + USER},
+        "response_format.json_schema.schema": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": deep},
+            }
+        },
+        "json_schema": {"json_schema": deep},
+        "structured_outputs.structural_tag": {
+            "structured_outputs": {"structural_tag": f'{{"structures": [{deep}]}}'}
+        },
+    }
+    for param, fields in wishes.items():
+        response = frontend.post(CHAT, **{"messages": USER, "max_tokens": 1} | fields)
+        if response.status_code != 200 or depth == 5_000:
+            assert response.status_code == 400, response.text
+            assert param.startswith(error_of(response)["param"])
+    body = b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": '
+    body += b'[{"function": {"name": "f", "parameters": ' + deep.encode() + b"}}]}"
+    assert frontend.http.post(CHAT, content=body).status_code in (200, 400)
+    goes_on(frontend)
+
+
 @pytest.mark.parametrize(
     "body",
     [
