@@ -225,14 +225,14 @@ class _Answer(Answer[ChatCompletionRequest]):
         if delta.tool_calls:
             message["content"] = delta.content or None
             message["tool_calls"] = _whole_calls(delta.tool_calls)
-        return message | _reasoning(delta)
+        # Clients that know of reasoning read it whether there was any or not.
+        return message | (_reasoning(delta) if self.serving.tells_reasoning else {})
 
 
 def _reasoning(delta: MessageDelta) -> Json:
     """Under both names that clients look for."""
-    if not delta.reasoning:
-        return {}
-    return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+    reasoning = delta.reasoning or None
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
@@ -293,7 +293,8 @@ class _Chunks(Chunks[_Answer]):
         if not is_heard:
             return b""
         content: Json = {"content": message.content} if message.content else {}
-        content |= _reasoning(message)
+        if message.reasoning:
+            content |= _reasoning(message)
         if message.tool_calls:
             content["tool_calls"] = _call_pieces(message.tool_calls)
         return self.chunk({"index": index, "delta": content} | ending)

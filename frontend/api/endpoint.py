@@ -43,7 +43,7 @@ class Endpoint(ABC, Generic[Request]):
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
         body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
         request = self._decoder.decode(body)
-        model = serving.verify_model(request.model)
+        serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
         tenant = find_tenant(request, state["tenant"])
@@ -66,7 +66,7 @@ class Endpoint(ABC, Generic[Request]):
                     "id": f"{self._id_prefix}-{request_id}",
                     "object": self._object_name(request),
                     "created": int(time.time()),
-                    "model": model,
+                    "model": serving.served_name,
                     "system_fingerprint": serving.fingerprint,
                 },
             )

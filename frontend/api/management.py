@@ -24,7 +24,9 @@ class Management:
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._card(self._serving.verify_model(request.path_params["name"])))
+        name = request.path_params["name"]
+        self._serving.verify_model(name)
+        return json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, object]:
         model = self._serving.config.model

@@ -100,11 +100,9 @@ class Serving:
             self.engine.watch.find_degraded_replicas().values()
         )
 
-    def verify_model(self, name: str | None) -> str:
-        """The name to answer with. Raises APIError 404 for a model that is not served here."""
-        if not name:
-            return self.served_name
-        if name not in self.config.model.served_names:
+    def verify_model(self, name: str | None) -> None:
+        """Raises APIError 404 for a model that is not served here."""
+        if name and name not in self.config.model.served_names:
             raise APIError(
                 404,
                 f"The model {echo(name)} does not exist; served: "
@@ -112,7 +110,6 @@ class Serving:
                 param="model",
                 code="model_not_found",
             )
-        return name
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
         """Raises APIError 400 if there is none."""
@@ -143,6 +140,11 @@ class Serving:
         if self._reasoning_parser is None:
             return None
         return self._reasoning_parser(prompt, constrained=constrained)
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self._reasoning_parser is not None
 
     @property
     def has_special_reasoning_marks(self) -> bool:

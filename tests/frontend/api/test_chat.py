@@ -409,7 +409,13 @@ def test_reasoning_is_told_from_content() -> None:
         assert "".join(d.get("content") or "" for d in deltas) == "It is four."
         assert last["usage"] == answer["usage"]
         silent = chat(frontend, include_reasoning=False, **options)["choices"][0]["message"]
-        assert "reasoning" not in silent and silent["content"] == "It is four."
+        assert silent["reasoning"] is silent["reasoning_content"] is None
+        assert silent["content"] == "It is four."
+        plain = chat(frontend, messages=user("Hello"), max_tokens=1)["choices"][0]["message"]
+        assert plain["content"] == "Hello"
+        assert plain["reasoning"] is plain["reasoning_content"] is None
+        response = frontend.post("/v1/chat/completions", stream=True, messages=user("Hello"))
+        assert all("reasoning" not in e["choices"][0]["delta"] for e in sse_events(response.text))
 
 
 def test_reasoning_may_come_before_structural_tags() -> None:
@@ -447,7 +453,7 @@ def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict,
     assert calls == [call["function"] for call in message.get("tool_calls", [])]
     deltas = [event["choices"][0]["delta"] for event in events]
     for name in ("reasoning", "reasoning_content"):
-        assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
+        assert "".join(delta.get(name, "") for delta in deltas) == (message.get(name) or "")
     assert last["usage"] == answer["usage"]
     return message, answer["usage"]
 
@@ -476,7 +482,7 @@ def test_reasoning_before_a_constrained_answer(thinking: FrontendProcess, wish: 
         max_tokens=usage["completion_tokens"],
         **wish,
     )
-    assert "reasoning" not in silent["choices"][0]["message"]
+    assert silent["choices"][0]["message"]["reasoning"] is None
     assert silent["choices"][0]["message"]["content"] == JSON_ANSWER
 
 
@@ -523,7 +529,7 @@ def test_a_constraint_holds_from_the_first_token_where_no_reasoning_can_come(
 ) -> None:
     closed = "<think>\n\n</think>"
     message, usage = ask_both_ways(thinking, closed, response_format={"type": "json_object"})
-    assert message["content"] == closed and "reasoning" not in message
+    assert message["content"] == closed and message["reasoning"] is None
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert last_params(thinking).structured_output.reasoning is None
     # Without a parser nothing is known of reasoning.

@@ -6,6 +6,9 @@ from collections import defaultdict
 
 import openai
 import pytest
+from engine.frontend.api.logprobs import CompletionLogprobs, LogprobsRenderer
+from engine.frontend.logprobs import PositionLogprobs
+from support.engine_fixtures import smollm2_tokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
 PROMPT = "One two three four five"
@@ -26,8 +29,15 @@ def test_default_is_sixteen_tokens(client: openai.OpenAI) -> None:
 
 def test_model_may_be_left_out_or_named_by_an_alias(frontend: FrontendProcess) -> None:
     assert frontend.post("/v1/completions", prompt="a b").json()["model"] == MODEL
-    aliased = frontend.post("/v1/completions", prompt="a b", model="echo-alias")
-    assert aliased.json()["model"] == "echo-alias"
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "a b"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b"}]}),
+    ):
+        aliased = frontend.post(path, model="echo-alias", max_tokens=2, **prompt)
+        assert aliased.json()["model"] == MODEL
+        streamed = frontend.post(path, model="echo-alias", max_tokens=2, stream=True, **prompt)
+        assert {event["model"] for event in sse_events(streamed.text)} == {MODEL}
+    assert frontend.http.get("/v1/models/echo-alias").json()["id"] == "echo-alias"
 
 
 def test_null_means_left_out(frontend: FrontendProcess) -> None:
@@ -171,6 +181,32 @@ def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
         assert top[token] == value and len(top) == 3, "two alternatives and the token itself"
     starts = [choice.text[offset:] for offset in logprobs.text_offset]
     assert logprobs.text_offset[0] == 0 and starts[-1].startswith(("é", "!", " "))
+
+
+def test_tokens_that_are_no_whole_characters_are_told_apart(frontend: FrontendProcess) -> None:
+    for echo in (False, True):
+        answer = frontend.complete("😀", max_tokens=3, logprobs=0, echo=echo)
+        logprobs = answer["choices"][0]["logprobs"]
+        pieces = [r"bytes:\xf0\x9f", r"bytes:\x98", r"bytes:\x80"]
+        assert logprobs["tokens"] == pieces * (2 if echo else 1)
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+            assert top is None or list(top) == [token]
+
+
+def test_an_unlikely_token_is_not_taken_for_the_likeliest() -> None:
+    tokenizer = smollm2_tokenizer()
+    high, middle, low = tokenizer.encode("😀")
+    logprobs = CompletionLogprobs(LogprobsRenderer(tokenizer), tokenizer, skip_special=True)
+
+    def top(token_id: int, logprob: float, candidates: list[tuple[int, float]]) -> dict:
+        position = PositionLogprobs(token_id, logprob, 3, candidates)
+        [found] = logprobs.piece([token_id], [position])["top_logprobs"]
+        return found
+
+    expected = {r"bytes:\xf0\x9f": -0.5, r"bytes:\x98": -1.0, r"bytes:\x80": -9.0}
+    assert top(low, -9.0, [(high, -0.5), (middle, -1.0)]) == expected
+    # Some vocabularies have a text twice, as a piece and as a byte.
+    assert list(top(low, -9.0, [(low, -0.5)]).values()) == [-0.5]
 
 
 def test_text_offsets_point_into_the_text(frontend: FrontendProcess) -> None:
