@@ -46,6 +46,8 @@ class Edge:
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
         scope["app"] = self
+        # Clients join paths carelessly.
+        scope["path"] = scope["path"].removesuffix("/") or "/"
         scope.setdefault("state", {}).update(request_id=request_id, tenant="")
         started = False
         has_body_left = not _expects_permission(scope)

@@ -100,6 +100,22 @@ def test_models(client: openai.OpenAI) -> None:
     assert (card.id, card.object, card.max_model_len) == ("echo-alias", "model", 512)
 
 
+def test_a_slash_at_the_end_of_a_path_is_no_other_path() -> None:
+    with FrontendProcess(api_keys=("key",)) as frontend:
+        get, post = frontend.http.get, frontend.http.post
+        with_key = {"authorization": "Bearer key"}
+        assert get("/metrics/").status_code == get("/health/").status_code == 200
+        assert get("/v1/models/").status_code == 401
+        models = get("/v1/models/", headers=with_key).json()
+        assert models == get("/v1/models", headers=with_key).json()
+        one = get(f"/v1/models/{MODEL}/", headers=with_key).json()
+        assert one["id"] == MODEL
+        body = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 1}
+        answer = post("/v1/chat/completions/", json=body, headers=with_key)
+        assert answer.status_code == 200, answer.text
+        assert get("/", headers=with_key).status_code == 404
+
+
 def test_model_names_with_slashes() -> None:
     with FrontendProcess(served_names=("org/model",)) as frontend:
         assert frontend.http.get("/v1/models/org/model").json()["id"] == "org/model"
