@@ -123,7 +123,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--override-generation-config",
             "model.override_generation_config",
-            "sampling defaults that win over the former",
+            "sampling defaults that win over the former; max_new_tokens limits every request",
             json_object,
             metavar="JSON",
         ),

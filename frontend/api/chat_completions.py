@@ -57,12 +57,11 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             with_tools=tools.mode is not ToolMode.NONE,
             template_kwargs={} if effort is None else {"reasoning_effort": effort},
         )
-        default = serving.config.frontend.default_sampling.get("max_tokens")
         token_ids, max_tokens = fit_context(
             np.array(chat.token_ids, np.int32),
             "messages",
             max_tokens=params.max_tokens,
-            default_max_tokens=None if default is None else int(default),
+            max_tokens_limit=serving.max_tokens_limit,
             truncate=request.truncate_prompt_tokens,
             max_model_len=serving.config.model.max_model_len,
             max_tokens_param=_max_tokens_param(request),

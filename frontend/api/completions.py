@@ -59,12 +59,12 @@ class Completions(Endpoint[CompletionRequest]):
     def _fit(
         self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
-        defaults = self._serving.config.frontend.default_sampling
         token_ids, max_tokens = fit_context(
             prompt.token_ids,
             prompt.param,
             max_tokens=params.max_tokens,
-            default_max_tokens=int(defaults.get("max_tokens", DEFAULT_MAX_TOKENS)),
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            max_tokens_limit=self._serving.max_tokens_limit,
             truncate=request.truncate_prompt_tokens,
             max_model_len=self._serving.config.model.max_model_len,
         )

@@ -100,7 +100,8 @@ def fit_context(
     param: str,
     *,
     max_tokens: int | None,
-    default_max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    max_tokens_limit: int | None = None,
     truncate: int | None,
     max_model_len: int,
     max_tokens_param: str = "max_tokens",
@@ -108,8 +109,11 @@ def fit_context(
     """The prompt, truncated as asked for, and how many tokens it may generate.
 
     Without `max_tokens` that is `default_max_tokens`, or less where the context ends earlier, or (None) what
-    remains of the context. Raises APIError 400 (`context_length_exceeded`).
+    remains of the context. More than `max_tokens_limit` are never generated. Raises APIError 400
+    (`context_length_exceeded`).
     """
+    if max_tokens is not None and max_tokens_limit is not None:
+        max_tokens = min(max_tokens, max_tokens_limit)
     if truncate is not None:
         if truncate < -1 or truncate == 0 or truncate > max_model_len:
             raise bad_request(
@@ -130,11 +134,12 @@ def fit_context(
             f"{num_tokens + wanted} tokens ({num_tokens} in {param}, {wanted} for the completion). "
             f"Please reduce {param} or {max_tokens_param}.",
         )
-    if max_tokens is not None:
-        return token_ids, max_tokens
-    return token_ids, remaining if default_max_tokens is None else min(
-        default_max_tokens, remaining
+    limits = (
+        max_tokens if max_tokens is not None else default_max_tokens,
+        max_tokens_limit,
+        remaining,
     )
+    return token_ids, min(limit for limit in limits if limit is not None)
 
 
 def context_exceeded(param: str, message: str) -> APIError:

@@ -56,6 +56,8 @@ class Serving:
         reasoning_name = config.frontend.reasoning_parser
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
         self.served_name = config.model.served_names[0]
+        limit = config.frontend.default_sampling.get("max_tokens")
+        self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.off_loop = engine.off_loop
 

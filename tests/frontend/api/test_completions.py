@@ -135,13 +135,30 @@ def test_minus_one_is_no_seed_and_other_negative_ones_are(frontend: FrontendProc
 
 
 def test_defaults_come_from_the_generation_config() -> None:
-    defaults = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "max_tokens": 3}
+    defaults = {"temperature": 0.25, "top_k": 7, "top_p": 0.5}
     with FrontendProcess(default_sampling=defaults) as frontend:
-        answer = frontend.complete(PROMPT, top_k=9)
-        assert answer["usage"]["completion_tokens"] == 3
+        frontend.complete(PROMPT, top_k=9)
         [added] = [m for m in frontend.core.received if hasattr(m, "requests")][-1:]
         params = added.requests[0].sampling_params
         assert (params.temperature, params.top_k, params.top_p) == (0.25, 9, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "completed", "chatted"),
+    [(3, {}, 3, 3), (3, {"max_tokens": 9}, 3, 3), (3, {"max_tokens": 2}, 2, 2)]
+    + [(3, {"max_tokens": 4096}, 3, 3), (20, {}, 16, 20)],
+)
+def test_max_new_tokens_of_the_generation_config_limits_every_request(
+    limit: int, asked: dict, completed: int, chatted: int
+) -> None:
+    with FrontendProcess(default_sampling={"max_tokens": limit}) as frontend:
+        answer = frontend.complete(PROMPT, **asked)
+        assert answer["usage"]["completion_tokens"] == completed
+        messages = [{"role": "user", "content": PROMPT}]
+        chat = frontend.post("/v1/chat/completions", messages=messages, **asked).json()
+        assert chat["usage"]["completion_tokens"] == chatted
+        echoed = frontend.complete(PROMPT, echo=True, max_tokens=0)
+        assert echoed["usage"]["completion_tokens"] == 0
 
 
 def test_stop_strings(frontend: FrontendProcess) -> None:
