@@ -145,8 +145,13 @@ def test_defaults_come_from_the_generation_config() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "asked", "completed", "chatted"),
-    [(3, {}, 3, 3), (3, {"max_tokens": 9}, 3, 3), (3, {"max_tokens": 2}, 2, 2)]
-    + [(3, {"max_tokens": 4096}, 3, 3), (20, {}, 16, 20)],
+    [
+        (3, {}, 3, 3),
+        (3, {"max_tokens": 9}, 3, 3),
+        (3, {"max_tokens": 4096}, 3, 3),
+        (3, {"max_tokens": 2}, 2, 2),
+        (20, {}, 16, 20),
+    ],
 )
 def test_max_new_tokens_of_the_generation_config_limits_every_request(
     limit: int, asked: dict, completed: int, chatted: int
