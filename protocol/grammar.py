@@ -51,6 +51,22 @@ def grammar_text(structured_output: StructuredOutput) -> str:
     return json.dumps({"grammars": [whole, {"name": "answer", **answer}]})
 
 
+def lark_expression(structured_output: StructuredOutput) -> str | None:
+    """What may stand for it in a rule of a Lark grammar, None where that takes more than one rule."""
+    spec = structured_output.spec
+    match structured_output.kind:
+        case GrammarKind.JSON_OBJECT:
+            return '%json {"type": "object"}'
+        case GrammarKind.JSON_SCHEMA:
+            return f"%json {spec}"
+        case GrammarKind.REGEX:
+            return _regex_literal(spec)
+        case GrammarKind.CHOICE:
+            return _any_of(_decode(spec, list[str]))
+        case GrammarKind.LARK | GrammarKind.STRUCTURAL_TAG:
+            return None
+
+
 def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
     match kind:
         case GrammarKind.JSON_OBJECT:
@@ -126,7 +142,7 @@ def _regex_literal(regex: str) -> str:
 
 def _lark(grammar: str) -> str:
     """A Lark grammar as it is, or a GBNF one (`root ::= …`) as Lark."""
-    if "::=" not in grammar:
+    if "::=" not in grammar or grammar.startswith("%llguidance"):
         return grammar
     # Only processes that handle grammars pay for the library.
     from llguidance.gbnf_to_lark import any_to_lark

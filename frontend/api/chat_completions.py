@@ -27,7 +27,7 @@ from .prompts import fit_context
 from .sampling import sampling_params
 from .schema import ChatCompletionRequest
 from .serving import Serving
-from .structured import Constraint, constraint_of
+from .structured import Constraint, constraint_of, or_calls
 from .tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
 
@@ -45,6 +45,9 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         tools = parse_tool_choice(request)
         asked_for = constraint_of(request)
         constraint = tools.constraint or asked_for
+        if constraint and tools.mode is ToolMode.AUTO:
+            parallel = request.parallel_tool_calls is not False
+            constraint = or_calls(constraint, serving.call_rules(tools.names, parallel=parallel))
         params = self._params(request, tools, constraint)
         self._verify(params, request)
         await serving.verify_constraint(constraint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,9 +15,11 @@ from ...protocol.sampling_params import SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
     ChatTemplate,
+    JsonToolParser,
     ModelTemplates,
     ReasoningParser,
     ToolParser,
+    call_rules,
     openai_call_id,
     reasoning_parser,
     tool_parser,
@@ -134,6 +137,13 @@ class Serving:
                 "required, none or a named function",
             )
         return self._tool_parser()
+
+    def call_rules(self, names: Sequence[str], *, parallel: bool) -> str | None:
+        """How the model calls these functions, as rules of a grammar; None if those cannot tell it."""
+        parser = self.new_tool_parser()
+        if not isinstance(parser, JsonToolParser):
+            return None
+        return call_rules(parser.format, names, self.tokenizer, parallel=parallel)
 
     def new_reasoning_parser(
         self, prompt: str, *, constrained: bool = False

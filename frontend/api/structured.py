@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.grammar import lark_expression
 from ...protocol.sampling_params import GrammarKind, StructuredOutput
 from .errors import APIError, bad_request, echo, nesting_refused
 from .json_schema import lenient, prepare_schema
@@ -50,6 +51,21 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
         first, second = (constraint.param for constraint in constraints[:2])
         raise bad_request(second, f"{second} cannot be combined with {first}")
     return constraints[0] if constraints else None
+
+
+def or_calls(constraint: Constraint, call_rules: str | None) -> Constraint | None:
+    """The constraint where the model may call tools instead of answering; None if `call_rules` cannot tell how.
+
+    A grammar of the client's own stays: it can say what calls are.
+    """
+    answer = lark_expression(constraint.structured_output)
+    if answer is None:
+        return constraint
+    if call_rules is None:
+        return None
+    grammar = f"%llguidance {{}}\nstart: answer | calls\nanswer: {answer}\n{call_rules}"
+    output = StructuredOutput(GrammarKind.LARK, grammar)
+    return Constraint(constraint.param, output, parts=(constraint,))
 
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:

@@ -31,10 +31,11 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`name` is the function of NAMED; `constraint` is what the forced modes must write."""
+    """`name` is the function of NAMED, `names` are those of AUTO; `constraint` is what the forced modes must write."""
 
     mode: ToolMode
     name: str = ""
+    names: tuple[str, ...] = ()
     constraint: Constraint | None = None
 
 
@@ -65,7 +66,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     if not tools:
         raise bad_request("tool_choice", f"tool_choice {echo(choice)} needs tools")
     if choice == "auto":
-        return ToolChoice(ToolMode.AUTO)
+        return ToolChoice(ToolMode.AUTO, names=tuple(tools))
     if choice == "required":
         with nesting_refused("tools"):
             calls = _calls(tools, parallel=request.parallel_tool_calls is not False)
@@ -76,7 +77,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
             "tool_choice", f"tool_choice names {echo(name)}, tools has {', '.join(tools)}"
         )
     with nesting_refused(tools[name].param):
-        return ToolChoice(ToolMode.NAMED, name, tools[name].arguments())
+        return ToolChoice(ToolMode.NAMED, name, constraint=tools[name].arguments())
 
 
 def _json_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutput:

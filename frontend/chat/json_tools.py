@@ -52,7 +52,7 @@ class JsonToolParser:
     """
 
     def __init__(self, format: JsonFormat) -> None:
-        self._format = format
+        self.format = format
         self.new_id = format.new_id
         self._markers = format.openings + ((format.closing,) if format.closing else ())
         self._state = _State.START if format.bare else _State.TEXT
@@ -115,9 +115,9 @@ class JsonToolParser:
         return True
 
     def _read_text(self) -> bool:
-        opening = find_first(self._buffer, self._format.openings)
+        opening = find_first(self._buffer, self.format.openings)
         if opening is None:
-            self._delta.content += self._take(start_of_held(self._buffer, self._format.openings))
+            self._delta.content += self._take(start_of_held(self._buffer, self.format.openings))
             return False
         at, marker = opening
         spaces = at - len(self._buffer[:at].rstrip())
@@ -131,11 +131,11 @@ class JsonToolParser:
         self._state = _State.CALLS
 
     def _read_between_calls(self) -> bool:
-        text, closing = self._buffer, self._format.closing
+        text, closing = self._buffer, self.format.closing
         if closing and text.startswith(closing):
             self._raw += self._take(len(closing))
             self._close_block()
-        elif text.startswith(self._format.openings):
+        elif text.startswith(self.format.openings):
             self._close_block()
         elif may_begin(text, self._markers):
             return False
@@ -147,7 +147,7 @@ class JsonToolParser:
             self._raw += self._take(1)
             if closing is None:
                 self._close_block()
-        elif self._format.names_first and not self._calls_in_block:
+        elif self.format.names_first and not self._calls_in_block:
             self._state = _State.NAME
         else:
             self._give_up()
@@ -160,7 +160,7 @@ class JsonToolParser:
 
     def _give_up(self) -> None:
         """What was taken is no call: content after all, or in a block with calls, nothing."""
-        if self._calls_in_block and self._format.closing:
+        if self._calls_in_block and self.format.closing:
             self._state = _State.REST
         else:
             self._delta.content += self._raw
@@ -216,7 +216,7 @@ class JsonToolParser:
         has_arguments = not scanner.members.keys().isdisjoint(_ARGUMENTS) or (
             scanner.open_key in _ARGUMENTS and scanner.open_start is not None
         )
-        ended = scanner.end is not None and not self._format.needs_arguments
+        ended = scanner.end is not None and not self.format.needs_arguments
         return name if has_arguments or ended else None
 
     def _give_out(self, name: str) -> None:
@@ -253,7 +253,7 @@ class JsonToolParser:
             self._take(start_of_held(self._buffer, self._markers))
             return False
         at, marker = found
-        self._take(at + (len(marker) if marker == self._format.closing else 0))
+        self._take(at + (len(marker) if marker == self.format.closing else 0))
         self._state = _State.TEXT
         return True
 

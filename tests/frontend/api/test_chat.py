@@ -10,7 +10,12 @@ from pathlib import Path
 
 import openai
 import pytest
+from engine.frontend.chat.call_grammar import call_rules
+from engine.frontend.chat.json_tools import JsonFormat
 from engine.frontend.tokenizer import tokenizer_json_path
+from engine.protocol.grammar import grammar_text
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from llguidance import LLMatcher, LLTokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 from support.server import default_model
 
@@ -369,6 +374,89 @@ def test_a_tool_parser_sees_special_tokens_as_which_some_models_have_its_markers
         for without in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
             choice = chat(frontend, **options, **without)["choices"][0]
             assert choice["message"]["content"] == "Look: there"
+
+
+CALL_SYNTAXES = {
+    "hermes": '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}, '
+    '{"name": "get_time", "arguments": {}}]',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Oslo"}}; '
+    '{"name": "get_time", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]get_time{}',
+}
+
+
+@pytest.mark.parametrize("parser", CALL_SYNTAXES)
+def test_a_format_holds_for_the_answer_and_leaves_calls_possible(parser: str) -> None:
+    schema = {"type": "object", "properties": {"sum ::=": {"type": "integer"}}}
+    schema["required"] = ["sum ::="]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    calls = CALL_SYNTAXES[parser]
+    with FrontendProcess(tool_call_parser=parser) as frontend:
+        options = {"tools": [WEATHER, TIME], "response_format": form}
+        tokenizer = LLTokenizer(frontend.tokenizer.path.read_text(encoding="utf-8"))
+
+        def may_be(text: str, **fields) -> bool:
+            chat(frontend, max_tokens=1, **options | fields)
+            matcher = LLMatcher(tokenizer, grammar_text(last_params(frontend).structured_output))
+            assert not matcher.is_error(), matcher.get_error()
+            token_ids = frontend.tokenizer.encode(text)
+            num_consumed = matcher.try_consume_tokens(token_ids)
+            return num_consumed == len(token_ids) and matcher.is_accepting()
+
+        assert may_be(calls) and not may_be(calls, parallel_tool_calls=False)
+        assert may_be('{"sum ::=": 5}') and not may_be('{"sum ::=": "5"}')
+        assert not may_be("It is 5.") and not may_be(calls.replace("get_time", "get_money"))
+        assert not may_be(calls, tools=[WEATHER])
+        choices = {"response_format": None, "structured_outputs": {"choice": ["yes ::= no"]}}
+        assert may_be(calls, **choices) and may_be("yes ::= no", **choices)
+        assert not may_be("yes", **choices) and not may_be(calls, **choices, tool_choice="none")
+        text = {"messages": user(calls), "max_tokens": num_tokens(frontend, calls)}
+        message = chat(frontend, **options | text)["choices"][0]["message"]
+        made = [call["function"] for call in message["tool_calls"]]
+        assert [call["name"] for call in made] == ["get_weather", "get_time"]
+        assert [json.loads(call["arguments"]) for call in made] == [{"city": "Oslo"}, {}]
+        wrong = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}}
+        response = frontend.post("/v1/chat/completions", messages=MESSAGES, **options | wrong)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith(
+            "response_format must be a json_schema"
+        )
+
+
+def test_marks_of_calls_may_be_special_tokens(frontend: FrontendProcess) -> None:
+    rules = call_rules(
+        JsonFormat(("<|im_start|>",)), ["get_time"], frontend.tokenizer, parallel=True
+    )
+    output = StructuredOutput(GrammarKind.LARK, f"%llguidance {{}}\nstart: calls\n{rules}")
+    tokenizer = LLTokenizer(frontend.tokenizer.path.read_text(encoding="utf-8"))
+    matcher = LLMatcher(tokenizer, grammar_text(output))
+    text = '<|im_start|>{"name": "get_time", "arguments": {}}'
+    token_ids = frontend.tokenizer.encode(text)
+    assert token_ids[0] in frontend.tokenizer.special_ids
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def test_a_format_is_left_out_where_calls_cannot_be_told_by_a_grammar() -> None:
+    form = {"type": "json_object"}
+    with FrontendProcess(tool_call_parser="pythonic", reasoning_parser="qwen3") as frontend:
+        chat(frontend, max_tokens=1, tools=[WEATHER], response_format=form)
+        assert last_params(frontend).structured_output is None
+        chat(frontend, max_tokens=1, tools=[WEATHER], tool_choice="none", response_format=form)
+        assert last_params(frontend).structured_output.kind == "json_object"
+
+
+def test_calls_or_an_answer_in_a_format_come_after_the_reasoning() -> None:
+    with FrontendProcess(tool_call_parser="hermes", reasoning_parser="qwen3") as frontend:
+        chat(frontend, max_tokens=1, tools=[TIME], response_format={"type": "json_object"})
+        output = last_params(frontend).structured_output
+        tokenizer = LLTokenizer(frontend.tokenizer.path.read_text(encoding="utf-8"))
+        for answer in ('{"a": 1}', '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'):
+            matcher = LLMatcher(tokenizer, grammar_text(output))
+            token_ids = frontend.tokenizer.encode(f"<think>Let me see.</think>{answer}")
+            assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+            assert matcher.is_accepting()
 
 
 def test_only_one_call_where_no_more_are_wanted() -> None:
