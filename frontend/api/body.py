@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -13,7 +14,12 @@ from starlette.types import Receive, Scope
 from .errors import APIError, bad_request, echo
 from .schema import NO_OP_VALUES, REFUSED
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_NAMED_FIELDS: Final = 100
+"""Unknown fields that are named in the log; who sends more makes them up."""
 
 _AT = re.compile(r"^(.*?)(?: - at `(?:key in )?\$(.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
@@ -33,10 +39,14 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole request body. Raises APIError 413 as soon as it is known to exceed `limit` bytes."""
+    """The whole request body. Raises APIError 413 as soon as it is known to exceed `limit` bytes, 415 if it is encoded."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > limit:
             raise _too_large(limit, int(value))
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            encoding = echo(value.decode("latin-1"))
+            message = f"the request body must not be compressed, got Content-Encoding {encoding}"
+            raise APIError(415, message, headers={"accept-encoding": "identity"})
     parts: list[bytes] = []
     size = 0
     while True:
@@ -57,25 +67,25 @@ def _too_large(limit: int, size: int) -> APIError:
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies into one schema. `strict` refuses fields that the schema does not know."""
+    """Decodes bodies into one schema. `strict` refuses fields that the schema does not know; else each is logged once."""
 
     def __init__(self, schema: type[T], strict: bool) -> None:
-        decoded: Any = schema
-        if strict:
-            decoded = msgspec.defstruct(
-                schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
-            )
-        self._schema = decoded
-        self._decode = msgspec.json.Decoder(decoded).decode
-        self._type = msgspec.inspect.type_info(decoded)
+        known: Any = msgspec.defstruct(
+            schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
+        )
+        self._strict = strict
+        self._schema = known if strict else schema
+        self._decode = msgspec.json.Decoder(self._schema).decode
+        self._decode_known = msgspec.json.Decoder(known).decode
+        self._names = {field.encode_name for field in msgspec.structs.fields(schema)}
+        self._unknown: set[str] = set()
+        self._type = msgspec.inspect.type_info(self._schema)
         self._refused = [name for name in REFUSED if _is_refused(schema, name)]
 
     def decode(self, body: bytes) -> T:
         """Raises APIError 400 that names the field, its value and what was expected."""
         try:
-            request: T = self._decode(body)
-        except msgspec.ValidationError as error:
-            request = self._decode_doubles(body, error)
+            request = self._decode_fields(body)
         except RecursionError:
             raise bad_request(None, "the request body is nested too deeply") from None
         except (msgspec.DecodeError, ValueError) as error:
@@ -85,6 +95,28 @@ class BodyDecoder(Generic[T]):
             if value is not None and value not in NO_OP_VALUES.get(name, ()):
                 raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
         return request
+
+    def _decode_fields(self, body: bytes) -> T:
+        try:
+            request: T = self._decode_known(body)
+            return request
+        except msgspec.ValidationError as error:
+            if self._strict:
+                return self._decode_doubles(body, error)
+        if len(self._unknown) < MAX_NAMED_FIELDS:
+            self._log_unknown(body)
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            return self._decode_doubles(body, error)
+
+    def _log_unknown(self, body: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+            for name in sorted(names - self._names - self._unknown):
+                if len(self._unknown) < MAX_NAMED_FIELDS:
+                    self._unknown.add(name)
+                    logger.info("requests have the unknown field %s, which is ignored", echo(name))
 
     def _decode_doubles(self, body: bytes, error: msgspec.ValidationError) -> T:
         """Clients that know only doubles write integers as `100.0`, which is the `error` if they do."""

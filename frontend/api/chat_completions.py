@@ -51,14 +51,13 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         params = self._params(request, tools, constraint)
         self._verify(params, request)
         await serving.verify_constraint(constraint)
-        effort = request.reasoning_effort
         chat = await render_chat(
             serving,
             request,
             body_size,
             add_special_tokens=bool(request.add_special_tokens),
             with_tools=tools.mode is not ToolMode.NONE,
-            template_kwargs={} if effort is None else {"reasoning_effort": effort},
+            template_kwargs=_reasoning_kwargs(request),
         )
         token_ids, max_tokens = fit_context(
             np.array(chat.token_ids, np.int32),
@@ -109,6 +108,16 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         except ParameterError as error:
             names = {"max_tokens": _max_tokens_param(request), "logprobs": "top_logprobs"}
             raise renamed(error, names.get(error.param, error.param)) from None
+
+
+def _reasoning_kwargs(request: ChatCompletionRequest) -> Json:
+    """How much reasoning is asked for, in the names that templates know."""
+    effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
+    kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none" or thinking in ("enabled", "disabled"):
+        wanted = effort != "none" and thinking == "enabled"
+        kwargs |= {"enable_thinking": wanted, "thinking": wanted}
+    return kwargs
 
 
 def _max_tokens_param(request: ChatCompletionRequest) -> str:

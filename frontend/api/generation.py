@@ -33,7 +33,7 @@ from .errors import (
 from .prompts import verify_num_sequences
 from .replicas import parse_rank
 from .sampling import params_for_output
-from .schema import GenerationRequest
+from .schema import GenerationRequest, StreamOptions
 from .serving import Serving
 
 MAX_USER_CHARACTERS: Final = 256
@@ -55,7 +55,7 @@ def verify_streaming(request: GenerationRequest) -> None:
     """Raises APIError 400 for what a stream cannot carry, and for what only a stream can."""
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
-    if request.stream_options is not None and not request.stream:
+    if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
 
 

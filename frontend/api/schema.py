@@ -58,12 +58,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
 
+    # Fields of SGLang and llama.cpp that stand for one above.
+    no_stop_trim: bool | None = None
+    n_predict: Int | None = None
+
     # Accepted because clients send them; they change nothing here.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: Any = None
+    request_id: str | None = None
     session_id: str | None = None
     spaces_between_special_tokens: bool | None = None
 
@@ -81,6 +89,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
     mm_processor_kwargs: Any = None
+    lora_path: Any = None
+    stop_regex: Any = None
+    custom_logit_processor: Any = None
+    typical_p: Any = None
+    dry_multiplier: Any = None
+    mirostat: Any = None
+    xtc_probability: Any = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is None:
+            self.max_tokens = self.n_predict
+        if self.max_tokens == -1:
+            self.max_tokens = None
+        if self.include_stop_str_in_output is None:
+            self.include_stop_str_in_output = self.no_stop_trim
+        if self.best_of == (1 if self.n is None else self.n):
+            self.best_of = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -105,6 +130,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
@@ -117,6 +143,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     prediction: Any = None
     thinking_token_budget: Any = None
     web_search_options: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_completion_tokens == -1:
+            self.max_completion_tokens = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -150,13 +181,20 @@ REFUSED: dict[str, str] = {
     "guided_grammar": _USE_STRUCTURED,
     "guided_decoding_backend": _USE_STRUCTURED,
     "guided_whitespace_pattern": _USE_STRUCTURED,
-    "best_of": "is not supported beyond 1; use n",
+    "best_of": "is not supported beyond n",
     "use_beam_search": _NOT_SUPPORTED,
     "length_penalty": "is not supported, it belongs to beam search",
     "logits_processors": "is not supported; use logit_bias",
     "kv_transfer_params": _NOT_SUPPORTED,
     "vllm_xargs": _NOT_SUPPORTED,
     "mm_processor_kwargs": _NOT_SUPPORTED,
+    "lora_path": _NOT_SUPPORTED,
+    "stop_regex": "is not supported; use stop",
+    "custom_logit_processor": "is not supported; use logit_bias",
+    "typical_p": _NOT_SUPPORTED,
+    "dry_multiplier": _NOT_SUPPORTED,
+    "mirostat": _NOT_SUPPORTED,
+    "xtc_probability": _NOT_SUPPORTED,
     "suffix": _NOT_SUPPORTED,
     "prompt_embeds": _NOT_SUPPORTED,
     "chat_template": "is not accepted from requests; start the server with --chat-template",
@@ -179,5 +217,12 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ({},),
+    "lora_path": ("",),
+    "stop_regex": ("", []),
+    "custom_logit_processor": ("",),
+    "typical_p": (1,),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "xtc_probability": (0,),
 }
 """Values of refused fields that ask for nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import urllib.error
@@ -46,7 +47,7 @@ BAD_FIELDS = [
     ({"n": 1e300}, "n", "an integer <= 9223372036854775807, got 1e300"),
     ({"n": True}, "n", "an integer or null, got true"),
     ({"n": [1]}, "n", "got [1]"),
-    ({"max_tokens": -1}, "max_tokens", "at least 1, got -1"),
+    ({"max_tokens": -2}, "max_tokens", "at least 1, got -2"),
     ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
     ({"max_tokens": 100_000}, "max_tokens", "maximum context length is 512 tokens"),
     ({"max_tokens": 2**80}, "max_tokens", "max_tokens"),
@@ -91,6 +92,15 @@ BAD_FIELDS = [
     ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
     ({"guided_grammar": "x"}, "guided_grammar", "structured_outputs"),
     ({"best_of": 2}, "best_of", "got 2"),
+    ({"best_of": 3, "n": 2}, "best_of", "got 3"),
+    ({"lora_path": "x"}, "lora_path", "not supported"),
+    ({"stop_regex": "a+"}, "stop_regex", "use stop"),
+    ({"custom_logit_processor": "x"}, "custom_logit_processor", "use logit_bias"),
+    ({"typical_p": 0.5}, "typical_p", "got 0.5"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier", "got 0.8"),
+    ({"mirostat": 2}, "mirostat", "got 2"),
+    ({"xtc_probability": 0.1}, "xtc_probability", "got 0.1"),
+    ({"n_predict": -2}, "max_tokens", "got -2"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
@@ -425,6 +435,29 @@ def test_unknown_routes_and_methods(frontend: FrontendProcess) -> None:
         response = frontend.http.request(method, path)
         assert response.status_code == status
         assert path in error_of(response)["message"]
+
+
+def test_an_encoded_body_is_refused_by_the_name_of_its_encoding(frontend: FrontendProcess) -> None:
+    body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
+    for path in (COMPLETIONS, CHAT, "/tokenize"):
+        response = frontend.http.post(path, content=body, headers={"content-encoding": "gzip"})
+        assert response.status_code == 415 and "gzip" in error_of(response)["message"]
+    plain = frontend.http.post(
+        COMPLETIONS, json={"prompt": PROMPT}, headers={"content-encoding": "identity"}
+    )
+    assert plain.status_code == 200
+
+
+def test_each_unknown_field_is_logged_once() -> None:
+    with FrontendProcess() as frontend:
+        for _ in range(3):
+            frontend.complete(PROMPT, max_tokens=1, tempersture=0, repeat_pen=1)
+            frontend.complete(PROMPT, max_tokens=1.0, other=2)
+        for i in range(300):
+            frontend.complete(PROMPT, max_tokens=1, **{f"made_up_{i}": 1})
+        for name in ("tempersture", "repeat_pen", "other", "made_up_0"):
+            assert frontend.log.count(f'unknown field "{name}"') == 1, frontend.log
+        assert frontend.log.count("unknown field") == 100
 
 
 def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> None:

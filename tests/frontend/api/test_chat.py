@@ -185,6 +185,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
     "{% if tools %}{{ tools | length }} tools{% endif %}{{ mood }}{{ reasoning_effort }}"
+    "{% if enable_thinking is defined %}[{{ enable_thinking }} {{ thinking }}]{% endif %}"
 )
 
 
@@ -201,6 +202,12 @@ def test_the_template_gets_what_the_request_says() -> None:
         assert prompt(continue_final_message=True) == begin
         assert prompt(chat_template_kwargs={"mood": "!"}) == begin + "</user><assistant>!"
         assert prompt(reasoning_effort="low") == begin + "</user><assistant>low"
+        off, on = "</user><assistant>[False False]", "</user><assistant>[True True]"
+        assert prompt(thinking={"type": "disabled"}) == begin + off
+        assert prompt(thinking={"type": "enabled"}) == begin + on
+        assert prompt(reasoning_effort="none") == begin + off.replace("[", "none[")
+        given = {"enable_thinking": True, "thinking": True}
+        assert prompt(thinking={"type": "disabled"}, chat_template_kwargs=given) == begin + on
         forced = prompt(tools=[WEATHER], tool_choice="required")
         assert forced == begin + "</user><assistant>1 tools"
         assert "tools" not in prompt(tools=[WEATHER], tool_choice="none")

@@ -45,6 +45,26 @@ def test_null_means_left_out(frontend: FrontendProcess) -> None:
     assert frontend.complete(PROMPT, **nulls)["usage"]["completion_tokens"] == 16
 
 
+def test_what_asks_for_nothing_is_taken(frontend: FrontendProcess) -> None:
+    fields = {"lora_path": "", "stop_regex": [], "custom_logit_processor": "", "typical_p": 1.0}
+    fields |= {"dry_multiplier": 0.0, "mirostat": 0, "xtc_probability": 0, "request_id": "mine"}
+    answer = frontend.complete(PROMPT, best_of=2, n=2, max_tokens=1, stream_options={}, **fields)
+    assert len(answer["choices"]) == 2 and "mine" not in answer["id"]
+
+
+def test_fields_of_other_servers_stand_for_ours(frontend: FrontendProcess) -> None:
+    assert frontend.complete(PROMPT, n_predict=3)["usage"]["completion_tokens"] == 3
+    assert frontend.complete(PROMPT, n_predict=3, max_tokens=2)["usage"]["completion_tokens"] == 2
+    for left_out in ({"max_tokens": -1}, {"n_predict": -1}):
+        assert frontend.complete(PROMPT, **left_out)["usage"]["completion_tokens"] == 16
+    answer = frontend.complete(PROMPT, stop="three", no_stop_trim=True)
+    assert answer["choices"][0]["text"] == "One two three"
+    messages = [{"role": "user", "content": PROMPT}]
+    for field in ("max_tokens", "max_completion_tokens"):
+        chat = frontend.post("/v1/chat/completions", messages=messages, **{field: -1}).json()
+        assert chat["usage"]["total_tokens"] == 512
+
+
 def test_streamed_text_is_the_whole_text(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL,
