@@ -32,11 +32,12 @@ class Connection(HttpToolsProtocol):
     """
 
     # Every token looks at these, and an object with as many attributes as uvicorn's keeps the others in a hash table.
-    __slots__ = ("is_paused", "on_writable", "transport")
+    __slots__ = ("has_chunks", "is_paused", "on_writable", "transport")
 
     def __init__(self, slow_client_s: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_paused = False
+        self.has_chunks = True
         self.on_writable: Callable[[], None] | None = None
         self._slow_client_s = slow_client_s
         self._began = 0.0
@@ -165,10 +166,18 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._go_on_writing()
 
+    def begin_stream(self) -> None:
+        cycle = self._due()[0]
+        self.has_chunks = cycle.scope["http_version"] != "1.0"
+        if not self.has_chunks:
+            cycle.chunked_encoding = False
+
     def write_chunk(self, data: bytes) -> None:
         """Send a piece of a response that was started without a length; nothing once the connection is lost."""
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            if self.has_chunks:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            self.transport.write(data)
 
     def _go_on_writing(self) -> None:
         self.is_paused = False

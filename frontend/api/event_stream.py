@@ -66,6 +66,11 @@ class ChunkWriter(Protocol):
 
     is_paused: bool
     on_writable: Callable[[], None] | None
+    has_chunks: bool
+    """False for HTTP/1.0, where a stream ends with its connection."""
+
+    def begin_stream(self) -> None:
+        """Must be called before a response without a length starts."""
 
     def write_chunk(self, data: bytes) -> None:
         """Send a piece of the body of a response that has started; nothing once the client is gone."""
@@ -106,6 +111,7 @@ class EventStream:
             with ClientWatch(receive, group) as watch:
                 first = await self._read_first()
                 self._started = True
+                self._connection.begin_stream()
                 await self._send(_START)
                 await self._write_all(first)
                 if watch.disconnected:
@@ -120,8 +126,11 @@ class EventStream:
                 raise
             logger.exception("a stream failed")
             end = event(internal_error("Internal server error").body)
-        message = {"type": "http.response.body", "body": end + DONE, "more_body": False}
-        await self._send(message)
+        body = end + DONE
+        if not self._connection.has_chunks:
+            self._connection.write_chunk(body)
+            body = b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _read_first(self) -> bytes:
         """The first events, or a comment when there are none for long."""

@@ -127,6 +127,29 @@ def test_a_slow_reader_blocks_only_itself() -> None:
         assert len(events) < num_tokens / 2, "what was not read became one chunk"
 
 
+def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProcess) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+    ):
+        for fields in ({"stream": True}, {}):
+            body = json.dumps({"max_tokens": 5, **prompt, **fields}).encode()
+            head = f"POST {path} HTTP/1.0\r\ncontent-length: {len(body)}\r\n"
+            # Even who keeps connections knows no chunks.
+            head += "connection: keep-alive\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as client:
+                client.sendall(head.encode() + body)
+                answer = b"".join(iter(lambda: client.recv(65536), b""))
+            answer_head, _, answer_body = answer.partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in answer_head
+            assert b"connection: close" in answer_head
+            if fields:
+                events = sse_events(answer_body.decode())
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+            else:
+                assert json.loads(answer_body)["choices"]
+
+
 def test_many_streams_at_once(frontend: FrontendProcess) -> None:
     prompts = [f"{i} apples and {i + 1} pears" for i in range(64)]
     texts: dict[int, str] = {}
@@ -224,8 +247,12 @@ class _Chunks:
 
     def __init__(self) -> None:
         self.is_paused = False
+        self.has_chunks = True
         self.on_writable: Callable[[], None] | None = None
         self.written: list[bytes] = []
+
+    def begin_stream(self) -> None:
+        pass
 
     def write_chunk(self, data: bytes) -> None:
         self.written.append(data)
