@@ -45,8 +45,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise _too_large(limit, int(value))
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
             encoding = echo(value.decode("latin-1"))
-            message = f"the request body must not be compressed, got Content-Encoding {encoding}"
-            raise APIError(415, message, headers={"accept-encoding": "identity"})
+            raise APIError(
+                415,
+                f"the request body must not be compressed, got Content-Encoding {encoding}",
+                headers={"accept-encoding": "identity"},
+            )
     parts: list[bytes] = []
     size = 0
     while True:

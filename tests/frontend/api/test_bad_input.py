@@ -470,7 +470,9 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
             assert error["param"] == "tempersture" and "tempersture" in error["message"]
             refused = strict.post(path, guided_json={}, **prompt)
             assert error_of(refused)["param"] == "guided_json"
-        assert strict.complete(PROMPT, max_tokens=1, user="ann", top_k=3)["choices"]
+        known = {"user": "ann", "top_k": 3, "prompt_cache_retention": "24h", "request_id": "r"}
+        known |= {"prompt_cache_options": {"ttl": "5m"}, "moderation": {"mode": "x"}}
+        assert strict.complete(PROMPT, max_tokens=1, **known)["choices"]
 
 
 @pytest.mark.parametrize(
