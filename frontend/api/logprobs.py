@@ -118,7 +118,7 @@ class CompletionLogprobs:
         data = self._bytes[token_id]
         if "\ufffd" not in token or token.encode() == data:
             return token
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return "bytes:" + repr(data)[2:-1]
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Unlike an answer a prompt shows its special tokens. A space or BOS token that encoding added comes first."""

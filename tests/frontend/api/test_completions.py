@@ -235,6 +235,11 @@ def test_tokens_that_are_no_whole_characters_are_told_apart(frontend: FrontendPr
             assert top is None or list(top) == [token]
 
 
+def test_what_is_readable_of_such_a_token_is_written_as_it_is(frontend: FrontendProcess) -> None:
+    answer = frontend.complete(" 😀", max_tokens=1, logprobs=0)
+    assert answer["choices"][0]["logprobs"]["tokens"] == [r"bytes: \xf0\x9f\x98"]
+
+
 def test_an_unlikely_token_is_not_taken_for_the_likeliest() -> None:
     tokenizer = smollm2_tokenizer()
     high, middle, low = tokenizer.encode("😀")
