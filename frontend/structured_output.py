@@ -12,7 +12,10 @@ def verify_structured_output(structured_output: StructuredOutput) -> None:
 
     Takes up to some hundred milliseconds for the largest grammars, during which other threads run.
     """
-    grammar = grammar_text(structured_output)
+    try:
+        grammar = grammar_text(structured_output)
+    except RecursionError:
+        raise ParameterError(PARAM, "is nested too deeply") from None
     # Most frontends never see a grammar; they need not load the library.
     from llguidance import LLMatcher, LLParserLimits
 

@@ -42,8 +42,9 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         self, request: ChatCompletionRequest, body_size: int
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
         serving = self._serving
-        tools = parse_tool_choice(request)
-        asked_for = constraint_of(request)
+        run = serving.off_loop.run
+        tools = await run(body_size, parse_tool_choice, request)
+        asked_for = await run(body_size, constraint_of, request)
         constraint = tools.constraint or asked_for
         if constraint and tools.mode is ToolMode.AUTO:
             parallel = request.parallel_tool_calls is not False

@@ -40,7 +40,7 @@ class Completions(Endpoint[CompletionRequest]):
     ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
         serving, model = self._serving, self._serving.config.model
         prompts = parse_prompts(request.prompt, model.vocab_size)
-        constraint = constraint_of(request)
+        constraint = await serving.off_loop.run(body_size, constraint_of, request)
         params = self._params(request, constraint)
         serving.verify_sampling(params)
         await serving.verify_constraint(constraint)

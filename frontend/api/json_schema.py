@@ -9,6 +9,8 @@ from urllib.parse import unquote
 
 import msgspec
 
+from ...protocol.grammar import MAX_SPEC_LENGTH
+
 Schema: TypeAlias = dict[str, Any]
 
 MAX_PATTERNS: Final = 256
@@ -33,7 +35,8 @@ _NESTED = (
     "else",
 )
 _OPENNESS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-_PARTS = ("properties", "required", *_OPENNESS, "items", "prefixItems", "contains")
+_OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")
+_PARTS = ("properties", "required", *_OTHER_PARTS)
 """Keywords that say what an object or an array is made of."""
 _KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -46,7 +49,11 @@ def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
     Of a strict schema that is unknown formats and `uniqueItems`, which clients send without asking. Of others it is
     everything (`lenient`), also patterns that cannot be compiled. Raises RecursionError.
     """
-    prepared: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+    text = msgspec.json.encode(schema)
+    prepared: Schema = msgspec.json.decode(text)
+    if len(text) > MAX_SPEC_LENGTH:
+        # It will be refused.
+        return prepared
     _close_objects(prepared)
     if is_strict:
         for part in _all_parts(prepared):
@@ -94,7 +101,7 @@ def _drop_bad_patterns(root: Schema) -> None:
         if isinstance(by_pattern, dict) and any(map(is_bad, by_pattern)):
             # Which properties the bad ones are of is not known, so all may be there.
             del part["patternProperties"]
-            part.pop("additionalProperties", None)
+            part["additionalProperties"] = True
 
 
 def _compiles(pattern: str) -> bool:
@@ -129,20 +136,27 @@ def _close_objects(root: Schema) -> None:
         own = dict(_items(part.get("properties")))
         groups = document.groups[id(part)]
         describing = [any(id(member) in document.describing for member in g) for g in groups]
-        members = [
-            m for g, describes in zip(groups, describing, strict=True) if describes for m in g
-        ]
+        members = {
+            id(member): member
+            for group, describes in zip(groups, describing, strict=True)
+            if describes
+            for member in group
+        }
         # Members may narrow, or require, what the object itself has.
         is_sole = is_alone and all(
-            not document.groups[id(m)] and _is_within(m, own) for m in members
+            not document.groups[key] and _is_within(member, own) for key, member in members.items()
         )
-        shared = {name for m in members for name, _ in _items(m.get("properties"))}
+        shared: set[str] = set()
+        if is_sole:
+            shared.update(*(dict(_items(m.get("properties"))) for m in members.values()))
         if is_sole and _may_close(part, own):
             closed[id(part)] = part
         else:
             kept_open.add(id(part))
+        num_describing = sum(describing)
+        is_bare = is_alone and not _describes(part)
         for group, describes in zip(groups, describing, strict=True):
-            is_only = is_alone and not _describes(part) and sum(describing) == describes
+            is_only = is_bare and num_describing == describes
             queue += [(member, is_only) for member in group]
         for name, child in _children(part):
             queue.append((child, is_sole and name is not None and name not in shared))
@@ -220,11 +234,12 @@ def _describes(part: Schema) -> bool:
 
 def _is_within(part: Schema, own: Schema) -> bool:
     """Whether `part` says nothing of an object but of its `own` properties."""
-    named = [name for name, _ in _items(part.get("properties"))]
-    return not any(keyword in part for keyword in _PARTS[2:]) and own.keys() >= {
-        *named,
-        *_required(part),
-    }
+    named, required = dict(_items(part.get("properties"))), _required(part)
+    return (
+        not any(keyword in part for keyword in _OTHER_PARTS)
+        and own.keys() >= named.keys()
+        and own.keys() >= required
+    )
 
 
 def _may_close(part: Schema, own: Schema) -> bool:

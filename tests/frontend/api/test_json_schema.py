@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from engine.frontend.api.errors import APIError
+from engine.frontend.api.json_schema import prepare_schema
 from engine.frontend.api.schema import ChatCompletionRequest
 from engine.frontend.api.structured import constraint_of
 from engine.frontend.api.tool_choice import parse_tool_choice
 from engine.frontend.structured_output import verify_structured_output
 from engine.protocol.grammar import grammar_text
 from engine.protocol.sampling_params import StructuredOutput
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from support.engine_fixtures import smollm2_tokenizer
 
@@ -204,3 +207,40 @@ def test_a_schema_that_is_nested_too_deeply_is_the_clients_error() -> None:
     with pytest.raises(APIError, match="nested too deeply") as error:
         constraint(json_schema=deep)
     assert (error.value.status, error.value.param) == (400, "json_schema")
+
+
+KEYWORDS = [
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "required",
+    "allOf",
+    "anyOf",
+    "$ref",
+    "$defs",
+    "$id",
+    "items",
+    "contains",
+    "then",
+    "dependentSchemas",
+    "pattern",
+    "format",
+    "uniqueItems",
+    "enum",
+    "a",
+    "b",
+]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["a", "(", "#", "#/$defs/a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4)
+    ),
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYWORDS), values), st.booleans())
+def test_whatever_a_schema_is_it_can_be_prepared(schema: dict[str, Any], is_strict: bool) -> None:
+    before = json.dumps(schema)
+    prepared = prepare_schema(schema, is_strict=is_strict)
+    assert json.dumps(schema) == before
+    assert prepare_schema(prepared, is_strict=is_strict) == prepared
