@@ -39,7 +39,7 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole request body. Raises APIError 413 as soon as it is known to exceed `limit` bytes, 415 if it is encoded."""
+    """The whole request body. Raises APIError 413 as soon as it exceeds `limit` bytes, 415 if it is encoded."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > limit:
             raise _too_large(limit, int(value))
@@ -70,7 +70,7 @@ def _too_large(limit: int, size: int) -> APIError:
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies into one schema. `strict` refuses fields that the schema does not know; else each is logged once."""
+    """Decodes bodies into one schema. `strict` refuses fields that it does not know; else each is logged once."""
 
     def __init__(self, schema: type[T], strict: bool) -> None:
         known: Any = msgspec.defstruct(

@@ -214,7 +214,7 @@ def _groups(part: Schema, root: Schema) -> Iterator[list[Schema]]:
 
 
 def _children(part: Schema) -> Iterator[tuple[str | None, Schema]]:
-    """The parts that describe what is in a value, with the property's name; None for one that others may describe, too."""
+    """The parts that describe what is in a value, with the property's name; None if others may describe it, too."""
     patterns = dict(_items(part.get("patternProperties")))
     for name, child in _items(part.get("properties")):
         yield from ((None if patterns else name, schema) for schema in _schemas(child))
