@@ -42,7 +42,7 @@ from .run_dir import RunDirectory
 from .stop_signals import StopRequested, StopSignals
 from .supervisor import DRAIN_GRACE_S, engine_processes
 
-LAST_WORDS_MS: Final = 100
+LAST_WORDS_S: Final = 0.1
 """How long the last report of a process that has ended is waited for."""
 
 FAREWELL_MS: Final = 500
@@ -228,15 +228,21 @@ class Node:
             self._poller.register(process.exit_fd, zmq.POLLIN)
         self._peer.send(ProcessStarted(command.name, command.epoch, process.pid))
 
-    def _pass_on_reports(self, timeout_ms: int = 0) -> None:
-        if self._statuses is not None:
-            while (report := self._statuses.receive(timeout_ms)) is not None:
-                self._peer.send(report)
+    def _pass_on_reports(self, patience_s: float = 0.0) -> None:
+        """Those that are here, and those that come within `patience_s`, however many."""
+        if self._statuses is None:
+            return
+        deadline = time.monotonic() + patience_s
+        while True:
+            wait_s = max(deadline - time.monotonic(), 0.0)
+            if (report := self._statuses.receive(math.ceil(wait_s * 1000))) is None:
+                return
+            self._peer.send(report)
 
     def _notice_ends(self) -> None:
         for name, process in list(self._processes.items()):
             if (returncode := process.poll()) is not None:
-                self._pass_on_reports(LAST_WORDS_MS)
+                self._pass_on_reports(LAST_WORDS_S)
                 self._peer.send(ProcessExited(name, process.pid, returncode, process.reason))
                 self._forget(name)
 

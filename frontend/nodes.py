@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -198,7 +197,9 @@ class Nodes:
     def _greet(self, identity: bytes) -> None:
         """Welcome a node, but only once for the several messages it may send before it has the welcome."""
         now = time.monotonic()
-        if now - self._greeted.get(identity, -math.inf) > GREETING_S:
+        # A node that dials again has another identity.
+        self._greeted = {i: at for i, at in self._greeted.items() if now - at <= GREETING_S}
+        if identity not in self._greeted:
             self._greeted[identity] = now
             self._hub.send(identity, self._welcome)
 

@@ -44,6 +44,10 @@ RECONNECT_MS: Final = 10
 REMOTE_RECONNECT_MS: Final = 1000
 """A peer dials another machine less and less often, but at least this often."""
 
+KEEPALIVE_S: Final = 20
+"""How long a connection between machines is silent before the system sends something, so that no firewall forgets it.
+ZMQ's own heartbeats would also close that of a peer that merely stands still, and a new one ends the replica."""
+
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -83,6 +87,9 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
     return socket
 
 

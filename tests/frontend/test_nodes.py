@@ -1,53 +1,191 @@
-"""The other machines of an engine, as its supervisor hears them."""
+"""Node 0's side of other machines, and a real one that dials it."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 import zmq
-from engine.frontend.nodes import Nodes
+from engine.frontend.nodes import Nodes, RemoteProcess
+from engine.frontend.supervisor import engine_processes
 from engine.protocol.cluster_key import ClusterKey
-from engine.protocol.config import PROTOCOL_VERSION, ParallelConfig
+from engine.protocol.config import (
+    PROTOCOL_VERSION,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from engine.protocol.node_messages import (
+    EndNode,
     NodeCommand,
     NodeHello,
-    NodePing,
-    NodeWelcome,
+    ProcessExited,
     ProcessStarted,
 )
+from engine.protocol.supervisor_messages import Heartbeat, ProcessReport
 from engine.protocol.transport import Peer
-from msgspec.structs import replace
-from support.machines import free_ports
-from support.processes import eventually
-from support.stand_ins import make_config
+from support.machines import Machine, free_ports, program
+from support.processes import is_running
+from support.program import Program
+from support.server import default_model
+
+TIMEOUT_S = 30.0
+BEAT = """
+import sys, time, zmq
+socket = zmq.Context().socket(zmq.PUSH)
+socket.connect(sys.argv[1])
+while True:
+    socket.send(bytes.fromhex(sys.argv[2]))
+    time.sleep(0.003)
+"""
+encode = msgspec.msgpack.encode
 
 
-def test_frames_that_are_dropped_here_and_on_the_nodes_are_counted(tmp_path: Path) -> None:
-    key = ClusterKey.generate()
-    key.save(str(tmp_path / "key"))
-    parallel = ParallelConfig(
-        tensor_parallel_size=2,
-        nnodes=2,
-        master_port=free_ports("127.0.0.1", 1),
-        cluster_key=str(tmp_path / "key"),
+class NodeZero:
+    """What a supervisor has of other machines, in this process. Node 1 is to run worker 1, whose core is not there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.key = ClusterKey.generate()
+        self.key_path = str(directory / "key")
+        self.key.save(self.key_path)
+        self.runtime = directory / "node"
+        self.runtime.mkdir()
+        path = default_model()
+        self.config = EngineConfig(
+            str(directory),
+            1,
+            ModelConfig("m", path, path, ("m",), "llama", 1000, 256, (0,)),
+            parallel=ParallelConfig(
+                data_parallel_size=2,
+                nnodes=2,
+                master_port=free_ports("127.0.0.1", 8),
+                cluster_key=self.key_path,
+            ),
+            device=DeviceConfig(device=Device.NULL),
+        )
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.told: list[str] = []
+        self.reports: list[ProcessReport] = []
+        self.nodes = Nodes(self.context, self.config, self.told.append)
+
+    def launch(self) -> RemoteProcess:
+        spec = next(s for s in engine_processes(self.config, Path(), None) if s.node == 1)
+        return self.nodes.launch(spec, 1)
+
+    def headless(self) -> Program:
+        place = ("-n", "2", "-r", "1", "--master-port", str(self.config.parallel.master_port))
+        here = Machine("127.0.0.1", env={"XDG_RUNTIME_DIR": str(self.runtime)})
+        return program(here, "serve", "--headless", *place, "--cluster-key", self.key_path)
+
+    def read_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, (what, self.told)
+            self.nodes.socket.poll(50)
+            self.reports += self.nodes.read_reports()
+
+    def stranger(self, key: ClusterKey | None) -> zmq.Socket[bytes]:
+        dealer: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        dealer.set(zmq.LINGER, 0)
+        if key is not None:
+            key.present(dealer)
+        dealer.connect(self.config.parallel.node_address)
+        return dealer
+
+
+@pytest.fixture
+def node_zero(tmp_path: Path) -> Iterator[NodeZero]:
+    node_zero = NodeZero(tmp_path)
+    yield node_zero
+    node_zero.nodes.close("")
+    node_zero.context.destroy(linger=0)
+
+
+def test_a_node_tells_of_a_death_however_much_the_others_have_to_say(node_zero: NodeZero) -> None:
+    process = node_zero.launch()
+    with node_zero.headless() as node:
+        node_zero.read_until(lambda: process.pid != 0, "the worker runs")
+        (reports,) = node_zero.runtime.rglob("supervisor")
+        beat = [sys.executable, "-c", BEAT, f"ipc://{reports}", encode(Heartbeat("other", 9)).hex()]
+        others = [subprocess.Popen(beat) for _ in range(3)]
+        try:
+            node_zero.read_until(lambda: len(node_zero.reports) > 100, "the others are heard")
+            os.kill(process.pid, signal.SIGKILL)
+            node_zero.read_until(lambda: process.poll() is not None, "its death is told")
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        assert process.poll() == -signal.SIGKILL
+        assert node.stop() == 0, node.log
+
+
+def test_lies_are_counted_and_dropped_and_the_node_still_joins(node_zero: NodeZero) -> None:
+    rng = random.Random(1)
+    hello = encode(NodeHello(PROTOCOL_VERSION, 1, 2, "thief"))
+    garbage = [b"\xc1" + rng.randbytes(rng.randrange(60)) for _ in range(100)]
+    garbage += [hello[:end] for end in range(1, len(hello))]
+    garbage += [b"\xdd\xff\xff\xff\xff", b"\x95\xa5hello\xc6\xff\xff\xff\xff"]
+    insiders = node_zero.stranger(node_zero.key)
+    outsiders = [node_zero.stranger(None), node_zero.stranger(ClusterKey.generate())]
+    for frame in garbage:
+        for liar in (insiders, *outsiders):
+            liar.send(frame, zmq.NOBLOCK)
+    insiders.send_multipart((hello, hello))
+    num_lies = len(garbage) + 1
+    for outsider in outsiders:
+        outsider.send(hello, zmq.NOBLOCK)
+    # What no node may say before it was admitted, and what none may be.
+    insiders.send(encode(ProcessStarted("worker 1", 1, 7)))
+    insiders.send(encode(ProcessExited("worker 1", 0, 1, "a lie")))
+    for rank in (-1, 0, 2**40):
+        insiders.send(encode(NodeHello(PROTOCOL_VERSION, rank, 2, "thief")))
+    insiders.send(encode(NodeHello(PROTOCOL_VERSION + 1, 1, 2, "an old thief")))
+    process = node_zero.launch()
+    node_zero.read_until(lambda: "an old thief" in "".join(node_zero.told), "all is read")
+    endings = [msgspec.msgpack.decode(insiders.recv(), type=NodeCommand) for _ in range(4)]
+    assert all(isinstance(ending, EndNode) for ending in endings)
+    assert "speaks protocol" in endings[-1].reason
+    assert node_zero.nodes.num_dropped_frames == num_lies
+    assert process.pid == 0 and process.poll() is None
+    with node_zero.headless() as node:
+        node_zero.read_until(lambda: process.pid != 0, "the worker runs")
+        assert is_running(process.pid)
+        assert node.stop() == 0, node.log
+    for liar in (insiders, *outsiders):
+        liar.close()
+    assert node_zero.nodes.num_dropped_frames == num_lies
+    assert [told for told in node_zero.told if "joined" in told] == ["node 1 has joined: 127.0.0.1"]
+
+
+def keepalive_timers(port: int) -> list[float]:
+    """In how many seconds the system looks after each connection to and from a port of this machine."""
+    timers = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, ours, theirs, state, _, timer, *_ = line.split()
+        kind, _, ticks = timer.partition(":")
+        if state == "01" and port in (int(ours[-4:], 16), int(theirs[-4:], 16)) and kind == "02":
+            timers.append(int(ticks, 16) / os.sysconf("SC_CLK_TCK"))
+    return timers
+
+
+def test_silent_connections_between_machines_are_kept_alive(node_zero: NodeZero) -> None:
+    parallel = node_zero.config.parallel
+    peer: Peer[Any] = Peer(
+        node_zero.context, parallel.node_address, b"node", NodeCommand, node_zero.key
     )
-    config = replace(make_config(str(tmp_path)), parallel=parallel)
-    with zmq.Context() as context, zmq.Context() as of_node:
-        told: list[str] = []
-        nodes = Nodes(context, config, told.append)
-        node: Peer[NodeCommand] = Peer(of_node, parallel.node_address, b"node", NodeCommand, key)
-
-        def hears(condition: Callable[[], Any]) -> bool:
-            return eventually(lambda: [*nodes.read_reports()] or condition())
-
-        assert hears(lambda: isinstance(node.receive(), NodeWelcome))
-        node.send(ProcessStarted("worker 1", 1, 7))
-        node.socket.send(b"\xc1garbage")
-        assert hears(lambda: nodes.num_dropped_frames == 2)
-        node.send(NodeHello(PROTOCOL_VERSION, 1, 2, "host"))
-        assert hears(lambda: told == ["node 1 has joined: host"])
-        for count in (3, 0, 1):
-            node.send(NodePing(count))
-        assert hears(lambda: nodes.num_dropped_frames == 6)
-        node.close()
-        nodes.close("")
+    node_zero.read_until(lambda: peer.receive() is not None, "they have met")
+    node_zero.read_until(lambda: len(keepalive_timers(parallel.master_port)) == 2, "both ends")
+    assert max(keepalive_timers(parallel.master_port)) <= 60
+    peer.close()
