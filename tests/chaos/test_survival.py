@@ -201,7 +201,7 @@ def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
 
     def is_named() -> bool:
         code, health = server.get("/health")
-        return code == 503 and "worker 0" in health["detail"]
+        return code == 503 and "worker 0: silent for" in health["detail"]
 
     wait_until(is_named, what="health names it")
     assert server.get("/livez")[0] == 200

@@ -147,6 +147,56 @@ def test_a_rolling_restart_under_load_loses_no_request(server: Server) -> None:
     assert answers and all(round_of == undisturbed for round_of in answers)
 
 
+def test_streams_move_to_another_replica_and_end_as_if_nothing_had_happened(
+    server: Server,
+) -> None:
+    story = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    requests = [
+        {"prompt": f"Tale {seed}", "max_tokens": 80, "seed": seed, "temperature": 0.8, **story}
+        for seed in range(4)
+    ]
+    requests[0] |= {"n": 2}
+    requests[1] |= {"logprobs": 2}
+    requests[2] |= {"temperature": 0}
+    to_first = {"X-data-parallel-rank": "0"}
+    wait_until(lambda: complete(server, "0")[0] == 200, what="replica 0 takes requests")
+    whole = Streams(server, requests, headers=to_first).answers()
+    # Words that come late, if at all before.
+    requests[3] |= {"stop": [whole[3][0]["text"][-20:]], "include_stop_str_in_output": True}
+    undisturbed = Streams(server, requests, headers=to_first).answers()
+    assert undisturbed[:3] == whole[:3]
+    assert undisturbed[3][0]["finish_reason"] == "stop"
+    assert len(undisturbed[0][0]["text"]) and undisturbed[0][0] != undisturbed[0][1]
+    elsewhere = settled(lambda: generated(server, 1))
+    streams = Streams(server, requests, headers=to_first)
+    wait_until(lambda: all(stream.num_events > 3 for stream in streams.streams), what="all stream")
+    server.child("worker 0").kill()
+    assert streams.answers() == undisturbed
+    wait_until(lambda: generated(server, 1) > elsewhere, what="tokens of the other replica")
+    server.wait_until_whole()
+
+
+def test_a_rolling_restart_with_a_full_queue_loses_no_request() -> None:
+    # Streams take longer than a drain, so those that run and those that wait go on elsewhere.
+    args = ("--device", "null", "--null-step-ms", "20", "-dp", "2", "-np", "4")
+    requests = [
+        {"prompt": f"Tale {seed}", "seed": seed, "max_tokens": 40, "ignore_eos": True}
+        | {"stream": True, "stream_options": {"include_usage": True}}
+        for seed in range(24)
+    ]
+    with Server(default_model(), *args, "--shutdown-timeout", "1") as server:
+        undisturbed = undisturbed_answers(server, requests)
+        for replica in ("0", "1"):
+            wait_until(lambda: states(server) == ["serving"] * 2, what="both serve")
+            streams = Streams(server, requests)
+            streams.wait_for_events(20)
+            assert server.metric("engine:num_requests_waiting", replica) > 4
+            assert server.post(f"/replicas/{replica}/restart", {})[0] == 200
+            assert streams.answers() == undisturbed
+            assert epochs(server)[int(replica)] == 2
+        assert server.stop() == 0, server.log
+
+
 def test_a_frontend_that_is_replaced_while_a_replica_is_down_serves_with_the_other() -> None:
     args = ("--device", "null", "--data-parallel-size", "2", "--heartbeat-timeout", "60")
     with Server(default_model(), *args) as server:

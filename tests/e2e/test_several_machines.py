@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from engine.protocol.cluster_key import ClusterKey
 from support.machines import Machine, client, free_ports, program, two_machines
-from support.program import Program, wait_until
+from support.program import Program, has_ended, wait_until
 from support.tiny_checkpoints import qwen3_directory
 
 FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
@@ -239,3 +240,23 @@ def test_what_cannot_start_says_so_everywhere(cluster: Cluster, tmp_path: Path) 
         assert "worker 1" in server.log.splitlines()[-1]
         assert node.wait() == 1
         assert "Traceback" not in node.log.splitlines()[-1]
+
+
+def test_workers_die_with_their_machine_and_with_the_engine(cluster: Cluster) -> None:
+    flags = ("--device", "null", "-dp", "2", "-n", "2", "--heartbeat-timeout", "3")
+    with cluster.serve(*flags) as server:
+        with cluster.headless() as node:
+            server.wait_for("ready at")
+            remote = psutil.Process(cluster.processes()["worker 1"])
+            assert node.stop(signal.SIGKILL) == -signal.SIGKILL
+            wait_until(lambda: has_ended(remote), what="the worker has followed its machine")
+        with cluster.headless() as node:
+            wait_until(lambda: cluster.processes()["worker 1"] not in (0, remote.pid), what="anew")
+            remote = psutil.Process(cluster.processes()["worker 1"])
+            local = psutil.Process(server.process.pid).children(recursive=True)
+            assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+            assert len(local) >= 4
+            wait_until(lambda: all(map(has_ended, local)), what="node 0 has nothing left")
+            wait_until(lambda: has_ended(remote), what="nor has the other machine")
+            assert node.process.poll() is None
+            assert node.stop() == 0, node.log

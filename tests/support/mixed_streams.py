@@ -51,19 +51,23 @@ def bodies(count: int) -> list[dict[str, Any]]:
 class Stream:
     """`answer` is all that the client was told, put together; `num_events` grows as it comes.
 
-    After `max_events` the client hangs up.
+    After `max_events` the client hangs up. `port` is its own end of the connection.
     """
 
     body: dict[str, Any]
     max_events: int = sys.maxsize
+    headers: dict[str, str] = field(default_factory=dict)
     num_events: int = 0
     answer: dict[str, Any] = field(default_factory=dict)
+    port: int = 0
 
     def read(self, url: str) -> None:
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
         try:
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", **self.headers}
+            connection.connect()
+            self.port = connection.sock.getsockname()[1]
             connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
             self._read(connection.getresponse())
         except (OSError, http.client.HTTPException) as error:
@@ -115,9 +119,10 @@ class Streams:
         server: Server,
         requests: list[dict[str, Any]],
         max_events: Sequence[int] = (),
+        headers: dict[str, str] | None = None,
     ) -> None:
         limits = max_events or [sys.maxsize] * len(requests)
-        self.streams = list(map(Stream, requests, limits))
+        self.streams = [Stream(*each, headers or {}) for each in zip(requests, limits, strict=True)]
         self._threads = [
             threading.Thread(target=stream.read, args=(server.url,)) for stream in self.streams
         ]
