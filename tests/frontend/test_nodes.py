@@ -108,7 +108,6 @@ class NodeZero:
 def node_zero(tmp_path: Path) -> Iterator[NodeZero]:
     node_zero = NodeZero(tmp_path)
     yield node_zero
-    node_zero.nodes.close("")
     node_zero.context.destroy(linger=0)
 
 
@@ -128,7 +127,8 @@ def test_a_node_tells_of_a_death_however_much_the_others_have_to_say(node_zero: 
                 other.kill()
                 other.wait()
         assert process.poll() == -signal.SIGKILL
-        assert node.stop() == 0, node.log
+        node_zero.nodes.close("")
+        assert node.wait() == 0, node.log
 
 
 def test_lies_are_counted_and_dropped_and_the_node_still_joins(node_zero: NodeZero) -> None:
@@ -162,7 +162,8 @@ def test_lies_are_counted_and_dropped_and_the_node_still_joins(node_zero: NodeZe
     with node_zero.headless() as node:
         node_zero.read_until(lambda: process.pid != 0, "the worker runs")
         assert is_running(process.pid)
-        assert node.stop() == 0, node.log
+        node_zero.nodes.close("")
+        assert node.wait() == 0, node.log
     for liar in (insiders, *outsiders):
         liar.close()
     assert node_zero.nodes.num_dropped_frames == num_lies
