@@ -102,12 +102,14 @@ def attend_new(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the first tokens of a request give, and the cache afterwards."""
     backend = attention_backend(
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        block_size=4,
-        dtype=dtype,
-        device=torch.device("cpu"),
+        AttentionSpec(
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=4,
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
     )
     kv_cache = torch.zeros(backend.kv_cache_shape(2), dtype=dtype)
     batch = attention_batch([Scheduled(0, len(q), [1])], 4)
