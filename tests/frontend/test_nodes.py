@@ -143,12 +143,12 @@ def test_lies_are_counted_and_dropped_and_the_node_still_joins(node_zero: NodeZe
         for liar in (insiders, *outsiders):
             liar.send(frame, zmq.NOBLOCK)
     insiders.send_multipart((hello, hello))
-    num_lies = len(garbage) + 1
     for outsider in outsiders:
         outsider.send(hello, zmq.NOBLOCK)
     # What no node may say before it was admitted, and what none may be.
     insiders.send(encode(ProcessStarted("worker 1", 1, 7)))
     insiders.send(encode(ProcessExited("worker 1", 0, 1, "a lie")))
+    num_lies = len(garbage) + 3
     for rank in (-1, 0, 2**40):
         insiders.send(encode(NodeHello(PROTOCOL_VERSION, rank, 2, "thief")))
     insiders.send(encode(NodeHello(PROTOCOL_VERSION + 1, 1, 2, "an old thief")))
