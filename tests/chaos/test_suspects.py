@@ -12,6 +12,8 @@ from support.server import Server, assert_nothing_is_held, default_model
 def test_a_second_death_convicts_the_suspect_that_was_tried_and_nobody_else() -> None:
     body = {"prompt": [5, 6], "max_tokens": 1, "seed": 7, "return_token_ids": True}
     with Server(default_model(), "--device", "null", "--null-step-ms", "1500") as server:
+        # Afterwards the same would be refused, as what was convicted.
+        undisturbed = server.post("/v1/completions", body)[1]["choices"]
         answers: list[tuple[int, Any]] = []
 
         def ask() -> None:
@@ -40,7 +42,6 @@ def test_a_second_death_convicts_the_suspect_that_was_tried_and_nobody_else() ->
         answers.sort(key=lambda answer: answer[0])
         assert [status for status, _ in answers] == [200, 200, 500]
         assert "alone when another one did" in answers[2][1]["error"]["message"]
-        undisturbed = server.post("/v1/completions", body)[1]["choices"]
         assert [answer["choices"] for _, answer in answers[:2]] == [undisturbed] * 2
         assert_nothing_is_held(server)
         assert server.stop() == 0, server.log

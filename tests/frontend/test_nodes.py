@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,12 +56,11 @@ encode = msgspec.msgpack.encode
 class NodeZero:
     """What a supervisor has of other machines, in this process. Node 1 is to run worker 1, whose core is not there."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, runtime: Path) -> None:
         self.key = ClusterKey.generate()
         self.key_path = str(directory / "key")
         self.key.save(self.key_path)
-        self.runtime = directory / "node"
-        self.runtime.mkdir()
+        self.runtime = runtime
         path = default_model()
         self.config = EngineConfig(
             str(directory),
@@ -106,9 +106,11 @@ class NodeZero:
 
 @pytest.fixture
 def node_zero(tmp_path: Path) -> Iterator[NodeZero]:
-    node_zero = NodeZero(tmp_path)
-    yield node_zero
-    node_zero.context.destroy(linger=0)
+    # The path of a socket has at most 107 characters.
+    with tempfile.TemporaryDirectory() as runtime:
+        node_zero = NodeZero(tmp_path, Path(runtime))
+        yield node_zero
+        node_zero.context.destroy(linger=0)
 
 
 def test_a_node_tells_of_a_death_however_much_the_others_have_to_say(node_zero: NodeZero) -> None:
