@@ -105,12 +105,12 @@ class Nodes:
         self._processes: dict[str, RemoteProcess] = {}
         self._greeted: dict[bytes, float] = {}
         self._last_ping = 0.0
-        self._num_dropped_elsewhere = 0
+        self._num_dropped_frames = 0
 
     @property
     def num_dropped_frames(self) -> int:
-        """By this process and by the nodes."""
-        return self._hub.num_dropped_frames + self._num_dropped_elsewhere
+        """Of those from nodes: what did not decode or came before its sender was admitted. And what nodes dropped."""
+        return self._hub.num_dropped_frames + self._num_dropped_frames
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -147,7 +147,7 @@ class Nodes:
                 if isinstance(message, NodePing):
                     self._greet(identity)
                 else:
-                    self._hub.num_dropped_frames += 1
+                    self._num_dropped_frames += 1
             elif isinstance(message, ProcessStarted):
                 process = self._processes.get(message.name)
                 if process is not None and process.epoch == message.epoch:
@@ -160,7 +160,7 @@ class Nodes:
             elif isinstance(message, NodeLeft):
                 self._lose(rank, "has left")
             elif isinstance(message, NodePing):
-                self._num_dropped_elsewhere += message.num_dropped_frames
+                self._num_dropped_frames += message.num_dropped_frames
             else:
                 yield message
         self._look_after()

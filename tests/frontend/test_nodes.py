@@ -31,6 +31,8 @@ from engine.protocol.node_messages import (
     EndNode,
     NodeCommand,
     NodeHello,
+    NodePing,
+    NodeWelcome,
     ProcessExited,
     ProcessStarted,
 )
@@ -192,3 +194,21 @@ def test_silent_connections_between_machines_are_kept_alive(node_zero: NodeZero)
     node_zero.read_until(lambda: len(keepalive_timers(parallel.master_port)) == 2, "both ends")
     assert max(keepalive_timers(parallel.master_port)) <= 60
     peer.close()
+
+
+def test_frames_that_are_dropped_here_and_on_the_nodes_are_counted(node_zero: NodeZero) -> None:
+    nodes = node_zero.nodes
+    with zmq.Context() as context:
+        address = node_zero.config.parallel.node_address
+        node: Peer[NodeCommand] = Peer(context, address, b"node", NodeCommand, node_zero.key)
+        node_zero.read_until(lambda: isinstance(node.receive(), NodeWelcome), "it is greeted")
+        node.send(ProcessStarted("worker 1", 1, 7))
+        node.socket.send(b"\xc1garbage")
+        node_zero.read_until(lambda: nodes.num_dropped_frames == 2, "both are dropped")
+        node.send(NodeHello(PROTOCOL_VERSION, 1, 2, "host"))
+        node_zero.read_until(lambda: node_zero.told == ["node 1 has joined: host"], "it joins")
+        for count in (3, 0, 1):
+            node.send(NodePing(count))
+        node_zero.read_until(lambda: nodes.num_dropped_frames == 6, "what it dropped is told")
+        node.close()
+        nodes.close("")
