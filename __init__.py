@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .frontend.llm import LLM
+    from .frontend.offline.llm import LLM
     from .protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_MODULES = {"LLM": ".frontend.llm", "SamplingParams": ".protocol.sampling_params"}
+_MODULES = {"LLM": ".frontend.offline.llm", "SamplingParams": ".protocol.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ import zmq
 from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import CONVICTION, EngineError
+from ..protocol.errors import POISON_REQUEST, EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
@@ -37,20 +37,24 @@ from ..protocol.messages import (
     ReplicaLost,
     ResetPrefixCache,
     SchedulerOutput,
+    SchedulerStats,
     Shutdown,
     WorkerMemory,
 )
 from ..protocol.process import StopSignal
 from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
-from .client_news import ClientNews
-from .client_outputs import drop_logprobs
-from .event_dump import default_directory, write_dump
-from .kv_event_publisher import KVEventPublisher
 from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
-from .quarantine import Accused
-from .recorded_scheduler import RecordedScheduler, Setup
-from .structured_output import StructuredOutputManager
+from .replay.dump import default_directory, write_dump
+from .replay.recorder import RecordedScheduler, Setup, make_core_scheduler
+from .reporting.client_updates import ClientUpdates
+from .reporting.kv_event_publisher import KVEventPublisher
+from .reporting.preemption_advice import PreemptionAdvice
+from .reporting.scheduler_times import SchedulerTimes
+from .reporting.stats_log import StatsLog
+from .scheduler.client_outputs import drop_logprobs
+from .scheduler.features.poison_isolation import CrashSuspects
+from .structured_output.manager import StructuredOutputManager
 from .worker_group import WorkerGroup, raise_if_worker_lost
 
 logger = logging.getLogger(__name__)
@@ -60,7 +64,7 @@ GRAMMAR_POLL_MS = 1
 """How often finished grammar compilations are looked for while there are any."""
 
 
-LAST_WORDS_S = 0.3
+FINAL_ERROR_S = 0.3
 """How long a failed core waits for its clients to confirm that they know what it was computing."""
 
 
@@ -95,7 +99,9 @@ class EngineCore:
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._grammars = StructuredOutputManager(
-            config.model.tokenizer_path, config.model.vocab_size, config.model.eos_token_ids
+            config.model.verified_tokenizer_path,
+            config.model.vocab_size,
+            config.model.eos_token_ids,
         )
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
@@ -105,9 +111,9 @@ class EngineCore:
         parallel = config.parallel
         is_one_of_several = parallel.data_parallel_size > 1
         self._logs_kv_events = self._kv_events is not None or is_one_of_several
-        self._news: ClientNews | None = None
+        self._updates: ClientUpdates | None = None
         if is_one_of_several or parallel.api_server_count > 1:
-            self._news = ClientNews()
+            self._updates = ClientUpdates()
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
         self._num_steps = 0
@@ -125,6 +131,12 @@ class EngineCore:
         # By then the supervisor has killed a worker that is still in the step.
         self._patience_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
+        self._scheduler_times = SchedulerTimes()
+        self._preemption_advice = PreemptionAdvice()
+        self._stats_log: StatsLog | None = None
+        if config.frontend.log_stats:
+            interval_s = config.frontend.log_stats_interval_s
+            self._stats_log = StatsLog(core_index, interval_s, time.monotonic())
 
     def run(self) -> None:
         self._status.report(Stage.STARTING)
@@ -167,8 +179,8 @@ class EngineCore:
             self._send_outputs()
             if self._logs_kv_events:
                 self._publish_kv_events()
-            if self._news is not None:
-                self._send_news(self._news)
+            if self._updates is not None:
+                self._send_load_updates(self._updates)
             if self._stop.fd in readable:
                 signals = self._stop.take()
                 raise_if_worker_lost(signals)
@@ -195,13 +207,11 @@ class EngineCore:
             core_index=self._core_index,
             kv_transfer=config.kv_transfer,
         )
-        self._scheduler = RecordedScheduler(
-            setup,
-            structured_output=self._grammars,
-            log_kv_events=self._logs_kv_events,
+        self._scheduler = make_core_scheduler(
+            setup, self._grammars, log_kv_events=self._logs_kv_events
         )
         if self._workers.held:
-            self._scheduler.inherit(self._workers.held)
+            self._scheduler.adopt_blocks(self._workers.held)
             logger.info("%d requests can go on where they were", len(self._workers.held))
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
@@ -222,9 +232,9 @@ class EngineCore:
             if message is None:
                 if client_index is not None:
                     del self._client_indices[identity], self._client_ids[client_index]
-                    self._scheduler.finish_client(client_index)
-                    if self._news is not None:
-                        self._news.close(client_index)
+                    self._finish_client(client_index)
+                    if self._updates is not None:
+                        self._updates.close(client_index)
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
                 if not (
@@ -235,21 +245,21 @@ class EngineCore:
                     continue
                 client_index = message.client_index
                 # A frontend that says hello again has forgotten its requests.
-                self._scheduler.finish_client(client_index)
+                self._finish_client(client_index)
                 self._client_indices[identity] = client_index
                 self._client_ids[client_index] = identity
                 self._scheduler.add_client(client_index)
-                if self._news is not None:
-                    self._news.open(client_index)
+                if self._updates is not None:
+                    self._updates.open(client_index)
                 self._add_requests(client_index, message.requests)
                 if message.is_whole:
-                    self._scheduler.end_inheritance(client_index)
+                    self._scheduler.end_adoption(client_index)
             elif client_index is None or not is_sound_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 self._add_requests(client_index, message.requests)
                 if message.ends_greeting:
-                    self._scheduler.end_inheritance(client_index)
+                    self._scheduler.end_adoption(client_index)
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
                 self._scheduler.finish_requests(
@@ -264,12 +274,16 @@ class EngineCore:
                 ok, detail = self._dump_event_log("request")
                 self._clients.send(identity, CallResult(message.call_id, ok, detail))
 
+    def _finish_client(self, client_index: int) -> None:
+        self._scheduler.finish_client(client_index)
+        self._scheduler_times.remove_client(client_index)
+
     def _add_requests(self, client_index: int, requests: list[EngineCoreRequest]) -> None:
         now = time.monotonic()
         for request in requests:
             self._scheduler.add_request(client_index, request, now)
-        if self._news is not None:
-            self._news.added(client_index, len(requests))
+        if self._updates is not None:
+            self._updates.added(client_index, len(requests))
 
     def _is_welcome(self, identity: bytes, hello: ClientHello) -> bool:
         """Whether a frontend answers with the version and epoch of the greeting, under its own name."""
@@ -321,12 +335,21 @@ class EngineCore:
         for outputs in unsent:
             for client_index, client_outputs in outputs.items():
                 if client_outputs.stats is not None:
-                    client_outputs.stats.num_dropped_frames = self._count_dropped_frames()
+                    self._record_stats(client_outputs.stats)
+                if finished_set := client_outputs.finished_set:
+                    times = self._scheduler_times.take(client_index, finished_set)
+                    client_outputs.scheduler_times = times
                 self._tell(client_index, client_outputs)
-                if self._news is not None and client_outputs.finished_set:
-                    self._news.finished(client_index, len(client_outputs.finished_set) // 4)
-        if self._scheduler.violations:
+                if self._updates is not None and finished_set:
+                    self._updates.finished(client_index, len(finished_set) // 4)
+        if self._scheduler.invariant_violations:
             self._report_violations()
+
+    def _record_stats(self, stats: SchedulerStats) -> None:
+        stats.num_dropped_frames = self._count_dropped_frames()
+        self._preemption_advice.record(stats.num_block_preemptions, time.monotonic())
+        if self._stats_log is not None:
+            self._stats_log.record(stats)
 
     def _tell(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Send outputs to a client. If they are too large, requests fail and go without their log-probabilities."""
@@ -342,32 +365,34 @@ class EngineCore:
             )
 
     def _report_violations(self) -> None:
-        for violation in self._scheduler.violations:
+        for violation in self._scheduler.invariant_violations:
             logger.error("the scheduler's books do not balance: %s", violation)
-        self._scheduler.violations.clear()
+        self._scheduler.invariant_violations.clear()
         if not self._has_dumped_violations:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
 
     def _report_loss(self, *, is_own: bool) -> None:
         """Tell the clients which of their requests the workers were computing, and see that they have heard it."""
-        accused = Accused([], [], [])
+        suspects_found = CrashSuspects([], [], [])
         if not is_own:
             try:
-                accused = self._scheduler.find_accused()
-                self._scheduler.finish_requests(accused.convicts, FinishReason.ERROR, CONVICTION)
+                suspects_found = self._scheduler.find_crash_suspects()
+                self._scheduler.finish_requests(
+                    suspects_found.poison_requests, FinishReason.ERROR, POISON_REQUEST
+                )
                 self._send_outputs()
             except Exception:
                 logger.exception("what was being computed is not known")
                 return
         unheard = set(self._client_indices)
         for identity, client_index in self._client_indices.items():
-            suspects, bystanders = (
+            suspects, unsuspected = (
                 int32_bytes([index for client, index in keys if client == client_index])
-                for keys in (accused.suspects, accused.bystanders)
+                for keys in (suspects_found.suspects, suspects_found.unsuspected)
             )
-            self._clients.send(identity, ReplicaLost(suspects, bystanders, is_own))
-        deadline = time.monotonic() + LAST_WORDS_S
+            self._clients.send(identity, ReplicaLost(suspects, unsuspected, is_own))
+        deadline = time.monotonic() + FINAL_ERROR_S
         while unheard and (remaining := deadline - time.monotonic()) > 0:
             self._clients.socket.poll(int(remaining * 1000) + 1)
             while (received := self._clients.receive()) is not None:
@@ -376,6 +401,11 @@ class EngineCore:
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
         """Write the event log to a file. Returns whether it worked, and the path or the problem."""
+        if not isinstance(self._scheduler, RecordedScheduler):
+            name = self._config.scheduler.scheduler_cls
+            problem = f"--scheduler-cls {name} has no event log: it does not derive from Scheduler"
+            logger.error("the event log could not be written: %s", problem)
+            return False, problem
         directory = self._config.frontend.dump_dir or default_directory()
         try:
             path = write_dump(
@@ -405,13 +435,13 @@ class EngineCore:
         if events := self._scheduler.take_kv_events():
             if self._kv_events is not None:
                 self._kv_events.publish(events)
-            if self._news is not None:
-                self._news.take_in(events)
+            if self._updates is not None:
+                self._updates.apply(events)
         if self._kv_events is not None:
             self._kv_events.serve_replays()
 
-    def _send_news(self, news: ClientNews) -> None:
-        for client_index, message in news.take():
+    def _send_load_updates(self, update: ClientUpdates) -> None:
+        for client_index, message in update.take():
             self._clients.send(self._client_ids[client_index], message)
 
     def _take_compiled_grammars(self) -> None:
@@ -420,7 +450,9 @@ class EngineCore:
 
     def _dispatch_steps(self) -> None:
         while len(self._in_flight) < self._max_in_flight and self._scheduler.has_requests():
-            step = self._scheduler.schedule(time.monotonic())
+            now = time.monotonic()
+            step = self._scheduler.schedule(now)
+            self._scheduler_times.record(step, time.monotonic() - now)
             if step is None:
                 return
             self._workers.send(step)
@@ -442,12 +474,15 @@ class EngineCore:
             step = self._in_flight[0].step
             raise EngineError(f"no worker has answered step {step} for {waited_s:.0f} s")
         num_running, num_waiting = self._scheduler.get_request_counts()
+        usage = self._scheduler.get_kv_cache_usage()
+        if self._stats_log is not None:
+            self._stats_log.write_if_due(now, num_running, num_waiting, usage)
         self._status.beat(
             Heartbeat(
                 num_steps=self._num_steps,
                 num_tokens=self._num_tokens,
                 num_running=num_running,
                 num_waiting=num_waiting,
-                kv_cache_usage=self._scheduler.get_kv_cache_usage(),
+                kv_cache_usage=usage,
             )
         )

@@ -1,4 +1,4 @@
-"""`python -m engine.frontend CONFIG_PATH CLIENT_INDEX LISTEN_FD EPOCH`."""
+"""The frontend program: `python -m engine.frontend CONFIG_PATH CLIENT_INDEX LISTEN_FD EPOCH`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def main() -> int:
     reporter.report(Stage.STARTING)
 
     def work() -> None:
-        from .server import serve
+        from .api.server import serve
 
-        serve(config, client_index, socket.socket(fileno=int(listen_fd)), reporter)
+        heartbeats = StatusReporter(context, config, name)
+        serve(config, client_index, socket.socket(fileno=int(listen_fd)), reporter, heartbeats)
 
     return reporter.run(work)
 

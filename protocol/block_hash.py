@@ -32,8 +32,15 @@ ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
 """The parent of every first block."""
 
 
-def root_hash(*, cache_salt: str | None = None, lora_name: str | None = None) -> bytes:
-    """The parent hash of a request's first block; distinct extra keys never share a block."""
+def root_hash(
+    *, cache_salt: str | None = None, lora_name: str | None = None, owner: bytes = b""
+) -> bytes:
+    """The parent hash of a request's first block; distinct extra keys never share a block.
+
+    An `owner` has blocks of its own, whatever salts others give.
+    """
+    if owner:
+        return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_name, owner))).digest()
     if cache_salt is None and lora_name is None:
         return ROOT_HASH
     return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_name))).digest()

@@ -12,15 +12,13 @@ from typing import Final
 
 import msgspec
 
-from .errors import ConfigError
+from .errors import RunDirectoryError
+from .file_identity import FileIdentity, verify_files
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """Bumped whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
-
-MAX_STEPS_IN_FLIGHT: Final = 4
-"""No more steps are sent before the output of the first is in."""
 
 CONFIG_FILE: Final = "config.msgpack"
 
@@ -79,11 +77,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """What is served.
 
     `path` is the resolved checkpoint: a directory or a `.gguf` file. `tokenizer_path` is a directory with a
-    tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's. `max_model_len` counts
-    prompt plus output tokens. `eos_token_ids[0]` is the tokeniser's end; the others come from the generation config.
-    `load_format` "dummy" takes random weights in place of the checkpoint's. `dtype` is that of weights that are not
-    quantised; `quantization` ("int8" or "int4") quantises them at load.
-    `hf_overrides` are merged over the checkpoint's own configuration.
+    tokenizer.json: the checkpoint's own, the one asked for, or the conversion of a GGUF file's; "" with
+    `--skip-tokenizer-init`. `max_model_len` counts prompt plus output tokens. `eos_token_ids[0]` is the tokenizer's
+    end; the others come from the generation config. `load_format` "dummy" takes random weights in place of the
+    checkpoint's. `dtype` is that of weights that are not quantized; `quantization` ("int8" or "int4") quantizes them
+    at load.
+    `hf_overrides` are merged over the checkpoint's own configuration. `weight_files` and `tokenizer_files`, with the
+    chat templates, are what was on disk when the server started.
     """
 
     model: str
@@ -99,6 +99,17 @@ class ModelConfig(msgspec.Struct, frozen=True):
     quantization: str | None = None
     seed: int = 0
     hf_overrides: dict[str, object] = {}
+    weight_files: tuple[FileIdentity, ...] = ()
+    tokenizer_files: tuple[FileIdentity, ...] = ()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer_path != ""
+
+    def verified_tokenizer_path(self) -> str:
+        """Return `tokenizer_path`. Raises CheckpointError if a file of it changed after the server started."""
+        verify_files(self.tokenizer_files)
+        return self.tokenizer_path
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,14 +169,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     lower priority. Requests of at most `max_loras` different adapters run at once. `max_num_encoder_input_tokens`
     embeddings are computed in a step and `encoder_cache_size` kept, 0 meaning as many as `max_num_batched_tokens`; with
     `disable_chunked_mm_input` the place of an encoder input is computed in one step. Decoding requests take turns in
-    `num_micro_batches`, one for each stage of a pipeline.
+    `num_micro_batches`, one for each stage of a pipeline. `scheduler_cls` is the dotted name of another scheduler
+    class.
     """
 
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_num_queued_reqs: int = 0
-    max_num_queued_tokens: int = 0
+    max_num_queued_reqs: int = 16384
+    max_num_queued_tokens: int = 16 * 1024 * 1024
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
@@ -184,6 +196,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     num_micro_batches: int = 1
     speculative: SpeculativeConfig | None = None
+    scheduler_cls: str | None = None
 
     @property
     def encoder_budget(self) -> int:
@@ -198,7 +211,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     @property
     def max_steps_in_flight(self) -> int:
         """One for each stage, and one more that is there when the first stage is free."""
-        return min(self.num_micro_batches + self.async_scheduling, MAX_STEPS_IN_FLIGHT)
+        return self.num_micro_batches + self.async_scheduling
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -337,7 +350,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     """The HTTP edge, and what every process does about its messages.
 
     A request without a deadline of its own has one after `default_deadline_s`, 0 meaning none. A client may take
-    `slow_client_s` to send a request or to read on.
+    `slow_client_s` to send a request or to read on. With `admin_api_key` only who presents it may operate the server.
+    All large bodies and their requests in one process have at most `max_request_memory` bytes together.
+    With `log_stats` every core logs a line of statistics at that interval, while it has something to do.
     The event logs of the cores are written into `dump_dir`, or else into a private directory among the temporary ones.
     """
 
@@ -345,11 +360,15 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     port: int = 8000
     uds: str | None = None
     api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None
+    share_prefix_cache: bool = False
     root_path: str = ""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ("auto",)
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
+    max_request_memory: int = 256 * 1024 * 1024
     max_logprobs: int = 20
     strict: bool = False
     keep_alive_s: float = 5.0
@@ -359,11 +378,17 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     response_role: str = "assistant"
     chat_template: str | None = None
     chat_template_content_format: str = "auto"
+    special_tokens_in_text: str = "allow"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_prompt_tokens_details: bool = True
+    return_tokens_as_token_ids: bool = False
+    force_include_usage: bool = False
+    enable_tokenizer_info: bool = False
     stream_interval: int = 1
     log_requests: bool = False
+    log_stats: bool = True
+    log_stats_interval_s: float = 10.0
     metrics_compat: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
     log_level: str = "info"
@@ -444,15 +469,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
 
     def save(self) -> Path:
-        """Write this into its run directory, readable by the owner only. Raises ConfigError if there is no room."""
+        """Write this into its run directory, readable by the owner only. Raises RunDirectoryError if it cannot."""
         path = Path(self.run_dir) / CONFIG_FILE
         try:
             path.touch(mode=0o600)
             path.write_bytes(msgspec.msgpack.encode(self))
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}; make room there, or set XDG_RUNTIME_DIR to another directory"
-            ) from None
+            raise RunDirectoryError(path, error.strerror) from None
         return path
 
 

@@ -3,7 +3,7 @@
 from os import PathLike
 from typing import Final
 
-CONVICTION: Final = (
+POISON_REQUEST: Final = (
     "this request was being computed when a process of the engine died, and alone when another one did: "
     "it is not tried again"
 )
@@ -26,6 +26,15 @@ class CheckpointError(EngineError, ValueError):
 
 class ConfigError(EngineError, ValueError):
     """A start that cannot succeed as configured; the message ends with the remedy."""
+
+
+class RunDirectoryError(ConfigError):
+    """A file in the run directory that cannot be written; the message names it, the reason and the remedy."""
+
+    def __init__(self, path: str | PathLike[str], reason: str | None) -> None:
+        super().__init__(
+            f"cannot write {path}: {reason}; make room there, or set XDG_RUNTIME_DIR to another directory"
+        )
 
 
 class ParameterError(EngineError, ValueError):

@@ -75,7 +75,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     blocks (see `block_hash`), `root_hash` the parent of the first, both empty when prefix caching is off.
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
     set here. `request_id` is what clients know it by; several sequences may share one. `kv_transfer_params` are for the
-    KV connector alone.
+    KV connector alone. `trace_headers` are the W3C trace context of the HTTP request, by header name.
 
     A request `is_resubmitted` when a core that had accepted it is gone, which may have known it as `was_index`. It goes
     on after `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of
@@ -100,6 +100,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     is_resubmitted: bool = False
     is_suspect: bool = False
     was_index: int = -1
+    trace_headers: dict[str, str] | None = None
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
@@ -165,7 +166,8 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """`stop_reason` is the stop token id, None for the end-of-sequence token.
 
     `kv_transfer_params` are the KV connector's, for the engine that fetches the request's blocks. For a request that
-    was not admitted `retry_after_s` says how long the queue will take, 0.0 if that is not known.
+    was not admitted `retry_after_s` says how long the queue will take, 0.0 if that is not known. `trace_headers` are
+    those that the request came with.
     """
 
     request_index: int
@@ -174,6 +176,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     message: str = ""
     kv_transfer_params: dict[str, object] | None = None
     retry_after_s: float = 0.0
+    trace_headers: dict[str, str] | None = None
 
 
 class RequestEvent(NamedTuple):
@@ -244,7 +247,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Gauges are values at the end of the step; the rest counts since the last message with stats.
 
     Of the `num_waiting` requests, `num_deferred` wait for a grammar or for blocks from elsewhere, not for room.
-    `host_cache_hits` of the `prefix_cache_hits` tokens are in the host tier.
+    `cpu_offload_hits` of the `prefix_cache_hits` tokens are in the host tier.
+    `step_tokens` int32 are the tokens of each step that generated some: these, and the prompts whose first token is
+    among them. `num_prompt_tokens` are those prompts. Of the preemptions, `num_block_preemptions` were for lack of
+    blocks.
 
     The block times are float32 seconds of a sample of cached blocks: how long evicted ones lived, how long these had
     idled by then, and how long reused ones idled.
@@ -260,17 +266,20 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_scheduled_tokens: int = 0
     num_corrupted_requests: int = 0
     num_dropped_frames: int = 0
-    num_violations: int = 0
+    num_invariant_violations: int = 0
     kv_connector: KVConnectorStats | None = None
     spec_decoding: SpecDecodingStats | None = None
-    host_cache_usage: float = 0.0
+    cpu_offload_usage: float = 0.0
     num_blocks_copied_out: int = 0
     num_blocks_copied_in: int = 0
     block_lifetimes: F32 = b""
     block_idle_times: F32 = b""
     block_reuse_gaps: F32 = b""
     num_deferred: int = 0
-    host_cache_hits: int = 0
+    cpu_offload_hits: int = 0
+    step_tokens: I32 = b""
+    num_prompt_tokens: int = 0
+    num_block_preemptions: int = 0
 
 
 class EngineCoreOutputs(
@@ -281,7 +290,8 @@ class EngineCoreOutputs(
     `request_indices` int32[N] and `token_ids` int32[sum]; `num_tokens` int32[N] says how many tokens each
     request got and is empty when each got one. `finished` requests produce nothing after this message.
     `finished_set` int32 lists every request of the client that ended since its last message, including those
-    aborted by the client itself.
+    aborted by the client itself. `scheduler_times` float32 are the seconds that the scheduler spent while each of them
+    was running; empty if they were not measured.
     """
 
     core_index: int
@@ -296,6 +306,7 @@ class EngineCoreOutputs(
     prompt_logprobs: list[TokenLogprobs] = []
     finished_set: I32 = b""
     stats: SchedulerStats | None = None
+    scheduler_times: F32 = b""
 
 
 class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
@@ -310,15 +321,17 @@ class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=
     """The last message of a core that has lost a worker or met an error of its own.
 
     Of the client's requests in the steps in flight `suspects` int32 had no token yet since they were admitted;
-    `bystanders` int32 had. An error that `is_own` may be due to any request, also to one in no step, and names nobody.
+    `unsuspected` int32 had. An error that `is_own` may be due to any request, also to one in no step, and names nobody.
     """
 
     suspects: I32 = b""
-    bystanders: I32 = b""
+    unsuspected: I32 = b""
     is_own: bool = False
 
 
-class ReplicaNews(msgspec.Struct, tag="news", array_like=True, omit_defaults=True, gc=False):
+class ReplicaLoadUpdate(
+    msgspec.Struct, tag="update", array_like=True, omit_defaults=True, gc=False
+):
     """What a frontend must know of a core to choose between several.
 
     `num_others` requests of other frontends are there. `stored` and `removed` are the keys of blocks that its prefix
@@ -331,7 +344,9 @@ class ReplicaNews(msgspec.Struct, tag="news", array_like=True, omit_defaults=Tru
     is_whole: bool = False
 
 
-CoreMessage: TypeAlias = CoreReady | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaNews
+CoreMessage: TypeAlias = (
+    CoreReady | EngineCoreOutputs | CallResult | ReplicaLost | ReplicaLoadUpdate
+)
 
 
 # core -> worker

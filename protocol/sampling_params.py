@@ -16,6 +16,9 @@ MAX_SEED: Final = 2**63 - 1
 """Largest seed; the largest integer that JSON clients and int64 tensors share."""
 
 MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARACTERS: Final = 8192
+"""Of all stop strings together."""
+
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORDS_CHARACTERS: Final = 16384
@@ -54,12 +57,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A constraint on the generated text, or on what comes after the `reasoning` in it.
 
     `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the
-    structural tag as JSON; empty for `JSON_OBJECT`.
+    structural tag as JSON; empty for `JSON_OBJECT`. A grammar that `is_isolated` costs so much that
+    it is used in a process of its own.
     """
 
     kind: GrammarKind
     spec: str = ""
     reasoning: FreeReasoning | None = None
+    is_isolated: bool = False
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
@@ -67,7 +72,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
     `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens` are the
     frontend's business; the core reads the limits and stop tokens; the worker reads the rest.
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token.
+    `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token.
+    `typical_p` applies first: the other filters choose among the typical tokens. Greedy requests ignore it.
     `logprobs`/`prompt_logprobs` count the alternatives to report; -1 means the whole vocabulary.
     `seed` None or -1 lets the frontend draw one.
     """
@@ -78,6 +84,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -114,9 +121,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 )
         _integer("min_tokens", self.min_tokens, 0, None)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("top_p", self.top_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -129,6 +137,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     def verify_lists(self, *, vocab_size: int) -> None:
         """The part of `verify` that takes the longer the more was asked for."""
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
+        _length("stop", sum(map(len, self.stop)), MAX_STOP_CHARACTERS, "characters")
         if "" in self.stop:
             raise ParameterError("stop", "must not contain an empty string")
         _length("bad_words", len(self.bad_words), MAX_BAD_WORDS)
@@ -184,6 +193,7 @@ def _verify_logprobs(name: str, count: int, vocab_size: int, max_logprobs: int) 
     if count < -1:
         raise ParameterError(name, f"must be -1 or at least 0, got {count}")
     if wanted > limit:
+        meaning = f", which means all {vocab_size} tokens" if count == -1 else ""
         raise ParameterError(
-            name, f"must be at most {limit} (--max-logprobs), got {count if count >= 0 else wanted}"
+            name, f"must be at most {limit} (--max-logprobs), got {count}{meaning}"
         )

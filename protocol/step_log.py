@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from .errors import RunDirectoryError
 from .messages import SchedulerOutput
 from .transport import MAX_FRAME_BYTES
 
@@ -33,9 +34,13 @@ class StepLog:
     """Written by the core of one epoch."""
 
     def __init__(self, path: str, epoch: int) -> None:
+        """Raises RunDirectoryError if there is no room for the file."""
         self._epoch = epoch
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o600)
+        try:
+            self._fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise RunDirectoryError(path, error.strerror) from error
 
     def append(self, step: int, frame: bytes) -> None:
         """Raises OSError if the disk is full; then this step is not there."""

@@ -134,9 +134,13 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 class EngineStatus(msgspec.Struct, gc=False):
     """Every process of the engine, the frontends first, and every replica in order once the engine was ready.
 
-    `num_dropped_frames` are those that the supervisor and the nodes have dropped.
+    `num_dropped_frames` are those that the supervisor and the nodes have dropped. `failure` says why the engine cannot
+    go on, in its last status.
+    `poison_bodies` are the digests of request bodies that ended frontends and are refused.
     """
 
     processes: list[ProcessInfo]
     replicas: list[ReplicaInfo] = []
     num_dropped_frames: int = 0
+    failure: str = ""
+    poison_bodies: list[bytes] = []

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,10 +138,11 @@ def test_the_wheel_has_every_module_and_nothing_else(source: Path, tmp_path: Pat
     subprocess.run(
         [*command, str(source)], check=True, capture_output=True, text=True, env=environment
     )
-    (wheel,) = tmp_path.glob("engine-*.whl")
+    (wheel,) = tmp_path.glob("engine_serve-*-py3-none-*.whl")
     shipped = {f for f in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in f}
     modules = {path for part in PARTS for path in (ROOT / part).rglob("*.py")}
-    assert shipped == {f"engine/{relative_name(p)}" for p in modules | {ROOT / "__init__.py"}}
+    files = modules | {ROOT / "__init__.py", ROOT / "py.typed"}
+    assert shipped == {f"engine/{path.relative_to(ROOT)}" for path in files}
 
 
 def test_the_source_distribution_has_every_native_source(source: Path, tmp_path: Path) -> None:
@@ -151,10 +153,11 @@ def test_the_source_distribution_has_every_native_source(source: Path, tmp_path:
     subprocess.run(
         [sys.executable, "-c", command, str(tmp_path)], cwd=source, check=True, capture_output=True
     )
-    (archive,) = tmp_path.glob("engine-*.tar.gz")
+    (archive,) = tmp_path.glob("engine_serve-*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    assert names >= {str(p.relative_to(ROOT)) for p in (ROOT / "workers/cpu/csrc").iterdir()}
+    sources = (path for path in (ROOT / "workers/cpu/csrc").rglob("*") if path.is_file())
+    assert names >= {relative_name(path) for path in sources}
 
 
 def test_the_files_that_people_type_are_executable() -> None:
@@ -177,3 +180,118 @@ def test_each_benchmark_is_listed_with_what_it_measures() -> None:
         functions = {node.name for node in program.body if isinstance(node, ast.FunctionDef)}
         assert "main" in functions, f"{name} is no program, so it must not be listed"
         assert not path.stat().st_mode & 0o111, f"{name} is run by scripts/bench/run"
+
+
+# The laws of the rooms. `docs/architecture.md` states each in one sentence.
+
+PURE = ("core/state", "core/kv_cache", "core/scheduler")
+EFFECTS = {
+    *("asyncio", "datetime", "multiprocessing", "os", "pathlib", "random", "secrets", "select"),
+    *("shutil", "socket", "subprocess", "tempfile", "threading", "time", "uuid", "zmq"),
+}
+MAX_FILES_OF_FOLDER = 17
+
+
+def folder_of(path: Path) -> str:
+    return str(path.relative_to(ROOT).parent)
+
+
+def is_in(path: Path, folder: str) -> bool:
+    return f"{folder_of(path)}/".startswith(f"{folder}/")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of this package that a file imports, type-checking imports included."""
+    known = {module_name(p) for p in MODULES}
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        package = package_of(path)
+        base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+        target = ".".join(filter(None, base))
+        submodules = {f"{target}.{alias.name}" for alias in node.names} & known
+        names |= submodules or {target}
+    return names
+
+
+def test_scheduler_cache_and_state_import_nothing_with_side_effects() -> None:
+    pure = [path for path in MODULES if any(is_in(path, folder) for folder in PURE)]
+    assert len(pure) > 30
+    for path in pure:
+        for line, level, name in imports(path):
+            where = f"{relative_name(path)}:{line} imports {name}"
+            assert level or name.split(".")[0] not in EFFECTS, where
+            assert not level or name.startswith(
+                ("engine.protocol", *(f"engine.{folder.replace('/', '.')}" for folder in PURE))
+            ), where
+
+
+def test_serving_imports_no_simulation_and_only_the_core_process_imports_replay() -> None:
+    for path in MODULES:
+        if is_in(path, "core/simulation"):
+            continue
+        for name in imported_modules(path):
+            where = f"{relative_name(path)} imports {name}"
+            assert not name.startswith("engine.core.simulation"), where
+            if not is_in(path, "core/replay") and relative_name(path) != "core/engine_core.py":
+                assert not name.startswith("engine.core.replay"), where
+
+
+def test_the_supervisor_imports_only_itself_and_the_protocol() -> None:
+    allowed = ("engine.frontend.supervisor", "engine.protocol")
+    for path in (p for p in MODULES if is_in(p, "frontend/supervisor")):
+        for name in imported_modules(path):
+            assert name.startswith(allowed), f"{relative_name(path)} imports {name}"
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of one circle, or none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(node: str) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return []
+        path.append(node)
+        for following in sorted(graph.get(node, ())):
+            if circle := visit(following):
+                return circle
+        path.pop()
+        done.add(node)
+        return []
+
+    for node in sorted(graph):
+        if circle := visit(node):
+            return circle
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    # The package itself is the public API: it imports the others when it is first used.
+    graph = {
+        module_name(path): imported_modules(path) - {"engine", module_name(path)}
+        for path in MODULES
+        if path != ROOT / "__init__.py"
+    }
+    assert find_circle(graph) == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_rooms_import_each_other_in_a_circle(part: str) -> None:
+    """A room is a folder right below a part, or a file there."""
+    graph: dict[str, set[str]] = {}
+    for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] == part):
+        room = ".".join(module_name(path).split(".")[:3])
+        for name in imported_modules(path):
+            if name.startswith(f"engine.{part}.") and ".".join(name.split(".")[:3]) != room:
+                graph.setdefault(room, set()).add(".".join(name.split(".")[:3]))
+    assert find_circle(graph) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(folder_of(path) for path in MODULES if not path.stem.startswith("__"))
+    crowded = {folder: n for folder, n in counts.items() if n > MAX_FILES_OF_FOLDER}
+    assert not crowded

@@ -12,11 +12,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.messages import HeldRequest, SchedulerOutput
-from .attention import AttentionBatch
-from .transfers import to_device
+from .device.transfers import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's requests, as one KV-cache group sees them.
+
+    Request i has the tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step; they are the
+    last of its `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed;
+    entries past the sequence are not read. `slot_mapping` is where each token's keys and values go:
+    block id * block size + offset.
+    """
+
+    query_start_loc: NDArray[np.int32]  # [S + 1]
+    seq_lens: NDArray[np.int32]  # [S], after this step
+    block_table: NDArray[np.int32]  # [S, B]
+    slot_mapping: NDArray[np.int32]  # [T]
 
 
 @dataclass(slots=True)

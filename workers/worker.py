@@ -34,8 +34,9 @@ from ..protocol.messages import (
 from ..protocol.step_log import read_steps
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import Peer, StatusReporter
-from .device_watch import DeviceWatch
-from .runner import PendingOutput, Runner, StepResult, open_runner
+from .execution.device_watch import DeviceWatch
+from .execution.factory import open_runner
+from .execution.runner import PendingOutput, Runner, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,9 @@ class Worker:
     def run(self) -> None:
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
         with opened as (runner, memory):
-            self._obey(runner, memory)
+            self._apply_command(runner, memory)
 
-    def _obey(self, runner: Runner, memory: WorkerMemory) -> None:
+    def _apply_command(self, runner: Runner, memory: WorkerMemory) -> None:
         self._status.report(Stage.WARMING)
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):

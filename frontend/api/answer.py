@@ -1,32 +1,47 @@
-"""The answer to one request, as far as completions and chat completions share it."""
+"""The parts of a response that completions and chat completions share."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from ..engine_client import Delta, RequestGroup
-from .event_stream import ChunkEncoder
+from ..client.engine_client import Delta, Sequence
 from .logprobs import Json, LogprobsRenderer
 from .schema import GenerationRequest
 from .serving import Serving
+from .streaming.event_stream import ChunkEncoder
 
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-class Answer(ABC, Generic[Request]):
-    """It is given whole, or as the chunks of a stream. `envelope` is everything of either but choices and usage."""
+class Outputs(Protocol):
+    """The sequences of one response: those of a request, or of one of its prompts."""
 
-    def __init__(
-        self, serving: Serving, request: Request, group: RequestGroup, envelope: Json
-    ) -> None:
+    sequences: list[Sequence]
+
+    def outputs_by_prompt(self) -> Iterator[list[Sequence]]: ...
+
+
+class Answer(ABC, Generic[Request]):
+    """A response, sent as a whole or as stream chunks. `envelope` has all fields except choices and usage."""
+
+    def __init__(self, serving: Serving, request: Request, group: Outputs, envelope: Json) -> None:
         self.serving = serving
         self.request = request
         self.envelope = envelope
         self.renderer = LogprobsRenderer(
-            serving.tokenizer, bool(request.return_tokens_as_token_ids)
+            serving.tokenizer,
+            serving.config.frontend.return_tokens_as_token_ids
+            if request.return_tokens_as_token_ids is None
+            else request.return_tokens_as_token_ids,
         )
         self._group = group
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._group.sequences)
 
     @abstractmethod
     def whole(self, outputs: list[Delta]) -> Json: ...
@@ -34,21 +49,31 @@ class Answer(ABC, Generic[Request]):
     @abstractmethod
     def chunks(self) -> ChunkEncoder: ...
 
+    def best_positions(self, outputs: list[Delta]) -> Iterable[int]:
+        """Return which outputs to show: of each prompt's candidates (`best_of`) the likeliest, else all."""
+        num_shown = self.request.num_outputs
+        return find_likeliest(outputs, self.request.best_of or num_shown, num_shown)
+
     def usage(self) -> Json:
-        """The final count."""
+        """Return the final usage."""
         return self.usage_so_far()
 
     def usage_so_far(self) -> Json:
         return self._count_usage()
 
+    def add_to_usage(self, usage: Json, num_tokens: int) -> None:
+        """Add tokens that were generated to what `usage_so_far` returned."""
+        usage["completion_tokens"] += num_tokens
+        usage["total_tokens"] += num_tokens
+
     def _count_usage(
         self, *, num_completion_tokens: int | None = None, reasoning_tokens: int | None = None
     ) -> Json:
-        """A prompt that was continued n times counts once."""
+        """Return the usage. A prompt with n outputs counts once."""
         prompts = [outputs[0] for outputs in self._group.outputs_by_prompt()]
         num_prompt = sum(s.num_prompt_tokens for s in prompts)
         if num_completion_tokens is None:
-            num_completion_tokens = sum(s.num_generated_tokens for s in self._group.sequences)
+            num_completion_tokens = sum(s.num_read_tokens for s in self._group.sequences)
         counts: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion_tokens,
@@ -60,3 +85,21 @@ class Answer(ABC, Generic[Request]):
         if reasoning_tokens is not None:
             counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return counts
+
+
+def find_likeliest(outputs: list[Delta], num_candidates: int, num_shown: int) -> Iterable[int]:
+    """Return the positions of the outputs with the largest mean logprobs, `num_shown` of each `num_candidates`."""
+    if num_candidates == num_shown:
+        return range(len(outputs))
+    mean_logprobs = [_mean_logprob(output) for output in outputs]
+    positions: list[int] = []
+    for start in range(0, len(outputs), num_candidates):
+        candidates = range(start, start + num_candidates)
+        ranked = sorted(candidates, key=mean_logprobs.__getitem__, reverse=True)
+        positions += ranked[:num_shown]
+    return positions
+
+
+def _mean_logprob(output: Delta) -> float:
+    logprobs = [position.logprob for position in output.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf

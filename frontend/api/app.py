@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
-from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from .chat_completions import ChatCompletions
-from .completions import Completions
+from ..http.access import Access, Origins
+from ..http.errors import json_response
+from .bodies.intake import Intake
+from .docs_page import HEADERS, render_docs
 from .edge import Edge
-from .management import Management
-from .replicas import Replicas
+from .openapi import describe_routes
+from .routes.chat_batch import ChatBatch
+from .routes.chat_completions import ChatCompletions
+from .routes.completions import Completions
+from .routes.invocations import Invocations
+from .routes.management import Management
+from .routes.replicas import Replicas
+from .routes.tokenization import Tokenization
 from .serving import Serving
-from .tokenization import Tokenization
 
 
-def create_app(serving: Serving) -> ASGIApp:
+def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
+    """Return the ASGI application. `is_loopback` says whether the server listens on a loopback address."""
+    frontend = serving.config.frontend
+    router = Router(make_routes(serving), redirect_slashes=False)
+    edge = Edge(router, Access(frontend, is_loopback=is_loopback), frontend.root_path)
+    return Origins(edge, frontend, is_loopback=is_loopback)
+
+
+def make_routes(serving: Serving) -> list[Route]:
+    """Return all routes, with those that describe them."""
     management = Management(serving)
     replicas = Replicas(serving)
-    tokenization = Tokenization(serving)
+    intake = Intake(serving)
+    tokenization = Tokenization(serving, intake)
+    completions = Completions(serving, intake)
+    chat_completions = ChatCompletions(serving, intake)
+    openai_routes = [
+        Route("/models", management.models),
+        Route("/models/{name:path}", management.model),
+        Route("/completions", completions, methods=["POST"]),
+        Route("/chat/completions", chat_completions, methods=["POST"]),
+        Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
+    ]
     routes = [
-        Route("/v1/models", management.models),
-        Route("/v1/models/{name:path}", management.model),
-        Route("/v1/completions", Completions(serving), methods=["POST"]),
-        Route("/v1/chat/completions", ChatCompletions(serving), methods=["POST"]),
+        *(
+            Route(prefix + route.path, route.endpoint, methods=route.methods)
+            # Some clients have /v1 in their base URL, others leave it out.
+            for prefix in ("/v1", "")
+            for route in openai_routes
+        ),
+        Route(
+            "/invocations",
+            Invocations(serving, intake, completions, chat_completions),
+            methods=["POST"],
+        ),
+        Route("/tokenizer_info", tokenization.tokenizer_info),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/livez", management.livez),
@@ -39,13 +74,14 @@ def create_app(serving: Serving) -> ASGIApp:
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
     ]
-    frontend = serving.config.frontend
-    router = Router(routes, redirect_slashes=False)
-    edge = Edge(router, frontend.api_keys, frontend.root_path)
-    return CORSMiddleware(
-        edge,
-        allow_origins=frontend.allowed_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id"],
-    )
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document)
+
+    async def docs(request: Request) -> Response:
+        return Response(page, headers=HEADERS, media_type="text/html")
+
+    routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
+    document = describe_routes(routes)
+    page = render_docs(document)
+    return routes

@@ -1,18 +1,24 @@
-"""From a conversation to the prompt that the model reads."""
+"""Renders a conversation as the prompt that the model reads."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import APIError, bad_request, public
+from ..http.errors import APIError, bad_request, public
 from .prompts import verify_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
 
+logger = logging.getLogger(__name__)
+
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-_FIELD = re.compile(r"(?:messages|tools|documents|continue_final_message)[\w.\[\]]*")
+_FIELD = re.compile(
+    r"(?:messages|tools|documents|chat_template_kwargs|continue_final_message)[\w.\[\]]*"
+)
 
 
 @dataclass(slots=True)
@@ -26,15 +32,21 @@ async def render_chat(
     request: ChatCompletionRequest | TokenizeRequest,
     body_size: int,
     *,
+    tools: Sequence[dict[str, Any]],
     add_special_tokens: bool = False,
-    with_tools: bool = True,
     template_kwargs: dict[str, Any] | None = None,
 ) -> RenderedChat:
     """Apply the chat template and encode the result. Raises APIError 400.
 
     Templates write their own special tokens, so by default none are added.
     """
-    template = serving.chat_template(bool(request.tools and with_tools))
+    template = serving.chat_template(bool(tools))
+    if tools and not template.shows_tools:
+        logger.warning(
+            "the chat template ignores tools, so the model does not see the %d tools of this request: "
+            "use another template with --chat-template",
+            len(tools),
+        )
     messages = request.messages
     if messages is None:
         raise bad_request("messages", "messages is required")
@@ -51,17 +63,18 @@ async def render_chat(
     def render() -> RenderedChat:
         text = template.render(
             messages,
-            tools=request.tools if with_tools else None,
+            serving.special_tokens,
+            tools=tools,
             documents=request.documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final,
             **kwargs,
         )
         verify_characters(text, "messages", serving.config.model.max_model_len)
-        return RenderedChat(text, serving.tokenizer.encode(text, add_special_tokens))
+        return RenderedChat(*serving.special_tokens.encode(text, add_special_tokens))
 
     try:
-        return await serving.off_loop.run(body_size, render)
+        return await serving.executor.run(body_size, render)
     except ValueError as error:  # ChatTemplateError and ParameterError as well
         raise _refused(str(error)) from None
 

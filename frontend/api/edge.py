@@ -1,11 +1,9 @@
-"""What happens to every request before and after its endpoint: identity, authorisation, errors."""
+"""Middleware around every endpoint: request IDs, access control and error responses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import re
 import uuid
@@ -16,12 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
-from .body import ClientDisconnected
-from .errors import APIError, bad_request, echo, internal_error
+from ..http.access import Access, normalize_path
+from ..http.errors import APIError, bad_request, echo, internal_error
+from .bodies.body import ClientDisconnected
 
 logger = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics", "/version"})
 
 MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
 MAX_DISCARD_S: Final = 5.0
@@ -32,23 +29,27 @@ _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 class Edge:
     """ASGI middleware around the router.
 
-    Where there are several API keys, each is a tenant: `tenant` of the request's state is "key 1" for the first.
     Every answer carries `x-request-id`; every failure becomes an error body. An unexpected exception is logged with the
     request's id, and the client gets that id only.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], root_path: str) -> None:
+    def __init__(self, app: ASGIApp, access: Access, root_path: str) -> None:
         self._app = app
-        self._key_digests = [_digest(key.encode()) for key in api_keys]
+        self._access = access
         self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server stops, and this client has neither sent its request nor read its answer in time.
+            scope["state"]["connection"].cut()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
-        scope["root_path"] = self._root_path
+        normalize_path(scope, self._root_path)
         scope["app"] = self
-        # Clients join paths carelessly.
-        scope["path"] = scope["path"].removesuffix("/") or "/"
-        scope.setdefault("state", {}).update(request_id=request_id, tenant="")
+        scope.setdefault("state", {}).update(request_id=request_id, tenant="", cache_owner=b"")
         started = False
         has_body_left = not _expects_permission(scope)
 
@@ -67,7 +68,7 @@ class Edge:
             await send(message)
 
         try:
-            self._authorize(scope)
+            self._access.check(scope)
             await self._app(scope, receive_body, send_with_id)
             return
         except ClientDisconnected:
@@ -85,35 +86,6 @@ class Edge:
             if has_body_left:
                 await _discard_body(receive)
             await answer.response()(scope, receive, send_with_id)
-
-    def _authorize(self, scope: Scope) -> None:
-        if not self._key_digests or get_route_path(scope) in OPEN_PATHS:
-            return
-        digest = _digest(_bearer(scope))
-        # Every key is compared in full, so that the time taken says nothing about any of them.
-        matches = [hmac.compare_digest(digest, key) for key in self._key_digests]
-        if len(matches) > 1 and any(matches):
-            scope["state"]["tenant"] = f"key {matches.index(True) + 1}"
-        if not any(matches):
-            raise APIError(
-                401,
-                "Incorrect or missing API key: send it as `Authorization: Bearer KEY`",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _bearer(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            return bytes(key.strip()) if scheme.lower() == b"bearer" else b""
-    return b""
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,54 +1,69 @@
-"""What completions and chat completions do alike: from the body to the answer, whole or streamed."""
+"""The common part of completions and chat completions: from the request body to the response, whole or streamed."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import UnionType
 from typing import Generic
 
 from starlette.types import Receive, Scope, Send
 
-from ..engine_client import RequestGroup
-from .answer import Answer, Request
-from .body import BodyDecoder, read_body
-from .deadline import read_deadline
-from .errors import json_response
-from .event_stream import EventStream
+from ...protocol.errors import ParameterError
+from ...protocol.sampling_params import SamplingParams
+from ..http.deadline import read_deadline
+from ..http.errors import json_response, renamed
+from ..http.trace_headers import read_trace_headers
+from .answer import Answer, Outputs, Request
+from .bodies.body import BodyDecoder
+from .bodies.intake import Intake
+from .bodies.request_memory import MemoryLease
 from .generation import (
     PreparedPrompt,
-    collect,
     find_data_parallel_rank,
     find_tenant,
+    read_outputs,
     submit,
+    verify_streamed_logprobs,
     verify_streaming,
+    wait_for_end,
 )
 from .logprobs import Json
 from .serving import Serving
+from .streaming.event_stream import EventStream
 
-NewAnswer = Callable[[RequestGroup, Json], Answer[Request]]
+NewAnswer = Callable[[Outputs, Json], Answer[Request]]
 """Makes the answer of the sequences and the envelope."""
 
 
 class Endpoint(ABC, Generic[Request]):
     """An endpoint that generates, as an ASGI application on a `Connection`."""
 
-    def __init__(self, serving: Serving, request_type: type[Request], id_prefix: str) -> None:
+    def __init__(
+        self, serving: Serving, intake: Intake, request_type: type[Request], id_prefix: str
+    ) -> None:
         self._serving = serving
+        self.body_schema: type[Request] | UnionType = request_type
+        self._intake = intake
         self._decoder = BodyDecoder(request_type, serving.config.frontend.strict)
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._intake.lease() as lease:
+            await self._answer(scope, receive, send, lease)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        body = await read_body(scope, receive, serving.config.frontend.max_body_bytes)
-        request = self._decoder.decode(body)
+        request, body_size = await self._intake.receive(scope, receive, self._decoder, lease)
         serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
         tenant = find_tenant(request, state["tenant"])
         rank = find_data_parallel_rank(scope, serving.num_replicas)
-        prompts, new_answer = await self._prepare(request, len(body))
+        prompts, new_answer = await self._prepare(request, body_size, receive)
+        verify_streamed_logprobs(request, prompts, serving)
         request_id = state["request_id"]
         group = await submit(
             serving,
@@ -56,14 +71,16 @@ class Endpoint(ABC, Generic[Request]):
             prompts,
             request_id,
             tenant=tenant,
+            cache_owner=state["cache_owner"],
             deadline=deadline,
             data_parallel_rank=rank,
+            trace_headers=read_trace_headers(scope),
         )
         try:
             answer = new_answer(
                 group,
                 {
-                    "id": f"{self._id_prefix}-{request_id}",
+                    "id": f"{self._id_prefix_of(request)}-{request_id}",
                     "object": self._object_name(request),
                     "created": int(time.time()),
                     "model": serving.served_name,
@@ -74,16 +91,33 @@ class Endpoint(ABC, Generic[Request]):
                 stream = EventStream(send, state["connection"])
                 await stream.run(receive, group, answer.chunks())
             else:
-                outputs = await collect(group, receive)
-                await json_response(answer.whole(outputs))(scope, receive, send)
+                await wait_for_end(group, receive)
+                response = await serving.executor.run(
+                    group.weight, lambda: json_response(answer.whole(read_outputs(group)))
+                )
+                await response(scope, receive, send)
         finally:
             group.abort()
+
+    def _verify(self, params: SamplingParams, request: Request) -> None:
+        """Raises APIError 400, which names a field as the request does."""
+        try:
+            self._serving.verify_sampling(params)
+        except ParameterError as error:
+            raise renamed(error, self._sent_name(request, error.param)) from None
+
+    def _sent_name(self, request: Request, name: str) -> str:
+        """Return the field of the request that a sampling parameter came from."""
+        return request.sent_name(name)
+
+    def _id_prefix_of(self, request: Request) -> str:
+        return self._id_prefix
 
     @abstractmethod
     def _object_name(self, request: Request) -> str: ...
 
     @abstractmethod
     async def _prepare(
-        self, request: Request, body_size: int
+        self, request: Request, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
         """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""

@@ -1,4 +1,4 @@
-"""Runs one HTTP request's sequences: submits them, watches the client, collects what they generate."""
+"""Runs the sequences of one HTTP request: submits them, watches for a disconnect and collects the outputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
-from ...protocol.errors import CONVICTION
+from ...protocol.errors import POISON_REQUEST
 from ...protocol.sampling_params import SamplingParams
-from ..engine_client import (
+from ..client.engine_client import (
     Delta,
     EngineDead,
     EngineDraining,
@@ -21,8 +21,8 @@ from ..engine_client import (
     RequestGroup,
     SequenceRequest,
 )
-from .body import ClientDisconnected
-from .errors import (
+from ..client.request_group import STREAMED_AT_ONCE
+from ..http.errors import (
     bad_request,
     deadline_exceeded,
     internal_error,
@@ -30,13 +30,20 @@ from .errors import (
     too_many_requests,
     unavailable,
 )
+from .bodies.body import ClientDisconnected
 from .prompts import verify_num_sequences
-from .replicas import parse_rank
+from .routes.replicas import parse_rank
 from .sampling import params_for_output
 from .schema import GenerationRequest, StreamOptions
 from .serving import Serving
 
 MAX_USER_CHARACTERS: Final = 256
+
+MAX_STREAMED_LOGPROBS: Final = 1 << 13
+"""Log-probabilities of the sequences that a stream writes at once, on the event loop."""
+
+SEQUENCES_AT_ONCE: Final = 512
+"""Sequences of a request that are described before other tasks get their turn: about 2 ms."""
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
@@ -59,10 +66,32 @@ def verify_streaming(request: GenerationRequest) -> None:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
 
 
-def find_tenant(request: GenerationRequest, of_key: str) -> str:
-    """The tenant whose limits the request counts towards: `of_key`, or its `user`.
+def verify_streamed_logprobs(
+    request: GenerationRequest, prompts: list[PreparedPrompt], serving: Serving
+) -> None:
+    """Raises APIError 400 for a stream whose every step has too many log-probabilities to be written at once."""
+    params = prompts[0].params
+    if not request.stream or params.logprobs is None:
+        return
+    num_entries = 1 + (
+        serving.config.model.vocab_size if params.logprobs == -1 else params.logprobs
+    )
+    num_running = min(
+        len(prompts) * params.n, serving.config.scheduler.max_num_seqs, STREAMED_AT_ONCE
+    )
+    if num_entries * num_running > MAX_STREAMED_LOGPROBS:
+        raise bad_request(
+            "logprobs",
+            f"{num_entries} log-probabilities for each of {num_running} sequences are too many for a stream, "
+            f"at most {MAX_STREAMED_LOGPROBS} a step are allowed; use stream=false or ask for fewer",
+        )
 
-    Raises APIError 400 for a name that is too long.
+
+def find_tenant(request: GenerationRequest, of_key: str) -> str:
+    """Return the tenant whose limits apply to the request: `of_key`, or the request's `user`.
+
+    Raises:
+        APIError: The name is too long (400).
     """
     user = request.user or ""
     if len(user) > MAX_USER_CHARACTERS:
@@ -73,7 +102,11 @@ def find_tenant(request: GenerationRequest, of_key: str) -> str:
 
 
 def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
-    """The replica that the client asks for in a header. Raises APIError 400 for a value that is none."""
+    """Return the replica that the client selects in a header; None for any.
+
+    Raises:
+        APIError: The value is invalid (400).
+    """
     for name, value in scope["headers"]:
         if name == _RANK_HEADER:
             return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)
@@ -87,8 +120,10 @@ async def submit(
     request_id: str,
     *,
     tenant: str,
+    cache_owner: bytes,
     deadline: float,
     data_parallel_rank: int | None,
+    trace_headers: dict[str, str] | None,
 ) -> RequestGroup:
     """Start every output of every prompt: sequence `i * n + j` is output j of prompt i.
 
@@ -99,19 +134,25 @@ async def submit(
     priority = request.priority or 0
     if not -(2**31) <= priority < 2**31:
         raise bad_request("priority", f"priority must fit into 32 bits, got {priority}")
-    sequences = [
-        SequenceRequest(
-            prompt_token_ids=prompt.token_ids,
-            params=params_for_output(prompt.params, j),
-            priority=priority,
-            cache_salt=request.cache_salt,
-            tenant=tenant,
-            deadline=deadline,
-            data_parallel_rank=data_parallel_rank,
+    sequences: list[SequenceRequest] = []
+    for prompt in prompts:
+        num_before = len(sequences)
+        sequences += (
+            SequenceRequest(
+                prompt_token_ids=prompt.token_ids,
+                params=params_for_output(prompt.params, j),
+                priority=priority,
+                cache_salt=request.cache_salt,
+                cache_owner=cache_owner,
+                tenant=tenant,
+                deadline=deadline,
+                data_parallel_rank=data_parallel_rank,
+                trace_headers=trace_headers,
+            )
+            for j in range(n)
         )
-        for prompt in prompts
-        for j in range(n)
-    ]
+        if len(sequences) // SEQUENCES_AT_ONCE > num_before // SEQUENCES_AT_ONCE:
+            await asyncio.sleep(0)
     try:
         return await serving.engine.submit(sequences, request_id=request_id)
     except Overloaded as error:
@@ -147,12 +188,17 @@ class ClientWatch:
         self._group.abort()
 
 
-async def collect(group: RequestGroup, receive: Receive) -> list[Delta]:
-    """Wait for every sequence. Raises APIError for one that failed, ClientDisconnected."""
+async def wait_for_end(group: RequestGroup, receive: Receive) -> None:
+    """Wait for every sequence. Raises ClientDisconnected."""
     with ClientWatch(receive, group) as watch:
-        outputs = await group.result()
+        await group.wait_for_end()
         if watch.disconnected:
             raise ClientDisconnected
+
+
+def read_outputs(group: RequestGroup) -> list[Delta]:
+    """Return what every sequence has generated. Raises APIError for one that failed."""
+    outputs = group.read_all()
     for output in outputs:
         raise_if_failed(output)
     return outputs
@@ -163,7 +209,7 @@ def raise_if_failed(delta: Delta) -> None:
     reason = delta.finish_reason
     if reason in (None, "stop", "length"):
         return
-    message = public(delta.error or f"The request ended early: {reason}")
+    message = public(delta.error or f"The request failed before it finished: {reason}")
     if reason == "ignored":
         raise bad_request(None, message)
     if reason == "rejected":
@@ -172,4 +218,4 @@ def raise_if_failed(delta: Delta) -> None:
         raise too_many_requests(message, delta.retry_after_s)
     if reason == "expired":
         raise deadline_exceeded(message, delta.retry_after_s)
-    raise internal_error(message, may_retry=delta.error != CONVICTION)
+    raise internal_error(message, may_retry=delta.error != POISON_REQUEST)

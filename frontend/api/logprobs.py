@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ..logprobs import PositionLogprobs
+import msgspec
+
+from ..client.logprobs import PositionLogprobs
 from ..tokenizer import Tokenizer
+from .streaming.pieces import encode_list, encode_object
 
 Json: TypeAlias = dict[str, Any]
 
+_NULL: Final = msgspec.Raw(b"null")
+
 
 def finite(logprob: float) -> float:
-    """JSON has no infinities; -9999 stands for a token that cannot come."""
+    """Return the logprob, with -9999 instead of minus infinity, which JSON cannot represent."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
@@ -46,21 +51,24 @@ class LogprobsRenderer:
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
-    def prompt(self, positions: list[PositionLogprobs | None]) -> list[Json | None]:
+    def prompt(self, positions: Iterable[PositionLogprobs | None]) -> msgspec.Raw:
         """`prompt_logprobs`: for each prompt token the candidates by token id; null for the first."""
-        return [None if p is None else self._prompt_position(p) for p in positions]
+        return encode_list(self._prompt_position(p) for p in positions)
 
-    def _prompt_position(self, position: PositionLogprobs) -> Json:
+    def _prompt_position(self, position: PositionLogprobs | None) -> msgspec.Raw:
+        if position is None:
+            return _NULL
         ranked = [(token, logprob, i) for i, (token, logprob) in enumerate(position.top, 1)]
         candidates = [(position.token_id, position.logprob, position.rank), *ranked]
-        return {
-            str(token): {
-                "logprob": finite(logprob),
-                "rank": rank,
-                "decoded_token": self.token(token),
-            }
-            for token, logprob, rank in candidates
-        }
+        # A candidate that is also the prompt's own token counts once, with its rank among the others.
+        ranks = {token: (logprob, rank) for token, logprob, rank in candidates}
+        return encode_object(
+            (
+                str(token),
+                {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token(token)},
+            )
+            for token, (logprob, rank) in ranks.items()
+        )
 
 
 class CompletionLogprobs:

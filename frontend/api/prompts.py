@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import APIError, bad_request, echo
+from ..http.errors import APIError, bad_request, echo
+from ..tokenizer.token_ids import token_id_array
 
 MAX_SEQUENCES = 4096
 """Prompts times n of one request."""
+
+BYTES_PER_TOKEN_ID = 6
+"""About what a token id takes in a body."""
 
 MAX_CHARACTERS_PER_TOKEN = 256
 """No vocabulary has longer tokens, so a longer prompt is refused before it costs anything."""
@@ -32,9 +36,9 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
         raise bad_request("prompt", "prompt is required")
     if isinstance(prompt, str):
         return [_text(prompt, "prompt")]
-    if not prompt:
-        raise bad_request("prompt", "prompt must not be an empty list")
-    if isinstance(prompt[0], int):
+    if not len(prompt):
+        raise bad_request("prompt", "prompt must not be an empty array")
+    if isinstance(prompt, np.ndarray) or isinstance(prompt[0], int):
         return [Prompt("prompt", None, parse_token_ids(prompt, "prompt", vocab_size))]
     verify_num_sequences(len(prompt))
     kind = type(prompt[0])
@@ -42,7 +46,7 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
     for i, entry in enumerate(prompt):
         param = f"prompt[{i}]"
         if type(entry) is not kind:
-            expected = "a string" if kind is str else "a list of token ids"
+            expected = "a string" if kind is str else "an array of token ids"
             raise bad_request(
                 param, f"{param} must be {expected} like the first, got {echo(entry)}"
             )
@@ -53,10 +57,10 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
     return prompts
 
 
-def verify_num_sequences(count: int) -> None:
+def verify_num_sequences(count: int, param: str = "prompt") -> None:
     if count > MAX_SEQUENCES:
         raise bad_request(
-            "prompt", f"prompt and n ask for {count} sequences, at most {MAX_SEQUENCES} are allowed"
+            param, f"{param} and n ask for {count} sequences, at most {MAX_SEQUENCES} are allowed"
         )
 
 
@@ -64,16 +68,19 @@ def _text(text: str, param: str) -> Prompt:
     return Prompt(param, text, np.empty(0, np.int32))
 
 
-def parse_token_ids(token_ids: list[Any], param: str, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Raises APIError 400 that names the first entry that is not in the vocabulary."""
-    if not token_ids:
+def parse_token_ids(
+    token_ids: list[Any] | npt.NDArray[np.int64], param: str, vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """Return token ids, which those of a large body already are an array of.
+
+    Raises APIError 400 that names the first entry that is not in the vocabulary.
+    """
+    if not len(token_ids):
         raise bad_request(param, f"{param} must have at least one token")
     try:
-        ids = np.array(token_ids)
+        ids = token_ids if isinstance(token_ids, np.ndarray) else token_id_array(token_ids)
     except ValueError:
-        ids = np.empty(0)
-    if ids.dtype.kind != "i":
-        raise bad_request(param, f"{param} must contain token ids only")
+        raise bad_request(param, f"{param} must contain token ids only") from None
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         at = int(outside[0])
@@ -103,10 +110,11 @@ def fit_context(
     default_max_tokens: int | None = None,
     max_tokens_limit: int | None = None,
     truncate: int | None,
+    truncation_side: str | None = None,
     max_model_len: int,
     max_tokens_param: str = "max_tokens",
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """The prompt, truncated as asked for, and how many tokens it may generate.
+    """The prompt, truncated on the `truncation_side` (left if None), and how many tokens it may generate.
 
     Without `max_tokens` that is `default_max_tokens`, or less where the context ends earlier, or (None) what
     remains of the context. More than `max_tokens_limit` are never generated. Raises APIError 400
@@ -114,14 +122,19 @@ def fit_context(
     """
     if max_tokens is not None and max_tokens_limit is not None:
         max_tokens = min(max_tokens, max_tokens_limit)
+    if truncation_side not in (None, "left", "right"):
+        raise bad_request(
+            "truncation_side",
+            f'truncation_side must be "left" or "right", got {echo(truncation_side)}',
+        )
     if truncate is not None:
         if truncate < -1 or truncate == 0 or truncate > max_model_len:
             raise bad_request(
                 "truncate_prompt_tokens",
                 f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, got {truncate}",
             )
-        keep = max_model_len - (max_tokens or 1) if truncate == -1 else truncate
-        token_ids = token_ids[-max(keep, 1) :]
+        keep = max(max_model_len - (max_tokens or 1) if truncate == -1 else truncate, 1)
+        token_ids = token_ids[:keep] if truncation_side == "right" else token_ids[-keep:]
     num_tokens = len(token_ids)
     if num_tokens == 0:
         raise bad_request(param, f"{param} must have at least one token")

@@ -1,4 +1,4 @@
-"""From the fields of a request to `SamplingParams`."""
+"""Converts the fields of a request to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...protocol.sampling_params import MAX_SEED, SamplingParams
-from .errors import bad_request, echo
-from .schema import GenerationRequest
-from .structured import Constraint
+from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, MAX_SEED, SamplingParams
+from ..http.errors import bad_request, echo
+from .schema import UNLIMITED, GenerationRequest
+from .structured.constraint import Constraint
 
 V = TypeVar("V")
 
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 _PLAIN = (
     "min_tokens",
     "presence_penalty",
@@ -35,7 +35,7 @@ def sampling_params(
     logprobs: int | None,
     constraint: Constraint | None,
 ) -> SamplingParams:
-    """What the request says, else the server's `defaults`, else the API's; not yet verified."""
+    """Return unverified parameters: from the request, else the server's `defaults`, else the API's."""
     given: dict[str, Any] = {name: defaults[name] for name in _DEFAULTABLE if name in defaults}
     for name in (*_DEFAULTABLE, *_PLAIN):
         value = getattr(request, name)
@@ -44,10 +44,14 @@ def sampling_params(
     top_k = given.get("top_k")
     if top_k is not None and top_k > vocab_size:
         given["top_k"] = vocab_size
+    num_outputs = _num_candidates(request)
+    if num_outputs > request.num_outputs and logprobs is None:
+        # The candidates are compared by the logprobs of their tokens.
+        logprobs = 0
     return SamplingParams(
         **given,
-        n=1 if request.n is None else request.n,
-        max_tokens=max_tokens,
+        n=num_outputs,
+        max_tokens=None if max_tokens == UNLIMITED else max_tokens,
         logprobs=logprobs,
         structured_output=None if constraint is None else constraint.structured_output,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
@@ -58,6 +62,18 @@ def sampling_params(
     )
 
 
+def _num_candidates(request: GenerationRequest) -> int:
+    """Return how many outputs of each prompt to generate. Raises APIError 400."""
+    n, best_of = request.num_outputs, request.best_of
+    if best_of is None or n < 1:
+        return n
+    if not n <= best_of <= MAX_N:
+        raise bad_request("best_of", f"best_of must be between n={n} and {MAX_N}, got {best_of}")
+    if best_of > n and request.stream:
+        raise bad_request("best_of", f"best_of must be n={n} in a stream, got {best_of}")
+    return best_of
+
+
 def optional_tuple(values: list[V] | None) -> tuple[V, ...] | None:
     return None if values is None else tuple(values)
 
@@ -66,6 +82,11 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
     """OpenAI's keys are token ids written as strings. The values are not clamped."""
     if not biases:
         return None
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise bad_request(
+            "logit_bias",
+            f"logit_bias must have at most {MAX_LOGIT_BIASES} entries, got {len(biases)}",
+        )
     parsed = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -22,12 +22,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
+    best_of: Int | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -44,6 +46,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
@@ -52,15 +55,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     # The tenant, where the server has not several API keys.
     user: str | None = None
 
-    # Constraints as SGLang and llama.cpp call them.
+    # Constraints as SGLang, llama.cpp and earlier releases of vLLM call them.
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
-    # Fields of SGLang and llama.cpp that stand for one above.
+    # Other names of fields above; see ALIASES.
     no_stop_trim: bool | None = None
     n_predict: Int | None = None
+    max_new_tokens: Int | None = None
+    min_new_tokens: Int | None = None
+    repeat_penalty: float | None = None
 
     # Accepted because clients send them; they change nothing here.
     metadata: dict[str, Any] | None = None
@@ -74,15 +84,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     session_id: str | None = None
     spaces_between_special_tokens: bool | None = None
+    guided_decoding_backend: str | None = None
 
     # Refused by name: ignoring them would change the meaning of the answer.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
-    best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
@@ -92,29 +97,46 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     lora_path: Any = None
     stop_regex: Any = None
     custom_logit_processor: Any = None
-    typical_p: Any = None
     dry_multiplier: Any = None
     mirostat: Any = None
     xtc_probability: Any = None
+    top_n_sigma: Any = None
+    dynatemp_range: Any = None
+    samplers: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is None:
-            self.max_tokens = self.n_predict
-        if self.max_tokens == -1:
-            self.max_tokens = None
-        if self.include_stop_str_in_output is None:
-            self.include_stop_str_in_output = self.no_stop_trim
-        if self.best_of == (1 if self.n is None else self.n):
-            self.best_of = None
+        for name, aliases in ALIASES.items():
+            for alias in aliases:
+                value = getattr(self, alias)
+                if value is None:
+                    continue
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+                elif getattr(self, name) != value:
+                    # It has no effect beside the field's own name.
+                    setattr(self, alias, None)
+
+    def sent_name(self, name: str) -> str:
+        """Return the name under which the client sent a field: its own or an alias."""
+        for alias in ALIASES.get(name, ()):
+            if getattr(self, alias) is not None:
+                return alias
+        return name
+
+    @property
+    def num_outputs(self) -> int:
+        """Return how many outputs of each prompt the answer has."""
+        return 1 if self.n is None else self.n
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]] | None = None
     echo: bool | None = None
     logprobs: Int | None = None
-
-    suffix: Any = None
-    prompt_embeds: Any = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -128,26 +150,29 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    # What `tools` and `tool_choice` were called before.
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
+    echo: bool | None = None
+    # A text that the answer may repeat. It is a hint and changes no answer.
+    prediction: dict[str, Any] | None = None
 
     chat_template: Any = None
     audio: Any = None
-    echo: Any = None
-    functions: Any = None
-    function_call: Any = None
-    prediction: Any = None
     thinking_token_budget: Any = None
     web_search_options: Any = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_completion_tokens == -1:
-            self.max_completion_tokens = None
+
+class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
+    """A chat completion request with a list of conversations in place of messages."""
+
+    messages: list[list[dict[str, Any]]] | None = None  # type: ignore[assignment]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -171,17 +196,21 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+UNLIMITED: Final = -1
+"""A `max_tokens` that lets an answer fill what the prompt leaves of the context."""
+
+ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "max_tokens": ("n_predict", "max_new_tokens"),
+    "min_tokens": ("min_new_tokens",),
+    "repetition_penalty": ("repeat_penalty",),
+    "include_stop_str_in_output": ("no_stop_trim",),
+}
+"""Other servers' names of fields. A field's own name has priority."""
+
 _NOT_SUPPORTED = "is not supported"
-_USE_STRUCTURED = "is not supported; use structured_outputs or response_format"
 
 REFUSED: dict[str, str] = {
-    "guided_json": _USE_STRUCTURED,
-    "guided_regex": _USE_STRUCTURED,
-    "guided_choice": _USE_STRUCTURED,
-    "guided_grammar": _USE_STRUCTURED,
-    "guided_decoding_backend": _USE_STRUCTURED,
-    "guided_whitespace_pattern": _USE_STRUCTURED,
-    "best_of": "is not supported beyond n",
+    "guided_whitespace_pattern": "is not supported; use structured_outputs.grammar",
     "use_beam_search": _NOT_SUPPORTED,
     "length_penalty": "is not supported, it belongs to beam search",
     "logits_processors": "is not supported; use logit_bias",
@@ -191,38 +220,40 @@ REFUSED: dict[str, str] = {
     "lora_path": _NOT_SUPPORTED,
     "stop_regex": "is not supported; use stop",
     "custom_logit_processor": "is not supported; use logit_bias",
-    "typical_p": _NOT_SUPPORTED,
     "dry_multiplier": _NOT_SUPPORTED,
     "mirostat": _NOT_SUPPORTED,
     "xtc_probability": _NOT_SUPPORTED,
-    "suffix": _NOT_SUPPORTED,
-    "prompt_embeds": _NOT_SUPPORTED,
+    "top_n_sigma": _NOT_SUPPORTED,
+    "dynatemp_range": _NOT_SUPPORTED,
+    "samplers": "is not supported; the order of samplers is fixed",
+    "suffix": "is not supported; write the model's fill-in-the-middle tokens into the prompt",
+    "prompt_embeds": "is not supported; send text or token ids",
+    "logprob_token_ids": "is not supported; use logprobs with allowed_token_ids",
+    "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
     "chat_template": "is not accepted from requests; start the server with --chat-template",
     "audio": _NOT_SUPPORTED,
-    "echo": "is not supported for chat; use /v1/completions",
-    "functions": "is not supported; use tools",
-    "function_call": "is not supported; use tool_choice",
-    "prediction": _NOT_SUPPORTED,
     "thinking_token_budget": _NOT_SUPPORTED,
-    "web_search_options": _NOT_SUPPORTED,
+    "web_search_options": "is not supported; this server does not search the web",
 }
 
+WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation", "prediction")
+"""Fields of any size that are accepted and that nothing reads."""
+
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "echo": (False,),
-    "functions": ([],),
     "suffix": ("",),
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ({},),
     "lora_path": ("",),
     "stop_regex": ("", []),
     "custom_logit_processor": ("",),
-    "typical_p": (1,),
     "dry_multiplier": (0,),
     "mirostat": (0,),
     "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "samplers": ([], ""),
 }
 """Values of refused fields that ask for nothing."""

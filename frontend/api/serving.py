@@ -1,40 +1,46 @@
-"""What every endpoint of one frontend shares."""
+"""The state that all endpoints of one frontend share."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
+from starlette.types import Receive
 
 from ... import __version__
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ParameterError
-from ...protocol.sampling_params import SamplingParams, StructuredOutput
+from ...protocol.grammars.process import GrammarProcesses
+from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
     ChatTemplate,
     JsonToolParser,
     ModelTemplates,
     ReasoningParser,
+    SpecialTokenGuard,
     ToolParser,
     call_rules,
     openai_call_id,
     reasoning_parser,
+    text_or_calls,
     tool_parser,
 )
-from ..engine_client import EngineClient
-from ..structured_output import verify_structured_output
-from ..tokenizer import Tokenizer
-from .errors import APIError, bad_request, echo, unavailable
-from .structured import Constraint
+from ..chat.special_tokens import Policy
+from ..client.engine_client import EngineClient
+from ..client.grammar_checks import GrammarChecks
+from ..http.errors import APIError, bad_request, echo, unavailable
+from ..tokenizer import NO_TOKENIZER, Tokenizer
+from .bodies.disconnection import while_connected
+from .structured.constraint import Constraint
 
 
 class Serving:
-    """The model, its tokenizer, the engine, and how far the server has come.
+    """The model, its tokenizer, the engine client and the stage of the server.
 
-    `stage` goes STARTING, WARMING, READY, DRAINING; `detail` says what it waits for.
+    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for.
     """
 
     def __init__(
@@ -58,11 +64,29 @@ class Serving:
         self.new_call_id = self._tool_parser().new_id if self._tool_parser else openai_call_id
         reasoning_name = config.frontend.reasoning_parser
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
+        policy = cast(Policy, config.frontend.special_tokens_in_text)
+        self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
         self.served_name = config.model.served_names[0]
         limit = config.frontend.default_sampling.get("max_tokens")
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
-        self.off_loop = engine.off_loop
+        self.executor = engine.executor
+        model = config.model
+        self.grammar_checks = GrammarChecks(
+            GrammarProcesses(model.verified_tokenizer_path, model.vocab_size, model.eos_token_ids),
+            engine.executor.create_separate(),
+        )
+
+    def _own_marks(self) -> set[str]:
+        """Return the texts with which the model itself marks reasoning and tool calls."""
+        marks: set[str] = set()
+        reasoning = self.new_reasoning_parser("")
+        if reasoning is not None:
+            marks.update(reasoning.marks)
+        tools = self._tool_parser and self._tool_parser()
+        if isinstance(tools, JsonToolParser):
+            marks.update(tools.marks)
+        return marks
 
     def enter(self, stage: Stage, detail: str) -> None:
         now = time.monotonic()
@@ -110,11 +134,18 @@ class Serving:
         if name and name not in self.config.model.served_names:
             raise APIError(
                 404,
-                f"The model {echo(name)} does not exist; served: "
+                f"The model {echo(name)} does not exist; available models: "
                 f"{', '.join(self.config.model.served_names)}",
                 param="model",
                 code="model_not_found",
             )
+
+    def verify_tokenizer(
+        self, param: str, instead: str = "send token ids to /v1/completions"
+    ) -> None:
+        """Raise APIError 400 for a field that needs the tokenizer, if the server was started without one."""
+        if not self.config.model.has_tokenizer:
+            raise bad_request(param, f"{param} needs a tokenizer, and {NO_TOKENIZER}; {instead}")
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
         """Raises APIError 400 if there is none."""
@@ -122,7 +153,7 @@ class Serving:
         if template is None:
             raise bad_request(
                 "messages",
-                "this model has no chat template: use /v1/completions, "
+                "this model has no chat template; use /v1/completions, "
                 "or start the server with --chat-template",
             )
         return template
@@ -144,6 +175,14 @@ class Serving:
         if not isinstance(parser, JsonToolParser):
             return None
         return call_rules(parser.format, names, self.tokenizer, parallel=parallel)
+
+    def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint | None:
+        """Return the constraint that lets the model call only these tools; None if no grammar can say how."""
+        parser = self.new_tool_parser()
+        if not isinstance(parser, JsonToolParser):
+            return None
+        grammar = text_or_calls(parser.format, names, self.tokenizer, parallel=parallel)
+        return Constraint("tool_choice", StructuredOutput(GrammarKind.LARK, grammar))
 
     def new_reasoning_parser(
         self, prompt: str, *, constrained: bool = False
@@ -186,27 +225,34 @@ class Serving:
             max_logprobs=self.config.frontend.max_logprobs,
         )
 
-    async def verify_constraint(self, constraint: Constraint | None) -> None:
-        """Raises APIError 400 for one that cannot be compiled."""
+    async def verify_constraint(
+        self, constraint: Constraint | None, receive: Receive
+    ) -> StructuredOutput | None:
+        """Return what to ask of the core.
+
+        Raises APIError 400 for a constraint that cannot be compiled, ClientDisconnected.
+        """
         if constraint is None:
-            return
-        for each in (*constraint.parts, constraint):
-            try:
-                await self.off_loop.in_thread(verify_structured_output, each.structured_output)
-            except ParameterError as error:
-                subject = f"{each.param} of {each.owner}" if each.owner else each.param
-                message = str(error).replace(error.param, subject, 1)
-                raise bad_request(each.param, message) from None
+            return None
+        output, parts = constraint.structured_output, constraint.parts
+        check = self.grammar_checks.check(output, [part.structured_output for part in parts])
+        verdict = await while_connected(receive, check)
+        if verdict.problem:
+            wrong = constraint if verdict.part is None else parts[verdict.part]
+            subject = f"{wrong.param} of {wrong.owner}" if wrong.owner else wrong.param
+            raise bad_request(wrong.param, f"{subject} {verdict.problem}")
+        return msgspec.structs.replace(output, is_isolated=verdict.is_isolated)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
-        return await self.off_loop.run(sum(map(len, texts)), encode_all)
+        return await self.executor.run(sum(map(len, texts)), encode_all)
 
 
 def _fingerprint(config: EngineConfig) -> str:
     """`system_fingerprint`: equal fingerprints mean that equal seeds give equal answers."""
-    identity = (config.model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
+    model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=())
+    identity = (model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
     return f"engine-{__version__}-{digest[:8]}"

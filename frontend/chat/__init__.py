@@ -1,10 +1,11 @@
-"""Chats to prompts, and the model's text back to messages: templates, tools, reasoning."""
+"""Chat support: templates, special tokens, tool calls and reasoning."""
 
-from .call_grammar import call_rules
+from .call_grammar import call_rules, text_or_calls
 from .json_tools import JsonToolParser
 from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
 from .reasoning import ReasoningParser, reasoning_parser
+from .special_tokens import SpecialTokenGuard
 from .template import ChatTemplate, ChatTemplateError, ContentFormat, load_chat_template
 from .tool_parsers import tool_parser
 from .tools import ToolCallDelta, ToolParser, openai_call_id
@@ -18,11 +19,13 @@ __all__ = [
     "MessageDelta",
     "ModelTemplates",
     "ReasoningParser",
+    "SpecialTokenGuard",
     "ToolCallDelta",
     "ToolParser",
     "call_rules",
     "load_chat_template",
     "openai_call_id",
     "reasoning_parser",
+    "text_or_calls",
     "tool_parser",
 ]

@@ -1,10 +1,10 @@
-"""Finding markers in text that is still coming."""
+"""Finds markers in incomplete text."""
 
 from collections.abc import Sequence
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Position and marker of the first of `markers` in `text`, the longest of those there."""
+    """Return the position and text of the first of `markers` in `text`; of several there, the longest."""
     found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
     if not found:
         return None
@@ -13,13 +13,12 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def may_begin(text: str, markers: Sequence[str]) -> bool:
-    """Whether `text` is the beginning of a marker, or of nothing yet."""
+    """Return whether `text` is empty or the beginning of a marker."""
     return any(marker.startswith(text) for marker in markers)
 
 
 def start_of_held(text: str, markers: Sequence[str]) -> int:
-    """Where the end of `text` starts that is to be held back: whitespace, and after it what may
-    be the beginning of a marker. Neither can be judged before the text goes on."""
+    """Return where the held-back end of `text` starts: whitespace and a possible beginning of a marker."""
     end = len(text)
     first_chars = {marker[0] for marker in markers}
     longest = max((len(marker) for marker in markers), default=1)

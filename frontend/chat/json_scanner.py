@@ -1,4 +1,4 @@
-"""Reading one JSON object while it is being written."""
+"""Reads one JSON object while it is being generated."""
 
 import json
 import re
@@ -9,7 +9,7 @@ _STRING_END = re.compile(r'["\\]')
 
 
 def decode_string(source: str) -> str | None:
-    """The string that `source` is in JSON, or None. Halves of characters become "?"."""
+    """Return the value of the JSON string `source`, or None if it is invalid. Unpaired surrogates become "?"."""
     try:
         value: object = json.loads(source)
     except ValueError:
@@ -18,11 +18,14 @@ def decode_string(source: str) -> str | None:
 
 
 class JsonObjectScanner:
-    """Finds the members of one JSON object, `text` fed in pieces, the first starting with "{".
+    """Finds the members of one JSON object that arrives in pieces, the first starting with "{".
 
-    One of `markers` outside a string, where JSON has none, ends an object that lacks its own end.
-    `members` holds the values that are complete, as JSON text. `open_key` and `open_start` say
-    which value is being written and where in `text` it starts, once that is an object.
+    A marker outside a string ends an object that is not closed.
+
+    Attributes:
+        members: The complete values, as JSON text.
+        open_key: The key of the object value that is being written.
+        open_start: Where in `text` that value starts.
     """
 
     def __init__(self, markers: tuple[str, ...]) -> None:
@@ -32,9 +35,9 @@ class JsonObjectScanner:
         self._structure = re.compile(rf'["{{}}\[\]:,{first_chars}]')
         self.text = ""
         self.end: int | None = None
-        """Where in `text` the object ends, exclusive, once it has."""
+        """Where in `text` the object ends (exclusive), once it has."""
         self.failed = False
-        """Whether what has been read cannot be a JSON object, or a marker has come."""
+        """Whether the text is not a JSON object, or a marker was found."""
         self.position = 0
         """How much of `text` has been read: where it failed, if it has.
 

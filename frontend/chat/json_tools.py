@@ -1,4 +1,4 @@
-"""Tool calls written as JSON objects between markers."""
+"""Parses tool calls that are JSON objects between markers."""
 
 import re
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class JsonFormat:
     openings: tuple[str, ...]
     closing: str | None = None
     bare: bool = False
-    """Whether a text that starts with an object is a call without an opening."""
+    """Whether a text that starts with an object is a call without an opening marker."""
     names_first: bool = False
     """Whether a call may also be `opening name {arguments}`."""
     needs_arguments: bool = False
-    """Whether an object without arguments is no call."""
+    """Whether an object without arguments does not count as a call."""
     new_id: Callable[[], str] = openai_call_id
 
 
@@ -46,21 +46,20 @@ class _State(Enum):
 class JsonToolParser:
     """Parses the calls of one text in `format`.
 
-    A call is given out once its name and the start of its arguments are there. Text after an
-    opening that turns out to be no call is content, as the model wrote it. Whitespace next to a
-    call is dropped.
+    A call is emitted once its name and the start of its arguments are known. Text after an opening marker that is
+    not a call becomes content. Whitespace next to a call is dropped.
     """
 
     def __init__(self, format: JsonFormat) -> None:
         self.format = format
         self.new_id = format.new_id
-        self._markers = format.openings + ((format.closing,) if format.closing else ())
+        self.marks = format.openings + ((format.closing,) if format.closing else ())
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""
         self._raw = ""  # taken off the buffer, to give back if no call comes of it
         self._num_calls = 0
         self._calls_in_block = 0
-        self._scanner = JsonObjectScanner(self._markers)
+        self._scanner = JsonObjectScanner(self.marks)
         self._is_arguments = False  # the scanner's object is the arguments, not the call
         self._given_chars: int | None = None  # of the scanner's call; None before it is given out
         self._delta = ToolDelta()
@@ -137,7 +136,7 @@ class JsonToolParser:
             self._close_block()
         elif text.startswith(self.format.openings):
             self._close_block()
-        elif may_begin(text, self._markers):
+        elif may_begin(text, self.marks):
             return False
         elif text[0] in "[,; \t\r\n":
             self._raw += self._take(1)
@@ -159,7 +158,7 @@ class JsonToolParser:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What was taken is no call: content after all, or in a block with calls, nothing."""
+        """Treat the consumed text as content, or drop it inside a block with calls."""
         if self._calls_in_block and self.format.closing:
             self._state = _State.REST
         else:
@@ -181,7 +180,7 @@ class JsonToolParser:
         return True
 
     def _start_object(self, *, is_arguments: bool) -> None:
-        self._scanner = JsonObjectScanner(self._markers)
+        self._scanner = JsonObjectScanner(self.marks)
         self._is_arguments = is_arguments
         self._given_chars = None
         self._state = _State.OBJECT
@@ -208,7 +207,7 @@ class JsonToolParser:
         return True
 
     def _name(self) -> str | None:
-        """The name of the call in the scanner, once there is no doubt that it is one."""
+        """Return the name of the current call, once it is certain to be one."""
         scanner = self._scanner
         name = decode_string(scanner.members.get("name", ""))
         if not name:
@@ -233,7 +232,7 @@ class JsonToolParser:
             self._delta.tool_calls.append(ToolCallDelta(self._num_calls - 1, arguments=piece))
 
     def _arguments(self) -> str:
-        """As much as there is of the arguments of the call in the scanner."""
+        """Return the available part of the current call's arguments."""
         scanner = self._scanner
         if self._is_arguments:
             return scanner.text[: scanner.position]
@@ -248,9 +247,9 @@ class JsonToolParser:
         return "{}" if value in ("null", "") else value
 
     def _read_rest(self) -> bool:
-        found = find_first(self._buffer, self._markers)
+        found = find_first(self._buffer, self.marks)
         if found is None:
-            self._take(start_of_held(self._buffer, self._markers))
+            self._take(start_of_held(self._buffer, self.marks))
             return False
         at, marker = found
         self._take(at + (len(marker) if marker == self.format.closing else 0))

@@ -1,47 +1,56 @@
-"""Messages as clients send them, made into what a chat template reads."""
+"""Converts clients' messages to the form that chat templates read."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ...protocol.errors import ParameterError
+from ..http.shown_values import echo
 
 Message = Mapping[str, Any]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
+CUSTOM_INPUT: Final = "input"
+"""The parameter of the function that represents a custom tool."""
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a template can read; where it reads neither form of content, it gets strings."""
+    """The features that a chat template supports. A template that supports neither content form gets strings."""
 
     reads_strings: bool
     reads_parts: bool
     reads_null: bool
-    """Whether the content of a message that only calls tools may be null."""
+    """Whether the content of a message with only tool calls may be null."""
     knows_developer: bool
-    """Whether the template has a developer role, or the system role stands in for it."""
+    """Whether the template has a developer role; otherwise the system role replaces it."""
 
 
 def normalize_messages(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """A copy of `messages` for the template. Raises ParameterError naming the field at fault."""
+    """Return a copy of `messages` for the template. Raise ParameterError with the name of an invalid field."""
     if not messages:
         raise ParameterError("messages", "must not be empty")
-    return [_normalize(m, f"messages[{i}]", traits) for i, m in enumerate(messages)]
+    normalized = [_normalize(m, f"messages[{i}]", traits) for i, m in enumerate(messages)]
+    if any("function_call" in message for message in normalized):
+        _replace_function_calls(normalized)
+    return normalized
 
 
 def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ParameterError(f"{where}.role", f"must be a string such as 'user', got {role!r}")
+        raise ParameterError(f"{where}.role", f'must be a string such as "user", got {echo(role)}')
     normalized = {key: value for key, value in message.items() if value is not None}
+    if role == "function":
+        normalized["role"] = "tool"
     if role == "developer" and not traits.knows_developer:
         normalized["role"] = "system"
     tool_calls = message.get("tool_calls")
     if tool_calls is not None and not isinstance(tool_calls, list):
-        raise ParameterError(f"{where}.tool_calls", f"must be a list, got {tool_calls!r:.80}")
+        raise ParameterError(f"{where}.tool_calls", f"must be an array, got {echo(tool_calls)}")
     if tool_calls:
         normalized["tool_calls"] = [
             _normalize_tool_call(call, f"{where}.tool_calls[{i}]")
@@ -49,15 +58,46 @@ def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str
         ]
     else:
         normalized.pop("tool_calls", None)
+    function_call = message.get("function_call")
+    if function_call is not None:
+        if not isinstance(function_call, Mapping):
+            raise ParameterError(
+                f"{where}.function_call", f"must be an object, got {echo(function_call)}"
+            )
+        normalized["function_call"] = _normalize_function(function_call, f"{where}.function_call")
+    calls_tools = bool(tool_calls or function_call)
     reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
     if reasoning is not None:
         normalized |= {"reasoning_content": reasoning, "thinking": reasoning}
     content = message.get("content")
     if content is None:
-        normalized["content"] = None if tool_calls and traits.reads_null else ""
+        normalized["content"] = None if calls_tools and traits.reads_null else ""
     else:
         normalized["content"] = _normalize_content(content, f"{where}.content", traits)
     return normalized
+
+
+def _replace_function_calls(messages: list[dict[str, Any]]) -> None:
+    """Convert calls and results of the older `functions` interface to tool calls and tool results.
+
+    They have no IDs, so IDs of nine letters and digits are created, which every known template accepts.
+    """
+    call_id = None
+    for i, message in enumerate(messages):
+        function_call = message.pop("function_call", None)
+        if function_call is not None and "tool_calls" not in message:
+            call_id = f"call{i % 100_000:05}"
+            call = {"id": call_id, "type": "function", "function": function_call}
+            message["tool_calls"] = [call]
+        elif message["role"] == "tool" and call_id is not None:
+            message.setdefault("tool_call_id", call_id)
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content that was validated before."""
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(_text_of(p, "") for p in content)
 
 
 def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
@@ -66,7 +106,7 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
             return content
         return [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
-        raise ParameterError(where, f"must be a string or a list of parts, got {content!r:.80}")
+        raise ParameterError(where, f"must be a string or an array of parts, got {echo(content)}")
     texts = [_text_of(part, f"{where}[{i}]") for i, part in enumerate(content)]
     if traits.reads_parts:
         return [{"type": "text", "text": text} for text in texts]
@@ -80,31 +120,54 @@ def _text_of(part: Any, where: str) -> str:
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise ParameterError(
-            f"{where}.type", f"{kind!r} is not supported by this model; only 'text' is"
+            f"{where}.type", f'must be "text", because this model reads only text; got {echo(kind)}'
         )
     text = part.get(field)
     if not isinstance(text, str):
-        raise ParameterError(f"{where}.{field}", f"must be a string, got {text!r:.80}")
+        raise ParameterError(f"{where}.{field}", f"must be a string, got {echo(text)}")
     return text
 
 
 def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Arguments become an object: that is what templates write out."""
+    """Return the call as a function call with an object as arguments, as templates expect it.
+
+    The input of a custom tool becomes the argument of the function that represents the tool.
+    """
+    custom = call.get("custom") if isinstance(call, Mapping) else None
+    if isinstance(custom, Mapping):
+        name, text = custom.get("name"), custom.get("input")
+        if not isinstance(name, str):
+            raise ParameterError(f"{where}.custom.name", "must be a string")
+        if not isinstance(text, str):
+            raise ParameterError(f"{where}.custom.input", "must be a string")
+        others = {key: value for key, value in call.items() if key != "custom"}
+        stand_in = {"name": name, "arguments": {CUSTOM_INPUT: text}}
+        return {**others, "type": "function", "function": stand_in}
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping):
         raise ParameterError(f"{where}.function.name", "must be a string")
+    return {**call, "function": _normalize_function(function, f"{where}.function")}
+
+
+def _normalize_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str):
+        raise ParameterError(f"{where}.name", "must be a string")
     arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ParameterError(
-                f"{where}.function.arguments", f"is not valid JSON: {error}"
-            ) from error
-        except RecursionError as error:
-            raise ParameterError(
-                f"{where}.function.arguments", "must not be nested so deeply"
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    if not isinstance(arguments, Mapping):
+        arguments = _decode_arguments(arguments, f"{where}.arguments")
+    return {**function, "arguments": arguments}
+
+
+def _decode_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """Return the object that a call's arguments encode in JSON, or an empty one if they are invalid.
+
+    A call that was cut at `max_tokens` is incomplete. Rejecting it would end the conversation, because clients send
+    the same history with every request.
+    """
+    try:
+        decoded = json.loads(arguments) if isinstance(arguments, str) else None
+    except ValueError:
+        return {}
+    except RecursionError as error:
+        raise ParameterError(where, "is nested too deeply; use fewer levels") from error
+    return decoded if isinstance(decoded, dict) else {}

@@ -9,9 +9,10 @@ _USED = ("default", "tool_use")
 
 
 class ModelTemplates:
-    """The model's own templates, or `instead`: a template itself or the path of one.
+    """The model's chat templates, or `instead`: a template or the path of one.
 
-    Raises ChatTemplateError for one that cannot be used.
+    Raises:
+        ChatTemplateError: The template cannot be used.
     """
 
     def __init__(
@@ -38,6 +39,6 @@ class ModelTemplates:
         }
 
     def choose(self, with_tools: bool) -> ChatTemplate | None:
-        """The one for tool use if there is one and `with_tools`; None if the model has none at all."""
+        """Return the template for tool use if there is one and `with_tools`; None if the model has no template."""
         default = self._by_name.get("default")
         return self._by_name.get("tool_use", default) if with_tools else default

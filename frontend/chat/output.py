@@ -1,6 +1,8 @@
-"""A model's text as it comes, made into the parts of a message."""
+"""Splits a model's generated text into the parts of a message."""
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 from .reasoning import ReasoningParser
 from .tools import ToolCallDelta, ToolParser
@@ -8,7 +10,7 @@ from .tools import ToolCallDelta, ToolParser
 
 @dataclass(slots=True)
 class MessageDelta:
-    """What a piece of text adds to the message."""
+    """The additions of a piece of text to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -19,13 +21,35 @@ class MessageDelta:
 
 
 class ChatOutputParser:
-    """Reasoning first, then tool calls in what is not reasoning. For one text; either may be None."""
+    """Parses one text: reasoning first, then tool calls in the rest. Either parser may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
 
     def feed(self, text: str, finished: bool = False) -> MessageDelta:
+        delta = self._split_reasoning(text, finished)
+        self._read_calls(delta, finished)
+        return delta
+
+    def parse(self, text: str, *, is_cut: bool) -> MessageDelta:
+        """Parse a whole text. `is_cut` says that it may end anywhere.
+
+        A call with incomplete arguments is dropped. If no other call is left, the whole text is content.
+        """
+        delta = self._split_reasoning(text, finished=True)
+        answer = delta.content
+        self._read_calls(delta, finished=True)
+        if is_cut and delta.tool_calls:
+            last = delta.tool_calls[-1].index
+            arguments = (call.arguments for call in delta.tool_calls if call.index == last)
+            if not _is_json_object("".join(arguments)):
+                delta.tool_calls = [call for call in delta.tool_calls if call.index != last]
+                if not delta.tool_calls:
+                    delta.content = answer
+        return delta
+
+    def _split_reasoning(self, text: str, finished: bool) -> MessageDelta:
         delta = MessageDelta(content=text)
         if self._reasoning is not None:
             parts = [self._reasoning.feed(text)]
@@ -33,10 +57,21 @@ class ChatOutputParser:
                 parts.append(self._reasoning.finish())
             delta.reasoning = "".join(part.reasoning for part in parts)
             delta.content = "".join(part.content for part in parts)
+        return delta
+
+    def _read_calls(self, delta: MessageDelta, finished: bool) -> None:
+        """Move the calls out of the content."""
         if self._tools is not None:
             pieces = [self._tools.feed(delta.content)]
             if finished:
                 pieces.append(self._tools.finish())
             delta.content = "".join(piece.content for piece in pieces)
             delta.tool_calls = [call for piece in pieces for call in piece.tool_calls]
-        return delta
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

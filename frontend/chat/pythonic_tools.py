@@ -1,4 +1,4 @@
-"""Tool calls written as a Python list of calls: `[weather(city="Rome"), now()]`."""
+"""Parses tool calls that are a Python list of calls: `[weather(city="Rome"), now()]`."""
 
 import ast
 import json
@@ -22,10 +22,10 @@ class _State(Enum):
 
 
 class PythonicToolParser:
-    """Parses one text. It is calls from its first character on, or content.
+    """Parses one text, which is either calls from its first character on, or content.
 
-    A call is given out when it is complete: Python's arguments are not JSON's, so they can only be
-    written out anew. Whitespace and the closing marker after the calls are dropped.
+    A call is emitted when it is complete, because its Python arguments must be converted to JSON as a whole.
+    Whitespace and the closing marker after the calls are dropped.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class PythonicToolParser:
                 self._close_call(found.start())
 
     def _skip_string(self) -> bool:
-        """Go to after the string's end; False if the text must go on first."""
+        """Advance past the end of the string. Return False if more text is needed."""
         for at in range(self._position, len(self._buffer)):
             if self._buffer[at] == "\\":
                 if at + 1 == len(self._buffer):
@@ -124,7 +124,7 @@ class PythonicToolParser:
             self._num_calls += 1
             self._call_start = self._position
         elif source or not self._num_calls:
-            # Not calls after all. The ones given out stay; what is left is content.
+            # This is not a call. Emitted calls stay, and the rest is content.
             self._state = _State.TEXT
             if self._num_calls:
                 self._buffer = self._buffer[self._call_start :]
@@ -142,14 +142,14 @@ class PythonicToolParser:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Makes JSON's constants, which models mix in, Python's."""
+    """Replaces JSON constants, which models mix in, with Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
 
 
 def _parse_call(source: str) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of `source` if it is a call with keyword arguments."""
+    """Return the name and the JSON arguments if `source` is a call with keyword arguments; None otherwise."""
     try:
         call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

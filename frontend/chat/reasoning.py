@@ -1,4 +1,4 @@
-"""The reasoning of a model, apart from its answer, and the parsers by name."""
+"""Separates a model's reasoning from its answer; the reasoning parsers by name."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from .held_text import find_first, may_begin, start_of_held
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning goes from the first of `starts` that comes to the first of `ends`."""
+    """A format in which reasoning is the text from the first of `starts` to the first of `ends`."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     implied: bool = False
-    """Whether a text without a start is reasoning all the same, until an end."""
+    """Whether text without a start marker is reasoning until an end marker."""
 
 
 @dataclass(slots=True)
 class ReasoningDelta:
-    """What a piece of text adds to the message."""
+    """The additions of a piece of text to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -46,11 +46,10 @@ class _State(Enum):
 
 
 class ReasoningParser:
-    """Splits one text, taken in pieces: reasoning first, then content.
+    """Splits one text, fed in pieces, into reasoning and content.
 
-    Whitespace at both ends of the reasoning, and before the content after it, is dropped; not before content that
-    is `constrained`, for there it is part of the answer.
-    `prompt` is the rendered chat: templates open the reasoning, or open and close it, themselves.
+    Whitespace around the reasoning is dropped, except before content that is `constrained`, where it is part of the
+    answer. `prompt` is the rendered chat, because templates may open or even close the reasoning themselves.
     """
 
     def __init__(
@@ -83,19 +82,22 @@ class ReasoningParser:
         return delta
 
     def finish(self) -> ReasoningDelta:
-        """The text has ended: give what was held back."""
+        """Return the held-back text at the end."""
         rest, self._buffer = self._buffer, ""
         if self._state in (_State.REASONING, _State.REASONING_START) or self._opened:
             return ReasoningDelta(reasoning=rest.rstrip())
         return ReasoningDelta(content="" if self._state is _State.CONTENT_START else rest)
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self._format.starts + self._format.ends
+
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Whether a text without its special tokens does not show where the reasoning ends."""
-        marks = _token_ids(self._format.starts + self._format.ends, tokenizer)
-        return not tokenizer.special_ids.isdisjoint(marks)
+        """Return whether the end of the reasoning is invisible in a text without special tokens."""
+        return not tokenizer.special_ids.isdisjoint(_token_ids(self.marks, tokenizer))
 
     def leave_free(self, constraint: StructuredOutput, tokenizer: Tokenizer) -> StructuredOutput:
-        """The constraint of a text in which reasoning may come before what is constrained."""
+        """Return the constraint extended so that unconstrained reasoning may precede the answer."""
         if self._begins_closed:
             return constraint
         starts, ends = self._format.starts, self._format.ends
@@ -109,7 +111,7 @@ class ReasoningParser:
         return msgspec.structs.replace(constraint, reasoning=reasoning)
 
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """How many of the text's `token_ids` come before the end of the reasoning."""
+        """Return how many of `token_ids` come before the end of the reasoning."""
         if self._begins_closed:
             return 0
         pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
@@ -151,7 +153,7 @@ class ReasoningParser:
 
 
 def _token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Of those texts that are one token."""
+    """Return the IDs of those texts that are a single token."""
     found = map(tokenizer.token_to_id, texts)
     return tuple(token_id for token_id in found if token_id is not None)
 
@@ -167,14 +169,15 @@ _PARSERS = {
 
 
 def reasoning_parser(name: str) -> partial[ReasoningParser]:
-    """Makes, for a rendered prompt, the parsers of `--reasoning-parser NAME`.
+    """Return a factory, which takes the rendered prompt, for the parsers of `--reasoning-parser NAME`.
 
-    Raises ConfigError for a name that is not known.
+    Raises:
+        ConfigError: The name is unknown.
     """
     try:
         format = _PARSERS[name]
     except KeyError:
         raise ConfigError(
-            f"--reasoning-parser {name!r} is not known; choose one of {', '.join(_PARSERS)}"
+            f"--reasoning-parser {name!r} is unknown; choose one of {', '.join(_PARSERS)}"
         ) from None
     return partial(ReasoningParser, format)

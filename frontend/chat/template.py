@@ -1,7 +1,7 @@
-"""Chat templates: Jinja, as transformers renders it, in a sandbox with bounds.
+"""Chat templates: Jinja, rendered as transformers does, in a sandbox with limits.
 
-A template comes with a checkpoint, so it is data from a stranger: it gets plain values, no
-attributes of Python objects, and a limit on the time it may take.
+A template comes with a checkpoint, so it is untrusted. It gets plain values, no attributes of Python objects, and
+limited time.
 """
 
 import json
@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...protocol.errors import EngineError
 from .messages import Message, TemplateTraits, normalize_messages
+from .special_tokens import SpecialTokenGuard
 
 ContentFormat = Literal["auto", "string", "openai"]
 
@@ -31,14 +32,14 @@ _CONTINUE_HERE = "\u241fcontinue here\u241f "
 
 
 class ChatTemplateError(EngineError, ValueError):
-    """A chat that the template refuses, or a template that cannot be used; fit for a client."""
+    """The template rejects a chat or cannot be used. The message may be sent to clients."""
 
 
 class ChatTemplate:
-    """One compiled template. `render` may be called from several threads.
+    """One compiled template. `render` is thread-safe.
 
-    `content_format` says how a message's content reaches the template: as one string, as a list of
-    parts, or ("auto") as whatever the template turns out to read.
+    `content_format` is how the template gets a message's content: as a string, as a list of parts, or ("auto") as
+    detected.
     """
 
     def __init__(
@@ -58,10 +59,13 @@ class ChatTemplate:
                 f"the chat template is not valid, line {error.lineno}: {error.message}"
             ) from error
         self._traits = self._probe(content_format)
+        self.shows_tools = self._probe_tools()
+        """Whether prompts depend on the tools of the request."""
 
     def render(
         self,
         messages: Sequence[Message],
+        guard: SpecialTokenGuard | None = None,
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -70,18 +74,26 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **chat_template_kwargs: Any,
     ) -> str:
-        """The prompt for `messages`, in the shape of the OpenAI API.
+        """Return the prompt for `messages` in the format of the OpenAI API.
 
-        With `continue_final_message` the prompt ends where the last message's text does, for the
-        model to go on with. `chat_template_kwargs` are further variables of the template. Raises
-        ChatTemplateError with the template's own message, ParameterError naming the field, such as
-        `messages[0].content[1].type`; both are ValueErrors.
+        With `continue_final_message` the prompt ends with the last message's text, which the model continues.
+        `chat_template_kwargs` are extra variables for the template. Text from the request passes through the
+        `guard`, which then encodes the prompt.
+
+        Raises:
+            ChatTemplateError: The template failed; the message quotes its error.
+            ParameterError: A field is invalid; the message names it, such as `messages[0].content[1].type`.
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "continue_final_message and add_generation_prompt cannot both be true"
             )
         normalized = normalize_messages(messages, self._traits)
+        if guard is not None:
+            normalized = guard.protect_messages(normalized)
+            tools = guard.protect(tools, "tools")
+            documents = guard.protect(documents, "documents")
+            chat_template_kwargs = guard.protect(chat_template_kwargs, "chat_template_kwargs")
         if continue_final_message:
             _mark_end(normalized)
         prompt = self._render(
@@ -98,14 +110,14 @@ class ChatTemplate:
         try:
             return self._template.render({**self._special_tokens, **more, **variables, **limit})
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(error.message or "the chat template failed") from error
+            raise ChatTemplateError(_explain(error)) from error
         except RecursionError as error:
             raise ChatTemplateError("the chat template recurses too deeply") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
 
     def _probe(self, content_format: ContentFormat) -> TemplateTraits:
-        """Learn by rendering small chats what the template can take."""
+        """Detect the template's features by rendering small chats."""
         word = "4f1c"
 
         def shows(content: Any) -> bool:
@@ -130,29 +142,43 @@ class ChatTemplate:
             knows_developer="developer" in self.source,
         )
 
-    def _try_render(self, messages: list[dict[str, Any]]) -> str | None:
+    def _probe_tools(self) -> bool:
+        """Compare small chats with and without a tool. A template that fails with one does not support tools."""
+        schema = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}}
+        function = {"name": "f", "description": "c", "parameters": schema}
+        chat = [{"role": "system", "content": "d"}, {"role": "user", "content": "e"}]
+        chat = normalize_messages(chat, self._traits)
+        for messages in (chat[1:], chat):
+            with_tools = self._try_render(messages, [{"type": "function", "function": function}])
+            if with_tools is not None and with_tools != self._try_render(messages):
+                return True
+        return False
+
+    def _try_render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str | None:
         try:
             return self._render(
-                {}, messages=messages, tools=None, documents=None, add_generation_prompt=True
+                {}, messages=messages, tools=tools, documents=None, add_generation_prompt=True
             )
         except ChatTemplateError:
             return None
 
 
 def load_chat_template(argument: str) -> str:
-    """The template that `--chat-template` gives, itself or as the path of a file."""
+    """Return the template given by `--chat-template`, directly or as the path of a file."""
     if "{" in argument or "\n" in argument:
         return argument
     try:
         return Path(argument).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ChatTemplateError(
-            f"--chat-template {argument!r} is neither a template nor a readable file: {error}"
+            f"--chat-template {argument!r} is neither a Jinja template nor a readable file: {error}; check the path"
         ) from error
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
-    """Put the mark after the last message's text."""
+    """Add the mark after the last message's text."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + _CONTINUE_HERE
@@ -172,7 +198,7 @@ def _cut_at_mark(prompt: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark what the model says: here, just its body."""
+    """Implements `{% generation %}`, with which templates mark the model's text, by rendering its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -182,7 +208,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Looks at the clock in each turn of a loop and at each call, so nothing goes on for ever."""
+    """Checks the time limit in each loop iteration and at each call."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -198,17 +224,17 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            raise SecurityError("the chat template may not use **")
+            raise SecurityError("it may not use **")
         for sequence, times in ((left, right), (right, left)):
             repeats = isinstance(sequence, (str, list, tuple)) and isinstance(times, int)
             if repeats and len(sequence) * times > MAX_REPETITION:
-                raise SecurityError(f"the chat template repeats to more than {MAX_REPETITION}")
+                raise SecurityError(f"a repeated value has more than {MAX_REPETITION} elements")
         return super().call_binop(context, operator, left, right)
 
 
 def _check_deadline(context: Context) -> None:
     if time.monotonic() > context.resolve(_DEADLINE):
-        raise SecurityError(f"the chat template takes more than {MAX_RENDER_SECONDS} seconds")
+        raise SecurityError(f"rendering takes more than {MAX_RENDER_SECONDS} seconds")
 
 
 @jinja2.pass_context
@@ -218,8 +244,19 @@ def _timed(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+def _explain(error: jinja2.TemplateError) -> str:
+    """Return the error with a note that it comes from the chat template."""
+    if isinstance(error, _TemplateRefusal):
+        return f"the chat template rejected the messages: {error.message}"
+    return f"the chat template failed: {error.message or type(error).__name__}"
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """Raised when a template calls `raise_exception`."""
+
+
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _TemplateRefusal(str(message))
 
 
 def _strftime_now(format: str) -> str:

@@ -20,10 +20,10 @@ _PARSERS: dict[str, Callable[[], ToolParser]] = {
 
 
 def tool_parser(name: str) -> Callable[[], ToolParser]:
-    """Makes the parsers of `--tool-call-parser NAME`. Raises ConfigError for an unknown name."""
+    """Return a factory for the parsers of `--tool-call-parser NAME`. Raise ConfigError for an unknown name."""
     try:
         return _PARSERS[name]
     except KeyError:
         raise ConfigError(
-            f"--tool-call-parser {name!r} is not known; choose one of {', '.join(_PARSERS)}"
+            f"--tool-call-parser {name!r} is unknown; choose one of {', '.join(_PARSERS)}"
         ) from None

@@ -1,7 +1,7 @@
-"""Tool calls in the text of a model: what parsers give.
+"""The interface of tool-call parsers, and what they return.
 
-A parser takes a text in pieces, as they come from the model, and is used once. A whole text is one
-piece, so streaming and not give the same calls, wherever the pieces are cut.
+A parser reads one text in pieces. A whole text is a single piece, so streaming gives the same calls however the
+text is split.
 """
 
 import random
@@ -23,7 +23,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ToolDelta:
-    """What a piece of text adds to the message."""
+    """The additions of a piece of text to the message."""
 
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
@@ -33,17 +33,17 @@ class ToolDelta:
 
 
 class ToolParser(Protocol):
-    """Of one text, which must be made with its special tokens in it."""
+    """A parser of one text, which must include its special tokens."""
 
     new_id: Callable[[], str]
-    """Makes the ids that the model's template accepts."""
+    """Creates call IDs that the model's template accepts."""
 
     def feed(self, text: str) -> ToolDelta:
-        """Take the next piece. What may be the beginning of a call is held back."""
+        """Parse the next piece. A possible beginning of a call is held back."""
         ...
 
     def finish(self) -> ToolDelta:
-        """The text has ended: give what was held back."""
+        """Return the held-back text at the end."""
         ...
 
 
@@ -52,5 +52,5 @@ def openai_call_id() -> str:
 
 
 def mistral_call_id() -> str:
-    """Mistral's templates refuse ids that are not nine letters and digits."""
+    """Return an ID of nine letters and digits, because Mistral's templates reject others."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))

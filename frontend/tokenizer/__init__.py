@@ -1,7 +1,8 @@
-"""Text to token ids and back, from a Hugging Face directory or from a GGUF file."""
+"""Tokenizers: text to token IDs and back, from a Hugging Face directory or a GGUF file."""
 
 import os
 
+from .absent import NO_TOKENIZER
 from .config import TokenizerConfig
 from .load import load_tokenizer, tokenizer_json_path
 from .tokenizer import Tokenizer
@@ -9,4 +10,10 @@ from .tokenizer import Tokenizer
 # Read at each call. One prompt gains nothing from a thread pool, and the server counts its threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-__all__ = ["Tokenizer", "TokenizerConfig", "load_tokenizer", "tokenizer_json_path"]
+__all__ = [
+    "NO_TOKENIZER",
+    "Tokenizer",
+    "TokenizerConfig",
+    "load_tokenizer",
+    "tokenizer_json_path",
+]

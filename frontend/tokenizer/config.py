@@ -1,21 +1,22 @@
-"""What a Hugging Face directory says of its tokenizer besides tokenizer.json."""
+"""Tokenizer settings of a Hugging Face directory outside tokenizer.json."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TokenizerConfig:
-    """tokenizer_config.json and the files that add to it. Raises CheckpointError for what makes no sense in them.
+    """The fields of tokenizer_config.json and related files. Invalid fields raise CheckpointError.
 
-    `named_tokens` holds bos_token, eos_token ... if there are any. `added_tokens` are those of `added_tokens_decoder`,
-    by id.
+    Attributes:
+        named_tokens: bos_token, eos_token and so on, if present.
+        added_tokens: The entries of `added_tokens_decoder`, by ID.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -25,7 +26,7 @@ class TokenizerConfig:
         self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
 
     def adds(self, name: str) -> bool:
-        """Whether prompts are to have the named token, where tokenizer.json itself is silent on it."""
+        """Return whether prompts get the named token if tokenizer.json does not say so itself."""
         return self._fields.boolean(f"add_{name}", False) and name in self.named_tokens
 
     def chat_templates(self) -> dict[str, str]:
@@ -40,7 +41,7 @@ class TokenizerConfig:
         return templates
 
     def _named_tokens(self) -> Iterator[tuple[str, str]]:
-        """Each is written as a string or as {"content": ...}."""
+        """Yield the named tokens, each of which is stored as a string or as {"content": ...}."""
         others = ConfigFields.read_if_present(self._directory / "special_tokens_map.json")
         for name in _NAMED:
             fields = self._fields if name in self._fields.config else others

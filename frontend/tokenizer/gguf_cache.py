@@ -1,4 +1,4 @@
-"""GGUF tokenizers on disk: each is converted once to the files of a Hugging Face directory."""
+"""A cache of GGUF tokenizers, each converted once to the files of a Hugging Face directory."""
 
 import hashlib
 import os
@@ -8,21 +8,23 @@ from pathlib import Path
 
 import msgspec
 
+from ...protocol.cache_directory import cache_directory
+from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.errors import CheckpointError
-from ...protocol.gguf import GGUFFile
-from ..cache_directory import cache_directory
 from .gguf_convert import convert
 
-FORMAT_VERSION = 2
-"""Raise it when `convert` changes what it makes, so that older conversions are not used."""
+FORMAT_VERSION = 3
+"""Increase this when the output of `convert` changes, so that older conversions are ignored."""
 
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+_DIGEST = "sha256"
 _HASHED_BYTES = 64 * 1024
 
 
 def converted_directory(path: Path) -> Path:
-    """A directory with the tokenizer.json and tokenizer_config.json of the GGUF file `path`."""
+    """Return a directory with tokenizer.json and tokenizer_config.json for the GGUF file `path`."""
     directory = cache_directory("tokenizers") / _key(path)
-    if directory.is_dir():
+    if _is_whole(directory):
         return directory
     tokenizer, config = convert(path, GGUFFile(path).metadata)
     try:
@@ -42,8 +44,28 @@ def converted_directory(path: Path) -> Path:
     return directory
 
 
+def _is_whole(directory: Path) -> bool:
+    """Return whether the directory is undamaged. A damaged one, for example after a full disk, is removed."""
+    if not directory.is_dir():
+        return False
+    try:
+        digest = (directory / _DIGEST).read_text()
+        if digest == _digest({name: (directory / name).read_bytes() for name in _FILES}):
+            return True
+    except (OSError, UnicodeDecodeError):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    return False
+
+
+def _digest(files: dict[str, bytes]) -> str:
+    return " ".join(hashlib.sha256(files[name]).hexdigest() for name in _FILES)
+
+
 def _key(path: Path) -> str:
-    """Names the conversion of `path` as it is now. Reading the whole file would take seconds."""
+    """Return a key for the current version of the file `path`, from its metadata because hashing it would take
+    seconds.
+    """
     try:
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -55,12 +77,13 @@ def _key(path: Path) -> str:
 
 
 def _publish(directory: Path, files: dict[str, bytes]) -> None:
-    """Make `directory` appear whole or not at all; another process may be doing the same."""
+    """Create `directory` atomically, because another process may be creating it as well."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
     try:
         for name, content in files.items():
             (scratch / name).write_bytes(content)
+        (scratch / _DIGEST).write_text(_digest(files))
         scratch.rename(directory)
     except OSError:
         if not directory.is_dir():

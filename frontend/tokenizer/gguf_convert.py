@@ -1,5 +1,4 @@
-"""A GGUF file's `tokenizer.ggml.*` metadata as the content of tokenizer.json and
-tokenizer_config.json."""
+"""Converts the `tokenizer.ggml.*` metadata of a GGUF file to tokenizer.json and tokenizer_config.json."""
 
 import base64
 import logging
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ...protocol.checkpoint.gguf_config import GGUFFields
 from ...protocol.errors import CheckpointError
-from ...protocol.gguf_config import GGUFFields
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class _Vocabulary:
         return values
 
     def numbers(self, key: str) -> list[Any]:
-        """One for each token."""
+        """Return an array with one number per token."""
         values = self.get(key)
         if not isinstance(values, np.ndarray):
             raise CheckpointError(self.path, f"there is no tokenizer.ggml.{key}; convert it again")
@@ -65,7 +64,7 @@ class _Vocabulary:
         return values.tolist()
 
     def special(self, key: str, default: int | None = None) -> str | None:
-        """The token that `tokenizer.ggml.<key>_token_id` names."""
+        """Return the token that `tokenizer.ggml.<key>_token_id` names."""
         index = next(iter(self.fields.token_ids(f"{key}_token_id")), default)
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
@@ -73,9 +72,10 @@ class _Vocabulary:
 def convert(
     path: str | PathLike[str], metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tokenizer.json and the tokenizer_config.json for the metadata of the GGUF file `path`.
+    """Return the contents of tokenizer.json and tokenizer_config.json for the metadata of the GGUF file `path`.
 
-    Raises CheckpointError for metadata that is missing or of a kind not supported.
+    Raises:
+        CheckpointError: Metadata is missing or of an unsupported kind.
     """
     vocabulary = _read(path, metadata)
     match kind := vocabulary.fields.text("model", ""):
@@ -195,10 +195,10 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
-    """The merges that rank as SentencePiece's scores do.
+    """Return the merges that reproduce the ranking of SentencePiece's scores.
 
-    SentencePiece joins the adjacent pair whose union is the best scored token. So every way to cut
-    a token into two tokens is a merge, and the better token's merges come first.
+    SentencePiece joins the adjacent pair whose union has the best score. So every split of a token into two tokens
+    is a merge, and merges of better tokens come first.
     """
     scores = vocabulary.numbers("scores")
     tokens = [
@@ -268,7 +268,7 @@ def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
-    """The tokens that are found in a text before anything else is done to it."""
+    """Return the tokens that are recognized in a text before any other processing."""
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     # Phi-3's markers swallow the whitespace after them, which GGUF has no place to say.
     swallows = (

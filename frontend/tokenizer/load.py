@@ -1,4 +1,4 @@
-"""Tokenizers from files: a Hugging Face directory, or a GGUF file by way of a cached directory."""
+"""Loads tokenizers from a Hugging Face directory, or from a GGUF file through a cached directory."""
 
 from os import PathLike
 from pathlib import Path
@@ -7,16 +7,22 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from ...protocol.errors import CheckpointError
+from .absent import AbsentTokenizer
 from .config import TokenizerConfig
 from .gguf_cache import converted_directory
 from .tokenizer import Tokenizer
 
 
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of the checkpoint at `path`, a Hugging Face directory or a `.gguf` file.
+    """Return the tokenizer of the checkpoint at `path`, a Hugging Face directory or a `.gguf` file.
 
-    Raises CheckpointError for files that are missing, damaged or of a kind not supported.
+    An empty path, for a model that is served without a tokenizer, gives a tokenizer without tokens.
+
+    Raises:
+        CheckpointError: Files are missing, damaged or not supported.
     """
+    if path == "":
+        return AbsentTokenizer()
     json_path = tokenizer_json_path(path)
     directory = json_path.parent
     try:
@@ -42,7 +48,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
-    """The tokenizer.json of the checkpoint at `path`; for a GGUF file, one built and cached."""
+    """Return the path of the checkpoint's tokenizer.json. For a GGUF file it is converted and cached."""
     path = Path(path)
     directory = path if path.is_dir() else converted_directory(path)
     json_path = directory / "tokenizer.json"
@@ -56,7 +62,7 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Add tokens that tokenizer.json lacks; make the named ones special, as transformers does."""
+    """Add tokens that tokenizer.json lacks, and make the named ones special, as transformers does."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for _, token in config.added_tokens:
         content = token.text("content")
@@ -74,7 +80,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
 
 
 def _add_bos_and_eos(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Honour `add_bos_token` and `add_eos_token` where tokenizer.json itself is silent on them."""
+    """Apply `add_bos_token` and `add_eos_token` if tokenizer.json does not say so itself."""
     if backend.post_processor is not None:
         return
     before, after = (

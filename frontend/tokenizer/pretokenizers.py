@@ -1,8 +1,7 @@
-"""How byte-level BPE vocabularies cut text into words before merging, by the names that GGUF
-files carry in `tokenizer.ggml.pre`.
+"""Regular expressions that split text into words for byte-level BPE, by the name in `tokenizer.ggml.pre`.
 
-A GGUF file names the scheme but does not hold it. The expressions are those of the original
-tokenizers; several are applied one after the other, each to what the ones before left over.
+A GGUF file names the scheme but does not contain it. The expressions are those of the original tokenizers. Several
+are applied in order, each to the rest that the previous ones left.
 """
 
 from dataclasses import dataclass

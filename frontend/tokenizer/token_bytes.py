@@ -1,7 +1,6 @@
-"""What a token says, as bytes.
+"""The bytes of each token.
 
-A token need not be whole characters, so text is built from bytes: the text of some tokens is the
-UTF-8 decoding of their bytes put together.
+A token may be a part of a character, so text is the UTF-8 decoding of the joined bytes of all tokens.
 """
 
 import re
@@ -14,8 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: printable ones as they are,
-    the others from U+0100 on."""
+    """Return the characters for bytes in byte-level vocabularies: printable ones themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -26,7 +24,7 @@ BYTE_OF_CHAR = _byte_level_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary; added tokens may be plain text instead."""
+    """Return the bytes of a token in a byte-level vocabulary. Added tokens may be plain text instead."""
     try:
         return bytes([BYTE_OF_CHAR[char] for char in token])
     except KeyError:
@@ -35,7 +33,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a vocabulary's tokens become text."""
+    """The rules that convert a vocabulary's tokens to text."""
 
     to_bytes: Callable[[str], bytes]
     strips_leading_space: bool
@@ -43,9 +41,10 @@ class Decoding:
 
 
 def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
-    """The decoding that the `decoder` section of a tokenizer.json describes.
+    """Return the decoding described by the `decoder` section of a tokenizer.json.
 
-    Raises ValueError for a kind of decoder that does not go token by token.
+    Raises:
+        ValueError: The decoder does not work token by token.
     """
     replacements: list[tuple[str, str]] = []
     byte_fallback = strips = fused = False
@@ -86,9 +85,9 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled as tokens are first seen, so it costs nothing at start.
+    """A mapping from token ID to bytes, filled on first use so that it does not slow down startup.
 
-    `hidden` ids, and ids that the vocabulary has no token for, are b"".
+    Hidden IDs, and IDs without a token, have b"".
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """Token id -> its text where its bytes are whole characters, else None; filled as tokens are first seen."""
+    """A mapping from token ID to text, or None if the bytes are not whole characters. It is filled on first use."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         super().__init__()

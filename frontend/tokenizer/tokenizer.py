@@ -1,19 +1,27 @@
 """The tokenizer of one model."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from ...protocol.checkpoint.config_fields import ConfigFields
 from .token_bytes import TokenBytes, TokenTexts, decoding_of
 
 
 class Tokenizer:
-    """Encodes prompts and decodes tokens. Safe to share between threads; encoding frees the GIL.
+    """Encodes prompts and decodes tokens. It is thread-safe, and encoding releases the GIL.
 
-    `path` is the tokenizer.json it was read from. `chat_templates` maps names ("default",
-    "tool_use", ...) to Jinja sources. Raises ValueError for a decoder it cannot work with.
+    Attributes:
+        path: The tokenizer.json that it was loaded from.
+        chat_templates: Names ("default", "tool_use", ...) -> Jinja sources.
+
+    Raises:
+        ValueError: The decoder is not supported.
     """
 
     def __init__(
@@ -49,38 +57,108 @@ class Tokenizer:
         self._texts = TokenTexts(self._bytes)
         self._visible_texts = TokenTexts(self._visible_bytes)
 
+    def read_config(self) -> dict[str, Any]:
+        """Return the fields of tokenizer_config.json, none where the model has no such file."""
+        return dict(ConfigFields.read_if_present(self.path.parent / "tokenizer_config.json").config)
+
     def _named(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it are recognised."""
+        """Return the token IDs of `text`. Special tokens in it are recognized."""
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
+    def special_tokens(self) -> list[str]:
+        """Return the tokens that are special wherever they are written in a text."""
+        added = self._backend.get_added_tokens_decoder()
+        named = (self.bos_token, self.eos_token, self.pad_token)
+        return [t.content for t in added.values() if t.special or t.content in named]
+
+    def literal_encoder(self) -> LiteralEncoder:
+        """Return an encoder for texts in which special tokens may be meant as text."""
+        return LiteralEncoder(self._backend, self.special_tokens())
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(map(self.bytes_of(skip_special_tokens).__getitem__, token_ids))
+        """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""
+        # A list comprehension, unlike `map`, lets other threads go on.
+        bytes_of = self.bytes_of(skip_special_tokens)
+        data = b"".join([bytes_of[token_id] for token_id in token_ids])
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def text_of(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
-        """Token id -> the text it contributes to any text; None where that depends on its neighbours."""
+        """Return a mapping from token ID to the token's text; None if it depends on its neighbors."""
         return self._visible_texts if skip_special_tokens else self._texts
 
     def bytes_of(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Token id -> the bytes it contributes to a text; b"" where it contributes none."""
+        """Return a mapping from token ID to the bytes that it adds to a text."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special or not; b"" for an id without a token."""
+        """Return the bytes of one token, special or not; b"" for an ID without a token."""
         return self._bytes[token_id]
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """Return the token as spelled in the vocabulary."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
+
+
+class LiteralEncoder:
+    """Encodes texts in which special tokens are characters like others, unless they are `written`.
+
+    Each special token has a second spelling, which no client's text may contain: its number between two U+FDD1. Both
+    tokenizers split a text at its special tokens in the same way. So a text without literal ones has the same tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Sequence[str]) -> None:
+        content = json.loads(backend.to_str())
+        for added in content["added_tokens"]:
+            added["special"] |= added["content"] in special_tokens
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        # Special tokens in a text are not recognized.
+        self._backend.encode_special_tokens = True
+        flags = {added.content: added for added in backend.get_added_tokens_decoder().values()}
+        self._spellings = {token: f"\ufdd1{i}\ufdd1" for i, token in enumerate(special_tokens)}
+        self._backend.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    spelling,
+                    single_word=flags[token].single_word,
+                    lstrip=flags[token].lstrip,
+                    rstrip=flags[token].rstrip,
+                    normalized=False,
+                    special=False,
+                )
+                for token, spelling in self._spellings.items()
+            ]
+        )
+        self._ids: dict[int, int] = {}
+        for token, spelling in self._spellings.items():
+            token_id, alias = backend.token_to_id(token), self._backend.token_to_id(spelling)
+            assert token_id is not None and alias is not None
+            self._ids[alias] = token_id
+        self._special_ids = frozenset(self._ids.values())
+
+    def written(self, special_token: str) -> str:
+        """Return the spelling with which `encode` recognizes the token."""
+        return self._spellings[special_token]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises ValueError if the tokenizer finds a literal special token all the same, as some models of words do."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        for token_id, is_added in zip(token_ids, encoding.special_tokens_mask, strict=True):
+            if token_id in self._special_ids and not is_added:
+                token = self._backend.id_to_token(token_id)
+                raise ValueError(
+                    f'must not contain the special token "{token}": '
+                    "the tokenizer of this model cannot encode it as text"
+                )
+        return [self._ids.get(token_id, token_id) for token_id in token_ids]

@@ -169,7 +169,7 @@ def main() -> int:
                         wave["wrong"] += 1
                         print(f"{answer}\ninstead of\n{undisturbed[index]}", file=sys.stderr)
                 wave["leaks"] += not becomes_idle(server)
-                wave["violations"] = int(server.metric("engine:conservation_violations_total"))
+                wave["violations"] = int(server.metric("engine:invariant_violations_total"))
                 total += wave
                 print(
                     json.dumps({"seconds": round(time.monotonic() - started), **wave}), flush=True

@@ -26,10 +26,11 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from engine.workers.attention import AttentionBatch, AttentionLayer, AttentionSpec  # noqa: E402
+from engine.workers.attention import AttentionLayer, AttentionSpec  # noqa: E402
 from engine.workers.attention.kernels.tiles import Tile  # noqa: E402
 from engine.workers.attention.triton_paged import TritonPagedAttention  # noqa: E402
-from engine.workers.models.rope import RotaryTables  # noqa: E402
+from engine.workers.batch import AttentionBatch  # noqa: E402
+from engine.workers.layers.rope import RotaryTables  # noqa: E402
 from on_gpu.reporting import Reporter, add_done  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from engine.frontend.tokenizer import load_tokenizer
-from engine.protocol.gguf import GGMLQuantizationType as GGMLType
-from engine.workers.attention import AttentionBatch, AttentionSpec, attention_backend
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as GGMLType
+from engine.workers.attention import AttentionSpec, attention_backend
+from engine.workers.batch import AttentionBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.cpu.weights import (
@@ -39,7 +40,7 @@ from engine.workers.loaders.dequantize import dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
-from engine.workers.models.shard import ModelShard
+from engine.workers.parallel.shard import ModelShard
 from numpy.typing import NDArray
 from side_by_side.contenders import default_model
 from support.quantizers import quantize

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from engine.core.frozen_state import FrozenState
-from engine.core.recorded_scheduler import RecordedScheduler, Setup
+from engine.core.replay.frozen_state import FrozenState
+from engine.core.replay.recorder import RecordedScheduler, Setup
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import CacheConfig, SchedulerConfig

@@ -20,11 +20,12 @@ from itertools import chain, pairwise
 from urllib.parse import urlsplit
 
 import msgspec
-from engine.core.event_dump import Dump, read_dump
-from engine.core.replayer import Replayer
-from engine.core.simulation import simulate
-from engine.core.step_time import fit, mean_error, measure_steps
-from engine.core.trace import trace_of
+from engine.core.replay.dump import Dump, read_dump
+from engine.core.replay.replayer import Replayer
+from engine.core.simulation.draft_model import measure_drafts
+from engine.core.simulation.simulate import simulate
+from engine.core.simulation.step_time import fit, mean_error, measure_steps
+from engine.core.simulation.trace import trace_of
 from engine.protocol.messages import EventKind, RequestEvents
 from support.server import Server, default_model
 
@@ -122,7 +123,7 @@ def main() -> None:
     for request in trace:
         request.arrival -= start
     at_core = 1e3 * statistics.median(first_token_times(dump)[-args.requests :])
-    simulated = simulate(dump.setup, trace, model_of_time, 1).summary()
+    simulated = simulate(dump.setup, trace, model_of_time, 1, measure_drafts([dump])).summary()
     print(f"{len(samples)} steps fitted, {mean_error(model_of_time, samples):.0%} off on average")
     print(
         f"{'':20} {'real':>10} {'simulated':>10} {'off by':>8}   ({time.monotonic() - started:.0f} s)"

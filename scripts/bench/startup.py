@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-ENGINE = (sys.executable, "-m", "engine.frontend.cli")
+ENGINE = (sys.executable, "-m", "engine.frontend.cli.main")
 MIB = 1024 * 1024
 
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine.frontend.console import Console
-from engine.frontend.model_config import resolve_model
-from engine.frontend.model_options import ModelOptions
+from engine.frontend.model_source.config import resolve_model
+from engine.frontend.model_source.options import ModelOptions
+from engine.frontend.supervisor.console import Console
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint
-from engine.workers.model_runner import ModelRunner
 from side_by_side.contenders import default_model, engine_contender
 from side_by_side.points import Point
 from side_by_side.running import run

@@ -36,5 +36,5 @@ def test_a_long_step_leaves_health_green_and_kills_nothing() -> None:
         assert longest_s > 2 * HEARTBEAT_TIMEOUT_S
         assert answers[0][0] == 200, answers
         assert before <= {child.pid for child in server.find_children()}
-        assert "starting it again" not in server.log
+        assert "restarting it" not in server.log
         assert server.stop() == 0, server.log

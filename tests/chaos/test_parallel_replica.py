@@ -41,7 +41,7 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
     [
         ("worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"),
         ("worker 1", psutil.Process.kill, "worker 1 was killed by SIGKILL"),
-        ("worker 1", psutil.Process.suspend, "worker 1 has given no sign of life"),
+        ("worker 1", psutil.Process.suspend, "worker 1 sent no heartbeat"),
         ("worker 1", fail, "worker 1: RuntimeError: a test asked for this failure"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -60,7 +60,7 @@ def test_streams_survive_and_the_message_names_who_died_first(
     harm(before[title])
     wait_until(lambda: not any(p.is_running() for p in before.values()), what="all restarted")
     assert streams.answers() == undisturbed
-    told = [line for line in server.output[num_lines:] if "starting it again" in line]
+    told = [line for line in server.output[num_lines:] if "restarting it" in line]
     assert cause in told[0]
     assert len(told) == 1, told
     assert_nothing_is_held(server)

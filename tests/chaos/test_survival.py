@@ -238,7 +238,7 @@ def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
     assert worker["num_restarts"] > 0
     assert worker["epoch"] == processes["core 0"]["epoch"]
     table = subprocess.run(
-        [sys.executable, "-m", "engine.frontend.cli", "status", "--url", server.url, "--once"],
+        [sys.executable, "-m", "engine.frontend.cli.main", "status", "--url", server.url, "--once"],
         capture_output=True,
         text=True,
         timeout=30,

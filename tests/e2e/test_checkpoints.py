@@ -9,11 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 import transformers
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from engine.protocol.sampling_params import SamplingParams
 from support.quantized_checkpoints import quantize_directory
-from support.server import Server
+from support.server import Server, default_model
 from support.tiny_checkpoints import TEXT, gemma3_gguf, qwen3_directory
 
 EXACT = ("--dtype", "float32", "--served-model-name", "tiny")
@@ -161,7 +165,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     config |= {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"}
     (path / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [sys.executable, "-m", "engine.frontend.cli", "serve", str(path), "--port", "0"],
+        [sys.executable, "-m", "engine.frontend.cli.main", "serve", str(path), "--port", "0"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -170,3 +174,59 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "MysteryForCausalLM" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_tokenizer_files_serves_token_ids(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    for file in path.iterdir():
+        if file.name != "config.json" and "safetensors" not in file.name:
+            file.unlink()
+    prompt = [random.Random(3).randrange(4, 300) for _ in range(20)]
+    expected = greedy(model, prompt, 8)
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    with Server(str(path), *EXACT, "--skip-tokenizer-init") as server:
+        status, answer = server.post("/v1/completions", body)
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["token_ids"]) == ("", expected)
+        assert choice["prompt_token_ids"] == prompt
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in expected]
+        stopped = server.post("/v1/completions", body | {"stop_token_ids": expected[2:3]})[1]
+        assert stopped["choices"][0]["token_ids"] == expected[: expected.index(expected[2]) + 1]
+        assert stopped["choices"][0]["stop_reason"] == expected[2]
+
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        stream = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=8, temperature=0, stream=True
+        )
+        streamed = [token_id for chunk in stream for token_id in chunk.choices[0].token_ids]
+        assert streamed == expected[: len(streamed)] and streamed
+
+        messages = [{"role": "user", "content": "x"}]
+        for route, fields, param in (
+            ("/v1/completions", {"prompt": "text"}, "prompt"),
+            ("/v1/completions", {"prompt": ["text"]}, "prompt[0]"),
+            ("/v1/completions", {"stop": "."}, "stop"),
+            ("/v1/completions", {"bad_words": ["x"]}, "bad_words"),
+            ("/v1/completions", {"guided_regex": "a+"}, "guided_regex"),
+            ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+            ("/v1/chat/completions", {"messages": messages}, "messages"),
+            ("/tokenize", {"prompt": "text"}, "prompt"),
+            ("/tokenize", {"messages": messages}, "messages"),
+            ("/detokenize", {"tokens": [5]}, "tokens"),
+        ):
+            fields = {"prompt": prompt} | fields if route == "/v1/completions" else fields
+            status, answer = server.post(route, fields)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert "--skip-tokenizer-init" in answer["error"]["message"]
+            assert answer["error"]["message"].startswith(f"{param} ")
+
+
+def test_without_a_tokenizer_the_offline_api_takes_token_ids() -> None:
+    greedily = SamplingParams(temperature=0.0, max_tokens=4)
+    with LLM(default_model(), max_model_len=128, skip_tokenizer_init=True) as llm:
+        [output] = llm.generate([5, 6, 7], greedily)
+        assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 4)
+        for prompt, params in (("text", greedily), ([5], SamplingParams(stop=(".",)))):
+            with pytest.raises(ParameterError, match="--skip-tokenizer-init"):
+                llm.generate(prompt, params)

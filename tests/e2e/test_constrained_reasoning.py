@@ -37,7 +37,7 @@ LONG = {
         "json": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}
     }
 }
-WISHES: dict[str, dict[str, Any]] = {
+SAMPLING_FEATURES: dict[str, dict[str, Any]] = {
     "schema": AS_SCHEMA,
     "object": {"response_format": {"type": "json_object"}},
     "regex": {"structured_outputs": {"regex": r"\n\n(yes|no)"}},
@@ -112,7 +112,7 @@ def ask_in_a_stream(
 
 
 @pytest.mark.parametrize("prompt", [QUESTION, OPENED], ids=["not_opened", "opened"])
-@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES.keys())
+@pytest.mark.parametrize("wish", SAMPLING_FEATURES.values(), ids=SAMPLING_FEATURES.keys())
 def test_reasoning_is_free_and_the_answer_is_what_was_asked_for(
     thinking: Server, undrafted: Server, wish: dict[str, Any], prompt: str
 ) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engine.core.event_dump import SUFFIX, read_dump
-from engine.core.replay import main as replay
+from engine.core.replay.__main__ import main as replay
+from engine.core.replay.dump import SUFFIX, read_dump
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import (
     PROTOCOL_VERSION,
@@ -55,9 +55,9 @@ SABOTAGE = """
 import sys
 from engine.core import scheduler
 from engine.core.__main__ import main
-from engine.core.block_pool import BlockPool
+from engine.core.kv_cache.block_pool import BlockPool
 
-scheduler.CONSERVATION_INTERVAL = 5
+scheduler.INVARIANT_CHECK_INTERVAL = 5
 count = BlockPool.num_free.fget
 BlockPool.num_free = property(lambda pool: count(pool) - 1)
 sys.exit(main(sys.argv[1], 0, int(sys.argv[2])))
@@ -197,7 +197,7 @@ def test_books_that_do_not_balance_are_told_counted_and_dumped_once(
     log = core.stop()
     assert sum(len(outputs.token_ids) // 4 for outputs in heard) == 20
     assert "the scheduler's books do not balance: free and held blocks: 62 counted, 63" in log
-    assert sum(o.stats.num_violations for o in heard if o.stats is not None) >= 3
+    assert sum(o.stats.num_invariant_violations for o in heard if o.stats is not None) >= 3
     (path,) = (tmp_path / "dumps").glob(f"*-violation{SUFFIX}")
     assert read_dump(path).reason == "violation"
     # An honest scheduler shows where the other one went wrong: one block seemed to be in use.
@@ -311,7 +311,7 @@ def test_balanced_books_leave_no_dump(config, tmp_path, start_core):
     core.start()
     heard = core.generate(20)
     assert "books" not in core.stop()
-    assert sum(o.stats.num_violations for o in heard if o.stats is not None) == 0
+    assert sum(o.stats.num_invariant_violations for o in heard if o.stats is not None) == 0
     assert not (tmp_path / "dumps").exists()
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from engine.frontend.server import PUBLISH_METRICS_S
+from engine.frontend.api.server import PUBLISH_METRICS_S
 from support.faults import environment_with
 from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
@@ -101,7 +101,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_undrained(server: Server) ->
     assert settled(lambda: generated(server, 0)) == before
     assert complete(server, "0")[0] == 503
     status, body = server.post("/replicas/1/drain", {})
-    assert status == 409 and "only one that serves" in body["error"]["message"]
+    assert status == 409 and "only serving replica" in body["error"]["message"]
     assert server.post("/replicas/0/undrain", {})[1]["state"] == "serving"
     wait_until(lambda: complete(server, "0")[0] == 200, what="every frontend has heard of it")
 
@@ -238,7 +238,7 @@ def test_a_replica_that_dies_again_and_again_is_no_matter_of_the_other() -> None
         assert health["detail"] == server.get("/engine/status")[1]["trouble"]
         assert complete(server)[0] == 200
         status, body = server.post("/replicas/0/restart", {})
-        assert status == 409 and "only one that serves" in body["error"]["message"]
+        assert status == 409 and "only serving replica" in body["error"]["message"]
         server.wait_until_whole()
         wait_until(lambda: complete(server, "1")[0] == 200, what="it serves again")
         assert server.metric("engine:replica_up") == 2
@@ -280,7 +280,7 @@ def test_replicas_are_not_restarted_before_they_are_there() -> None:
 
         wait_until(find_port, what="the frontend listens")
         url = f"http://127.0.0.1:{ports[0]}/replicas/0/restart"
-        request = urllib.request.Request(url, data=b"{}")
+        request = urllib.request.Request(url, b"{}", {"content-type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as refusal:
             urllib.request.urlopen(request, timeout=30)
         with refusal.value as answer:

@@ -21,7 +21,7 @@ SCHEMA = {
         "required": ["animal", "count"],
     },
 }
-WISHES: list[dict[str, Any]] = [
+SAMPLING_FEATURES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 5},
     {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 6, "n": 2},
@@ -59,7 +59,7 @@ def ask(server: Server, wish: dict[str, Any]) -> tuple[list[Any], dict[str, int]
     return told, answer["usage"]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: "-".join(map(str, wish)))
+@pytest.mark.parametrize("wish", SAMPLING_FEATURES, ids=lambda wish: "-".join(map(str, wish)))
 def test_one_alone_is_told_the_same(drafting: Server, plain: Server, wish: dict[str, Any]) -> None:
     (told, usage), (wanted, wanted_usage) = ask(drafting, wish), ask(plain, wish)
     assert told == wanted
@@ -102,8 +102,8 @@ def test_what_a_schema_leaves_no_choice_about_takes_fewer_steps(
 
 
 def test_many_at_once_are_told_what_they_are_told_alone(drafting: Server, plain: Server) -> None:
-    wanted = [ask(plain, wish)[0] for wish in WISHES]
-    with ThreadPoolExecutor(len(WISHES)) as pool:
-        told = list(pool.map(lambda wish: ask(drafting, wish)[0], WISHES))
+    wanted = [ask(plain, wish)[0] for wish in SAMPLING_FEATURES]
+    with ThreadPoolExecutor(len(SAMPLING_FEATURES)) as pool:
+        told = list(pool.map(lambda wish: ask(drafting, wish)[0], SAMPLING_FEATURES))
     assert told == wanted
     assert_nothing_is_held(drafting)

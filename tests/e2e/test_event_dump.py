@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.core.event_dump import SUFFIX, read_dump
+from engine.core.replay.dump import SUFFIX, read_dump
 from support.program import wait_until
 from support.server import Server, default_model
 
@@ -18,7 +18,7 @@ BODY = {"prompt": "The quick brown fox jumps over the lazy dog, and", "max_token
 
 
 def engine(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "engine.frontend.cli", *arguments]
+    command = [sys.executable, "-m", "engine.frontend.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.faults import environment_with
+from support.longest_wait import longest_wait
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
@@ -15,6 +16,7 @@ from support.server import Server, assert_nothing_is_held, default_model
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     args = ("--device", "null", "--null-step-ms", "1", "--max-model-len", "256")
+    args += ("--max-logprobs", "-1")
     with Server(default_model(), *args) as server:
         yield server
         assert server.stop() == 0, server.log
@@ -35,6 +37,38 @@ def test_bad_words_of_many_sequences_do_not_cost_the_frontend_its_life(server: S
     assert answer["error"]["param"] == "bad_words"
     assert server.child("frontend 0").pid == frontend.pid
     assert complete(server)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt_logprobs": 4000}, {"logprobs": 4000, "max_tokens": 100}],
+    ids=["of the prompt", "of the answer"],
+)
+def test_many_logprobs_delay_nobody(server: Server, fields: dict[str, int]) -> None:
+    frontend = server.child("frontend 0")
+    with longest_wait(server.url) as waits:
+        status, answer = complete(server, prompt=[5] * 100, **fields)
+    assert status == 200, answer
+    assert max(map(len, logprobs_of(answer["choices"][0]))) >= 4000
+    assert waits[0] < 1.0
+    assert server.child("frontend 0").pid == frontend.pid
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return choice.get("prompt_logprobs", [])[1:] or choice["logprobs"]["top_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": -1, "prompt": [5] * 200}, "prompt_logprobs"),
+        ({"logprobs": 49152, "stream": True}, "logprobs"),
+    ],
+    ids=["of the prompt", "streamed"],
+)
+def test_too_many_logprobs_are_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+    status, answer = complete(server, **fields)
+    assert (status, answer["error"]["param"]) == (400, param), answer
 
 
 def test_requests_larger_than_a_message_go_in_pieces_also_to_the_next_core() -> None:

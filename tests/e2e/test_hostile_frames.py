@@ -52,7 +52,7 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.supervisor_messages import Heartbeat
 from engine.protocol.transport import Peer
-from engine.workers.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
+from engine.workers.execution.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.program import wait_until

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from support.program import has_ended, wait_until
 from support.server import Server, default_model
+from support.tiny_checkpoints import qwen3_directory
 
 SLOW = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
@@ -43,8 +45,9 @@ def open_stream(
 
 
 def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> None:
-    titles = {c.cmdline()[0] for c in server.children}
-    assert titles == {"engine: core 0", "engine: frontend 0", "engine: worker 0"}
+    # The nursery gets its title after the server is ready.
+    for title in ("core 0", "frontend 0", "worker 0", "grammar nursery"):
+        server.child(title)
     assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
     for title in ("core 0", "frontend 0"):
         maps = Path(f"/proc/{server.child(title).pid}/maps").read_text()
@@ -102,6 +105,75 @@ def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == []
 
 
+def test_answers_end_with_an_error_when_the_engine_gives_up(tmp_path: Path) -> None:
+    with start(tmp_path, "--device", "null", "--max-restarts", "0") as server:
+        connection, stream = open_stream(server, max_tokens=8000)
+        answers: list[tuple[int, dict]] = []
+        body = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True}
+        thread = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", body))
+        )
+        thread.start()
+        wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="both run")
+        server.child("worker 0").kill()
+        *_, error, done = filter(None, stream.read().decode().split("\n\n"))
+        connection.close()
+        thread.join()
+        assert done == "data: [DONE]"
+        message = json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert "worker 0 was killed by SIGKILL" in message and "Stopping the server" in message
+        ((status, answer),) = answers
+        assert status == 500 and "Stopping the server" in answer["error"]["message"]
+        assert server.wait() == 1
+        assert "Stopping the server" in server.log.splitlines()[-1]
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("change", ["weights"])
+def test_files_of_the_model_that_changed_are_not_mixed_in(tmp_path: Path, change: str) -> None:
+    model, _ = qwen3_directory(tmp_path / "model")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    # Whatever is restarted after the change does not come up; the second death in a row ends the server.
+    args = (str(model), "--max-restarts", "1", "--chat-template", str(template))
+    with Server(*args, env={"XDG_RUNTIME_DIR": str(run_dir)}) as server:
+        assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+        role, file = {
+            "weights": ("worker 0", max(model.glob("*.safetensors"))),
+            "tokenizer": ("frontend 0", model / "tokenizer.json"),
+            "template": ("frontend 0", template),
+        }[change]
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        # What runs is not concerned.
+        assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+        server.child(role).kill()
+        assert server.process.wait(60) == 1
+        last = server.log.splitlines()[-1]
+        assert f"{file}: this file changed after the server started" in last, server.log
+        assert "Traceback" not in server.log
+
+
+def test_a_deleted_run_directory_is_named_when_a_process_cannot_be_replaced(tmp_path: Path) -> None:
+    with start(tmp_path, "--device", "null") as server:
+        connection, stream = open_stream(server, max_tokens=8000)
+        (run_dir,) = tmp_path.iterdir()
+        shutil.rmtree(run_dir)
+        server.wait_for("was deleted: running processes continue")
+        assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
+        server.child("worker 0").kill()
+        *_, error, done = filter(None, stream.read().decode().split("\n\n"))
+        connection.close()
+        assert done == "data: [DONE]" and "was deleted" in error
+        assert server.wait() == 1
+        last = server.log.splitlines()[-1]
+        assert str(run_dir) in last and "was deleted" in last
+        assert "Traceback" not in server.log
+
+
 def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         spare = server.child("spare core 0")
@@ -114,7 +186,7 @@ def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 def run_serve(*args: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "engine.frontend.cli", "serve", *args],
+        [sys.executable, "-m", "engine.frontend.cli.main", "serve", *args],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine.frontend.engine_client import EngineDead
-from engine.frontend.keygen import keygen
-from engine.frontend.llm import LLM
+from engine.frontend.cli.keygen import keygen
+from engine.frontend.client.engine_client import EngineDead
+from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.open_contexts import open_contexts
@@ -37,6 +37,11 @@ def test_prompts_are_continued_in_their_order(llm: LLM) -> None:
     for output in outputs:
         [only] = output.outputs
         assert len(only.token_ids) == 12 and only.finish_reason == "length"
+        times = output.metrics
+        assert 0 < times.arrival_time <= times.first_scheduled_time < times.first_token_time
+        assert times.first_token_time < times.last_token_time <= times.finished_time
+        assert 0 < times.scheduler_time < times.finished_time - times.arrival_time
+        assert times.time_in_queue >= 0
 
 
 def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
@@ -176,7 +181,7 @@ def test_an_engine_whose_processes_nobody_watches_ends_with_the_reason() -> None
             engine._supervisor._statuses.close()
 
         engine.run(break_the_supervisor())
-        with pytest.raises(EngineDead, match="no longer watched"):
+        with pytest.raises(EngineDead, match="the supervisor failed unexpectedly"):
             while True:
                 llm.generate("Once upon a time", SamplingParams(max_tokens=400))
     assert set(psutil.Process().children()) <= before

@@ -1,9 +1,11 @@
 """A whole server on the device that makes tokens up."""
 
+import json
+
 import numpy as np
 import psutil
 import pytest
-from engine.workers.null_runner import made_up_tokens, ordinary_token_ids
+from engine.workers.execution.null_runner import made_up_tokens, ordinary_token_ids
 from support.server import Server, default_model
 
 VOCAB_SIZE = 49152
@@ -33,11 +35,22 @@ def test_a_seed_gives_the_tokens_that_a_test_can_compute(server: Server) -> None
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_only_logits_can_tell_is_refused(server: Server) -> None:
-    status, answer = complete(server, logprobs=1)
-    assert status == 500
-    assert "--device null has no log-probabilities" in answer["error"]["message"]
-    assert complete(server)[0] == 200
+def test_log_probabilities_and_grammars_are_served(server: Server) -> None:
+    status, answer = complete(server, logprobs=2, prompt_logprobs=3, max_tokens=4)
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [3] * 4
+    assert [top and len(top) for top in choice["prompt_logprobs"]] == [None, 4, 4]
+    status, answer = complete(server, prompt=[10], prompt_logprobs=3)
+    assert status == 200, answer
+    assert answer["choices"][0]["prompt_logprobs"] == [None]
+    for seed in range(5):
+        schema = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
+        constraint = {"json": schema}
+        status, answer = complete(server, structured_outputs=constraint, seed=seed, max_tokens=300)
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length" or json.loads(choice["text"])["a"] in (1, "x")
 
 
 def test_the_worker_has_not_loaded_torch(server: Server) -> None:

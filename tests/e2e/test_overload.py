@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from engine.frontend.connection import MAX_HEAD_BYTES
+from engine.frontend.http.connection import MAX_HEAD_BYTES
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 SLOW_CLIENT_S = 1
 LONG = 2000
@@ -203,7 +205,7 @@ def read_all(client: socket.socket) -> bytes:
     "sent",
     [
         b"POST /v1/completions HTTP/1.1\r\nX-Slow: ",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        POST + b"Content-Length: 100\r\n\r\n{",
     ],
     ids=["head", "body"],
 )
@@ -218,6 +220,15 @@ def test_a_client_that_sends_too_slowly_is_told_and_cut(server: Server, sent: by
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
+def test_a_body_that_came_fast_must_go_on_coming(server: Server) -> None:
+    began = time.monotonic()
+    with connect(server) as client:
+        client.sendall(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 60_000)
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 20 * SLOW_CLIENT_S
+
+
 def test_a_connection_without_a_request_is_closed(server: Server) -> None:
     with connect(server) as client:
         assert read_all(client) == b""
@@ -226,7 +237,7 @@ def test_a_connection_without_a_request_is_closed(server: Server) -> None:
 def test_a_slow_upload_goes_on_as_long_as_it_comes(server: Server) -> None:
     body = json.dumps({"prompt": [10], "max_tokens": 2}).encode().ljust(12_000)
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        client.sendall(POST + b"Connection: close\r\n")
         client.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
         for start in range(0, len(body), 1000):
             client.sendall(body[start : start + 1000])
@@ -242,7 +253,7 @@ def test_an_endless_head_is_refused(server: Server) -> None:
         assert read_all(client).startswith(b"HTTP/1.1 431 ")
 
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def send_until_refused(client: socket.socket, piece: bytes) -> bytes:
@@ -292,7 +303,7 @@ def test_a_refusal_is_no_part_of_the_answer_to_another_request(server: Server) -
     fields = {"prompt": [10], "max_tokens": 2000, "stream": True, "ignore_eos": True}
     body = json.dumps(fields).encode()
     with connect(server) as client:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        head = POST + b"Content-Length: %d\r\n\r\n"
         client.sendall(head % len(body) + body)
         answer = client.recv(65536)
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -303,7 +314,7 @@ def test_a_refusal_is_no_part_of_the_answer_to_another_request(server: Server) -
 
 def ask_version(client: socket.socket) -> None:
     """Ask, and read the whole answer."""
-    client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = b""
     while not answer.endswith(b"}"):
         answer += client.recv(65536)
@@ -327,7 +338,7 @@ def test_empty_lines_do_not_keep_a_connection(server: Server) -> None:
 def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Server) -> None:
     fields = {"prompt": [10], "max_tokens": 8000, "n": 2, "stream": True, "ignore_eos": True}
     body = json.dumps(fields).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
@@ -364,7 +375,7 @@ def test_a_frontend_is_replaced_while_the_queue_is_full() -> None:
         wait_until(accept, what="a frontend has two connections")
         most = max((0, 1), key=lambda index: len(of_each[index]))
         body = json.dumps({"prompt": [10], "max_tokens": 8000, "ignore_eos": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
         for client in of_each[most]:
             client.sendall(head + body)
         waiting(server, 1)
@@ -378,3 +389,38 @@ def test_a_frontend_is_replaced_while_the_queue_is_full() -> None:
         server.wait_until_whole()
         assert restarts() == 1
         waiting(server, 1)
+
+
+@pytest.mark.parametrize(
+    ("framing", "status"),
+    [
+        (b"Transfer-Encoding: x, chunked\r\n", 501),
+        (b"Transfer-Encoding: chunked, chunked\r\n", 400),
+        (b"Transfer-Encoding: x\r\nTransfer-Encoding: chunked\r\n", 501),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\nHost: other\r\n", 400),
+    ],
+)
+def test_a_request_whose_end_a_proxy_may_see_elsewhere_is_refused(
+    server: Server, framing: bytes, status: int
+) -> None:
+    with connect(server) as client:
+        client.sendall(POST + framing + b"\r\n2\r\n{}\r\n0\r\n\r\n")
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_head_beyond_the_limit_is_refused_however_it_arrives(server: Server) -> None:
+    fields = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(80))
+    for head in (fields, b"X-Long: " + b"y" * 80_000 + b"\r\n"):
+        with connect(server) as client:
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n")
+            assert read_all(client).startswith(b"HTTP/1.1 431 ")
+    # What follows a complete request in the same read is no part of its head.
+    body = json.dumps({"prompt": [10], "max_tokens": 2}).encode().ljust(100_000)
+    with connect(server) as client:
+        request = b"Content-Length: %d\r\n\r\n" % len(body) + body
+        client.sendall(POST + request + POST + b"Connection: close\r\n" + request)
+        answer = read_all(client)
+    assert answer.count(b"HTTP/1.1 200 ") == 2

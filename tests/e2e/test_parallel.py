@@ -89,7 +89,16 @@ def test_what_cannot_be_divided_starts_no_process(
 ) -> None:
     path, _ = qwen3_directory(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "engine.frontend.cli", "serve", str(path), "--port", "0", *flags],
+        [
+            sys.executable,
+            "-m",
+            "engine.frontend.cli.main",
+            "serve",
+            str(path),
+            "--port",
+            "0",
+            *flags,
+        ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 from engine.frontend.chat import ModelTemplates
-from engine.frontend.console import Console
-from engine.frontend.model_config import resolve_model
-from engine.frontend.model_options import ModelOptions, ResolvedModel
+from engine.frontend.model_source.config import resolve_model
+from engine.frontend.model_source.options import ModelOptions, ResolvedModel
+from engine.frontend.supervisor.console import Console
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.errors import CheckpointError
 from engine.workers.loaders import open_checkpoint

@@ -195,7 +195,7 @@ def test_workers_of_a_launcher_begin_again_after_a_death(
     cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, with_torchrun: bool
 ) -> None:
     engine = tmp_path / "engine"
-    engine.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m engine.frontend.cli "$@"\n')
+    engine.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m engine.frontend.cli.main "$@"\n')
     engine.chmod(0o700)
     start = partial(cluster.torchrun, engine=engine) if with_torchrun else cluster.worker
     with (

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine.protocol import step_log
+from engine.protocol.errors import RunDirectoryError
 from engine.protocol.messages import SchedulerOutput
 from engine.protocol.step_log import StepLog, read_steps
 from engine.protocol.transport import encode
@@ -73,6 +74,16 @@ def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> No
     monkeypatch.undo()
     log.close()
     assert numbers(path, EPOCH, 19) == [19, 20]
+
+
+def test_a_file_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "file" / "core0.steps"
+    path.parent.touch()
+    with pytest.raises(
+        RunDirectoryError, match=r"core0\.steps: Not a directory; make room"
+    ) as error:
+        StepLog(str(path), EPOCH)
+    assert str(path) in str(error.value)
 
 
 def test_a_step_that_the_disk_has_no_room_for_is_not_there(path: str) -> None:

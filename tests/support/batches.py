@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from engine.workers.attention import AttentionBatch
+from engine.workers.batch import AttentionBatch
 
 
 class Scheduled(NamedTuple):

@@ -4,10 +4,10 @@ import random
 
 import torch
 from engine.workers.attention import AttentionSpec, attention_backend
-from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
-from engine.workers.models.shard import ModelShard
+from engine.workers.parallel.shard import ModelShard
 from support.batches import Scheduled, attention_batch, positions
 
 CPU = torch.device("cpu")

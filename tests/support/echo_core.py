@@ -171,6 +171,7 @@ class EchoCore:
                 kv_cache_usage=len(running) / NUM_BLOCKS,
                 num_steps=1,
                 num_scheduled_tokens=len(token_ids),
+                step_tokens=int32_bytes([len(token_ids)]),
             )
             self.send(client, outputs)
         self._new.clear()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
-from engine.frontend.engine_client import Delta, EngineClient, RequestGroup
+from engine.frontend.client.engine_client import Delta, EngineClient, RequestGroup
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig
 from support.echo_core import EchoCore

@@ -48,12 +48,14 @@ class FrontendProcess:
         max_model_len: int = 512,
         served_names: tuple[str, ...] = (MODEL, "echo-alias"),
         send_buffer: int = 0,
+        max_open_files: int = 0,
         scheduler: SchedulerConfig | None = None,
         epoch: int = FIRST_EPOCH,
         tokenizer_path: str | None = None,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
+        self._max_open_files = max_open_files
         self.run_dir = Path(tempfile.mkdtemp(prefix="frontend-"))
         path = default_model()
         tokenizer_path = tokenizer_path or path
@@ -97,13 +99,19 @@ class FrontendProcess:
         self.port = self._listener.getsockname()[1]
         fd = self._listener.fileno()
         command = [sys.executable, "-m", "engine.frontend"]
+        if self._max_open_files:
+            command = ["prlimit", f"--nofile={self._max_open_files}", *command]
         self.process = subprocess.Popen(
             [*command, str(self.config.save()), "0", str(fd), str(self.config.epoch)],
             stdin=subprocess.PIPE,
             stderr=self._log.open("w"),
             pass_fds=(fd,),
         )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            headers={"content-type": "application/json"},
+            timeout=20,
+        )
         if self._core_thread is not None:
             self._core_thread.__enter__()
             try:

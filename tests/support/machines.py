@@ -26,7 +26,7 @@ class Machine:
 
 def program(machine: Machine, *args: str, launcher: list[str] | None = None) -> Program:
     """An `engine` command, or that of `launcher`, on a machine."""
-    engine = [sys.executable, "-P", "-m", "engine.frontend.cli"]
+    engine = [sys.executable, "-P", "-m", "engine.frontend.cli.main"]
     command = [*machine.prefix, *(launcher or engine), *args]
     return Program(command, {"OMP_NUM_THREADS": "1", **machine.env})
 

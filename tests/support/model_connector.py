@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from engine.core.encoder_cache_connector import EncoderCacheConnector
-from engine.core.kv_connector import EndOfRequest, ExternalMatch, KVConnector
-from engine.core.request import Request
+from engine.core.kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
+from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
+from engine.core.state.request import Request
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import KVTransferConfig
 from engine.protocol.messages import EncoderInput, FinishReason, KVConnectorOutput, SchedulerOutput
 from support.fingerprints import BAD, fingerprints
+
+UNDER_WAY = -2
+"""What a block holds while an asynchronous load fills it."""
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -82,14 +85,14 @@ class ModelConnector(KVConnector):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
-    ) -> EndOfRequest:
+    ) -> RequestEnd:
         self.ended.append((request.key, reason))
         is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if not (is_whole and self.delays_free(request)):
-            return EndOfRequest()
+        if not (is_whole and block_ids and self.delays_free(request)):
+            return RequestEnd()
         send = _transfer(request, request.prompt_token_ids, block_ids, 0, request.num_prompt_tokens)
         self._metadata.sends.append(send)
-        return EndOfRequest(True, {"remote_id": request.transfer_id})
+        return RequestEnd(True, {"remote_id": request.transfer_id})
 
     def transfer_expired(self, transfer_id: int) -> None:
         self.expired.append(transfer_id)
@@ -131,6 +134,18 @@ class ModelTransfers:
     _report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     _invalid: list[int] = field(default_factory=list)
 
+    def receive(self, metadata: bytes) -> None:
+        """The workers have got a step: an asynchronous load may write at once, while earlier steps are computed."""
+        if metadata:
+            for load in msgspec.msgpack.decode(metadata, type=Metadata).loads:
+                if load.is_async:
+                    self._scribble(load)
+
+    def _scribble(self, load: Transfer) -> None:
+        size = len(self.kv_cache[0])
+        for position in range(load.start, load.end):
+            self.kv_cache[load.block_ids[position // size]][position % size] = UNDER_WAY
+
     def begin_step(self, metadata: bytes) -> None:
         if metadata:
             decoded = msgspec.msgpack.decode(metadata, type=Metadata)
@@ -167,6 +182,11 @@ class ModelTransfers:
 
     def _load(self, load: Transfer) -> None:
         values = self._values(load)
+        if load.is_async:
+            size = len(self.kv_cache[0])
+            places = (divmod(position, size) for position in range(load.start, load.end))
+            found = {self.kv_cache[load.block_ids[index]][offset] for index, offset in places}
+            assert found == {UNDER_WAY}, "a block was written to during its load"
         bad = {index for index in self.find_bad_blocks(load) if self._has(load, index)}
         size = len(self.kv_cache[0])
         for position in range(load.start, load.end):

@@ -22,10 +22,14 @@ class ModelGrammar:
         self.num_accepted: dict[Key, int] = {}
         self.breaks_going_back: set[Key] = set()
         self._broken: set[Key] = set()
+        self._isolated: set[Key] = set()
 
     def compile(self, key: Key, structured_output: StructuredOutput) -> None:
         self.compiling.append(key)
         self.num_accepted[key] = 0
+        self._isolated.discard(key)
+        if structured_output.is_isolated:
+            self._isolated.add(key)
 
     def accept_tokens(self, key: Key, token_ids: Sequence[int]) -> bool:
         if key in self._broken:
@@ -34,21 +38,31 @@ class ModelGrammar:
             if token_id % 2 != self.num_accepted[key] % 2:
                 return False
             self.num_accepted[key] += 1
+        if key in self._isolated:
+            # The mask of the next token takes as long as compiling did.
+            self.compiling.append(key)
         return True
 
     def num_acceptable(self, key: Key, token_ids: Sequence[int]) -> int:
+        if key in self._isolated:
+            return 0
         start = self.num_accepted[key]
         wrong = (i for i, token_id in enumerate(token_ids) if token_id % 2 != (start + i) % 2)
         return next(wrong, len(token_ids))
 
     def forced_tokens(self, key: Key, token_ids: Sequence[int]) -> list[int]:
         """As if after every third token the next two were known, if it `forces`."""
+        if key in self._isolated:
+            return []
         num_accepted = self.num_accepted[key] + len(token_ids)
         return (
             [num_accepted % 2, (num_accepted + 1) % 2]
             if self.forces and num_accepted % 3 == 0
             else []
         )
+
+    def find_error(self, key: Key) -> str:
+        return ""
 
     def rollback(self, key: Key, num_tokens: int) -> bool:
         assert 0 < num_tokens <= self.num_accepted[key]
@@ -62,6 +76,7 @@ class ModelGrammar:
         width = -(-self.vocab_size // 32) * 32
         bits = np.zeros((len(keys), width), np.uint8)
         for row, key in enumerate(keys):
+            assert key not in self.compiling, "a request was scheduled before its mask was ready"
             bits[row, : self.vocab_size] = allowed_tokens(self.num_accepted[key], self.vocab_size)
         return np.packbits(bits, axis=1, bitorder="little").tobytes()
 

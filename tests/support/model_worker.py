@@ -110,12 +110,14 @@ class ModelWorker:
         self.rows: dict[int, Row] = {}
         self.table_width = 256
         self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
-        self.host_cache = [[0] * block_size for _ in range(num_host_blocks)]
+        self.cpu_offload = [[0] * block_size for _ in range(num_host_blocks)]
         self.encoder_cache: dict[bytes, int] = {}
         """Sizes of the outputs by content."""
         self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
+        self.is_late = False
+        """Whether steps are executed only when their output is asked for, not as soon as possible."""
         self.fail_next: dict[int, str] = {}
         self.nan_next: set[int] = set()
         """Slots whose next token comes of logits that are no numbers. What was computed is right all the same."""
@@ -151,6 +153,12 @@ class ModelWorker:
 
     def submit(self, step: SchedulerOutput) -> None:
         self._waiting.append(self._decode_step(self._encode(step)))
+        self.transfers.receive(step.kv_connector_metadata)
+        if not self.is_late:
+            self._run_on()
+
+    def _run_on(self) -> None:
+        """Execute all steps that wait for nothing."""
         while self._waiting and not self._waiting[0].grammar_slots:
             self._outputs.append(self._execute(self._waiting.popleft(), None))
 
@@ -172,10 +180,12 @@ class ModelWorker:
             for slot, count in zip(int32_view(grammar.forced.slots).tolist(), counts, strict=True):
                 self.rows[slot].forced = list(islice(tokens, count))
         self._outputs.append(self._execute(step, masks))
-        while self._waiting and not self._waiting[0].grammar_slots:
-            self._outputs.append(self._execute(self._waiting.popleft(), None))
+        if not self.is_late:
+            self._run_on()
 
     def next_output(self) -> ModelRunnerOutput:
+        if not self._outputs:
+            self._outputs.append(self._execute(self._waiting.popleft(), None))
         self.rejected.popleft()
         return self._decode_output(self._encode(self._outputs.popleft()))
 
@@ -309,10 +319,10 @@ class ModelWorker:
             assert len(set(targets)) == len(targets), "two copies to one block"
         for block, host_block in copies_out:
             assert block != 0
-            self.host_cache[host_block] = list(self.kv_cache[block])
+            self.cpu_offload[host_block] = list(self.kv_cache[block])
         for host_block, block in copies_in:
             assert block != 0
-            self.kv_cache[block] = list(self.host_cache[host_block])
+            self.kv_cache[block] = list(self.cpu_offload[host_block])
 
     def _place(self, table: list[int], position: int) -> tuple[int, int]:
         block = table[position // self.block_size]

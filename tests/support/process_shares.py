@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS_WITH_SERVERS = ("tests/chaos/", "tests/e2e/")
+FOLDERS_WITH_SERVERS = ("tests/chaos/", "tests/e2e/", "tests/hostile/")
 
 
 class ProcessShares(LoadScopeScheduling):

@@ -6,7 +6,7 @@ N rows of K elements; B blocks of a row, G groups of a block.
 from __future__ import annotations
 
 import numpy as np
-from engine.protocol.gguf import GGMLQuantizationType as GGMLType
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from engine.workers.loaders.checkpoint import Checkpoint, open_checkpoint
-from engine.workers.models.spec import ModelSpec
+from engine.workers.layers.spec import ModelSpec
+from engine.workers.loaders.checkpoint import Checkpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file
 
 

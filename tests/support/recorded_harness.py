@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from engine.core.event_dump import Dump, make_dump
-from engine.core.event_log import EventLog
-from engine.core.recorded_scheduler import RecordedScheduler
-from engine.core.replayer import Replayer
-from engine.core.scheduler import Scheduler
+from engine.core.replay.dump import Dump, make_dump
+from engine.core.replay.log import EventLog
+from engine.core.replay.recorder import RecordedScheduler
+from engine.core.replay.replayer import Replayer
+from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
@@ -25,7 +25,7 @@ class TransparentRecorder(RecordedScheduler):
 class PlanningScheduler(Scheduler):
     """Plans every step, also one that repeats the one before."""
 
-    def _repeat(self, now: float) -> SchedulerOutput | None:
+    def _repeat_step(self, now: float) -> SchedulerOutput | None:
         return None
 
 
@@ -53,7 +53,7 @@ class RecordedHarness(Harness):
         return msgspec.msgpack.decode(msgspec.msgpack.encode(dump), type=Dump)
 
 
-def replay(dump: Dump, scheduler_class: Callable[..., Scheduler] = Scheduler) -> list[int]:
+def replay(dump: Dump, scheduler_class: Callable[..., Scheduler] | None = None) -> list[int]:
     """Replay every segment. Returns how many decisions of each were the recorded ones."""
     numbers = []
     for segment in dump.segments:

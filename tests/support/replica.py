@@ -25,9 +25,9 @@ from engine.protocol.config import (
 )
 from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.workers.execution.model_runner import ModelRunner
+from engine.workers.execution.parallel_state import join_replica, leave_replica
 from engine.workers.loaders import open_checkpoint
-from engine.workers.model_runner import ModelRunner
-from engine.workers.parallel_state import join_replica, leave_replica
 from support.host_accelerator import HostAccelerator
 from support.worker_steps import output_of
 
@@ -80,7 +80,7 @@ def _run_ranks(
 ) -> list[list[Any]]:
     context: Any = multiprocessing.get_context("forkserver")
     # Importing torch is most of a rank's life.
-    context.set_forkserver_preload(["engine.workers.model_runner"])
+    context.set_forkserver_preload(["engine.workers.execution.model_runner"])
     address = f"file://{directory}/rendezvous"
     ranks = []
     for rank in range(parallel.workers_per_core):

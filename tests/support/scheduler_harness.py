@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from engine.core.encoder_cache_connector import EncoderCacheConnector
-from engine.core.recorded_scheduler import Setup
-from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.replay.recorder import Setup
+from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
+from engine.core.scheduler.scheduler import Scheduler
+from engine.core.state.request import Request
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import (
@@ -202,7 +202,7 @@ class Harness:
         self.grammar = ModelGrammar(self.vocab_size, self.grammar.forces)
         held = self.worker.forget_requests()
         self.scheduler = self._make_scheduler()
-        self.scheduler.inherit(held)
+        self.scheduler.adopt_blocks(held)
         heard, self.heard = self.heard, {}
         for (client, index), each in heard.items():
             if each.is_over or each.was_aborted:
@@ -219,7 +219,7 @@ class Harness:
             self.heard[client, each.message.request_index] = each
             self.scheduler.add_request(client, each.message, self.now)
         for client in {client for client, _ in heard}:
-            self.scheduler.end_inheritance(client)
+            self.scheduler.end_adoption(client)
         self.check()
 
     def _next_index(self) -> int:
@@ -243,6 +243,7 @@ class Harness:
         inputs: Sequence[EncoderInput] = (),
         kv_transfer_params: dict[str, object] | None = None,
         is_suspect: bool = False,
+        trace_headers: dict[str, str] | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -270,6 +271,7 @@ class Harness:
             encoder_inputs=list(inputs),
             kv_transfer_params=kv_transfer_params,
             is_suspect=is_suspect,
+            trace_headers=trace_headers,
         )
         key = (client, message.request_index)
         self.heard[key] = Heard(message)
@@ -396,7 +398,7 @@ class Harness:
     def check(self) -> None:
         """Invariants I1, I2 and I5 of the scheduler's state."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
-        assert scheduler.find_violations() == []
+        assert scheduler.check_invariants() == []
         running = {slot: r for slot, r in enumerate(scheduler.slots.requests) if r is not None}
         assert len(running) == scheduler.get_request_counts()[0]
         ref_counts = np.zeros(manager.pool.num_blocks, np.int32)

@@ -28,7 +28,8 @@ class Server(Program):
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
         super().__init__(
-            [sys.executable, "-m", "engine.frontend.cli", "serve", *args, "--port", "0"], env or {}
+            [sys.executable, "-m", "engine.frontend.cli.main", "serve", *args, "--port", "0"],
+            env or {},
         )
         if wait:
             self.wait_for("ready at")
@@ -107,4 +108,4 @@ def assert_nothing_is_held(server: Server) -> None:
     """Every block and slot becomes free, and no invariant was violated."""
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         wait_until(lambda gauge=gauge: server.metric(f"engine:{gauge}") == 0, what=f"{gauge} is 0")
-    assert server.metric("engine:conservation_violations_total") == 0
+    assert server.metric("engine:invariant_violations_total") == 0

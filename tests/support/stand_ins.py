@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from engine.frontend.supervisor import ProcessSpec, Role
+from engine.frontend.supervisor.supervisor import ProcessSpec, Role
 from engine.protocol.config import EngineConfig, FrontendConfig, ModelConfig
 
 PROGRAM = Path(__file__).with_name("stand_in_process.py")

@@ -6,11 +6,11 @@ Usage: supervise_stand_ins.py DIRECTORY SHUTDOWN_TIMEOUT NAME=BEHAVIOUR[:ARG]...
 import os
 import sys
 
-from engine.frontend.console import Console
-from engine.frontend.run_dir import RunDirectory
-from engine.frontend.serve import run_until_stopped
-from engine.frontend.stop_signals import StopRequested, StopSignals
-from engine.frontend.supervisor import Supervisor
+from engine.frontend.cli.serve import run_until_stopped
+from engine.frontend.supervisor.console import Console
+from engine.frontend.supervisor.run_dir import RunDirectory
+from engine.frontend.supervisor.signals import StopRequested, StopSignals
+from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import EngineError
 from stand_ins import make_config, make_specs
 

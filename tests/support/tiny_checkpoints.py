@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with a real tokeniser, as files on disk."""
+"""Tiny random checkpoints with a real tokenizer, as files on disk."""
 
 from __future__ import annotations
 

@@ -95,6 +95,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
     )
     harness.worker.transfers.find_bad_blocks = find_bad_blocks_by_chance(rng)
     harness.worker.transfers.get_delay = lambda: rng.choice((0, 1, 5))
+    harness.worker.is_late = rng.random() < 0.5
     return harness
 
 
@@ -129,7 +130,9 @@ class Traffic:
             min_tokens=rng.choice((0, 0, 1)),
             ignore_eos=rng.random() < 0.1,
             structured_output=(
-                StructuredOutput(GrammarKind.JSON_OBJECT) if rng.random() < 0.15 else None
+                StructuredOutput(GrammarKind.JSON_OBJECT, is_isolated=rng.random() < 0.3)
+                if rng.random() < 0.15
+                else None
             ),
         )
 

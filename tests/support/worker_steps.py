@@ -21,10 +21,10 @@ from engine.protocol.messages import (
     SchedulerOutput,
 )
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.accelerator import Accelerator
+from engine.workers.device.accelerator import Accelerator
+from engine.workers.execution.model_runner import ModelRunner
+from engine.workers.execution.runner import StepResult
 from engine.workers.loaders import open_checkpoint
-from engine.workers.model_runner import ModelRunner
-from engine.workers.runner import StepResult
 
 GREEDY = SamplingParams(temperature=0)
 

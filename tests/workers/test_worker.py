@@ -115,7 +115,7 @@ def test_steps_of_the_core_before_are_dropped(
         core.hub.close()
 
 
-def test_garbage_is_dropped_and_the_supervisor_hears_how_much(
+def test_malformed_frames_are_dropped_and_counted(
     worker: subprocess.Popen[bytes], config: EngineConfig
 ) -> None:
     with zmq.Context() as context:

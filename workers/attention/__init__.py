@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, behind one small interface."""
 
+from ..batch import AttentionBatch
 from .interface import (
     AttentionBackend,
-    AttentionBatch,
     AttentionLayer,
     AttentionSpec,
     CapturableAttention,

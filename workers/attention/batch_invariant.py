@@ -1,6 +1,6 @@
-"""Attention in Triton kernels with one order of sums, whether a token is part of a prompt or decoded.
+"""Triton attention in which a token's sums have the same order in a prompt and in decoding.
 
-S requests.
+Shapes: S requests.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 
 
 class BatchInvariantAttention(TritonPagedAttention):
-    """The kernel for prompts does every request. A single query is a tile of its own, and its keys are not split."""
+    """Attention that uses the prompt kernel for every request. A single query is a tile, with no key splits."""
 
     fewest_tiled_queries: ClassVar[int] = 1
 
@@ -28,7 +28,7 @@ class BatchInvariantAttention(TritonPagedAttention):
     def build_decode(
         self, batch: DeviceBatch, windows: Collection[int | None]
     ) -> TritonPagedMetadata:
-        # Made of what is on the device: nothing comes from the host while a graph is captured.
+        # Computed from device tensors, because copies from the host cannot be captured in a graph.
         tiles_S2 = torch.zeros((len(batch.seq_lens), 2), dtype=torch.int32, device=self.device)
         tiles_S2[:, 0] = torch.arange(len(batch.seq_lens), device=self.device)
         metadata = super().build_decode(batch, windows)

@@ -1,6 +1,6 @@
-"""Attention that runs as itself between captured graphs.
+"""Attention that runs outside of captured graphs.
 
-T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real.
+Shapes: T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real; H heads, K dimension.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda_graphs import GraphBreaker
-from ..models.layers import HeadNorm
-from ..models.rope import RotaryTables
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from ..batch import AttentionBatch
+from ..device.cuda_graphs import GraphBreaker
+from ..layers.layers import HeadNorm
+from ..layers.rope import RotaryTables
+from .interface import AttentionBackend, AttentionLayer
 
 
 @dataclass(slots=True)
 class CurrentMetadata:
-    """The metadata of the step that is being run; what has been captured finds it here."""
+    """The metadata of the current step, which captured code reads."""
 
     num_tokens: int = 0
     value: Any = None
 
 
 class BreakingAttention(AttentionBackend):
-    """`backend`; given `CurrentMetadata`, it stays out of the graph that is being captured."""
+    """Wraps `backend`. With `CurrentMetadata`, its calls are excluded from the graph being captured."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         super().__init__(backend.spec)
         self.breaker = GraphBreaker()
         self.backend = backend
-        # All layers of all graphs write here: a layer's result is used up before the next layer's is written.
+        # All layers of all graphs write here, because a layer's result is read before the next layer writes.
         self._attended_THK = torch.empty(0)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class BreakingAttention(AttentionBackend):
     def _outside_of_graphs(
         self, attend: Callable[..., Tensor], metadata: CurrentMetadata, *tensors: Tensor
     ) -> Tensor:
-        """Let `attend` compute the real tokens of the tensors [T, ...], now and in each replay: [T, H, K]."""
+        """Run `attend` on the real tokens of tensors [T, ...], now and in each replay; returns [T, H, K]."""
         num_tokens = len(tensors[0])
         if num_tokens > len(self._attended_THK):
             assert not self.breaker.is_capturing, "the largest graph runs before it is captured"

@@ -1,6 +1,6 @@
-"""What the model and the worker know of attention.
+"""The attention interface of the model and the worker.
 
-S scheduled requests, T their tokens of this step, B blocks a row of the block table, H query heads,
+Shapes: S scheduled requests, T their tokens of this step, B blocks in a row of the block table, H query heads,
 G key/value heads, K head dimension.
 """
 
@@ -9,25 +9,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..models.layers import HeadNorm
-from ..models.rope import RotaryTables, apply_rotary
-from ..models.shard import ModelShard
-from ..models.spec import ModelSpec
+from ..batch import AttentionBatch
+from ..layers.layers import HeadNorm
+from ..layers.rope import RotaryTables, apply_rotary
+from ..layers.spec import ModelSpec
+from ..parallel.shard import ModelShard
 
 NULL_BLOCK = 0
-"""Pads the rows of the block table; it belongs to no request."""
+"""Id of the block that pads rows of the block table; it belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The heads and the KV cache of one worker's attention, the same in all layers.
+    """The heads and the KV cache of one worker's attention, equal in all layers.
 
-    `dtype` is that of the KV cache; queries, keys and values may come in another.
+    `dtype` is that of the KV cache; queries, keys and values may have another.
     """
 
     num_heads: int
@@ -47,7 +46,7 @@ class AttentionSpec:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Return the spec for the heads of the model that `shard` has."""
+        """Return the spec for the shard's heads of the model."""
         return cls(
             num_heads=len(shard.heads(model)),
             num_kv_heads=len(shard.kv_heads(model)),
@@ -60,7 +59,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What distinguishes one layer's attention from another's.
+    """The parameters that differ between layers.
 
     Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. A token at
     position p sees positions p - window + 1 .. p, or 0 .. p without a window. In an FP8 cache, keys
@@ -75,9 +74,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A step's requests as `AttentionBatch` has them, int32 on the device, at addresses that stay.
+    """A step's requests, like `AttentionBatch`, but int32 on the device at fixed addresses.
 
-    Padding requests have no tokens and a `seq_lens` of 0; the `slot_mapping` of a padding token is -1.
+    Padding requests have no tokens and a `seq_lens` of 0; the `slot_mapping` of padding tokens is -1.
     """
 
     query_start_loc: Tensor  # [S + 1]
@@ -86,26 +85,10 @@ class DeviceBatch:
     slot_mapping: Tensor  # [T]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """One step's requests, as one KV-cache group sees them.
-
-    Request i has the tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step; they are the
-    last of its `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed;
-    entries past the sequence are not read. `slot_mapping` is where each token's keys and values go:
-    block id * block size + offset.
-    """
-
-    query_start_loc: NDArray[np.int32]  # [S + 1]
-    seq_lens: NDArray[np.int32]  # [S], after this step
-    block_table: NDArray[np.int32]  # [S, B]
-    slot_mapping: NDArray[np.int32]  # [T]
-
-
 class PagedAttention(ABC):
-    """The KV cache of one way to compute attention on one device, and what a step tells it.
+    """The KV cache and step metadata of one attention implementation.
 
-    The layers have `spec` in common, and differ in `AttentionLayer`.
+    All layers share `spec`, and differ in `AttentionLayer`.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -130,7 +113,7 @@ class PagedAttention(ABC):
 
 
 class AttentionBackend(PagedAttention):
-    """Attention that a model calls layer by layer; a native program holds its own."""
+    """Attention that a model calls layer by layer. (A native program has its own.)"""
 
     @abstractmethod
     def forward(
@@ -142,7 +125,7 @@ class AttentionBackend(PagedAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store the keys and values of the step's tokens, then return what they attend to [T, H, K]."""
+        """Store the keys and values of the step's tokens, and return the attention output [T, H, K]."""
 
     def forward_projected(
         self,
@@ -154,7 +137,7 @@ class AttentionBackend(PagedAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """As `forward`, of queries and keys [T, H + G, K] that are still to be normed and rotated."""
+        """Norm and rotate queries and keys [T, H + G, K], then compute `forward`."""
         if head_norm is not None:
             qk_THK = head_norm(qk_THK)
         if tables is not None:
@@ -168,7 +151,7 @@ class CapturableAttention(AttentionBackend):
 
     @abstractmethod
     def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
-        """Return metadata of any step in which each request has one token, or none, and `batch` describes them.
+        """Return metadata for any step that `batch` describes in which each request has at most one token.
 
-        With it, `forward` depends on the content of the device's tensors only, not on any number that the host knows.
+        With it, `forward` depends only on the contents of device tensors, not on numbers on the host.
         """

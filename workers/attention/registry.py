@@ -1,4 +1,4 @@
-"""Chooses the attention backend at start."""
+"""Chooses the attention backend at startup."""
 
 from typing import Literal, TypeAlias
 
@@ -10,9 +10,10 @@ BackendName: TypeAlias = Literal["torch_paged", "triton_paged", "triton_batch_in
 
 
 def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> AttentionBackend:
-    """Return the backend `name`, or the device's best.
+    """Return the backend `name`, or the best one for the device.
 
-    Raises `ConfigError` if Triton, which it needs, is not there.
+    Raises:
+        ConfigError: Triton is required but not installed.
     """
     name = name or ("triton_paged" if spec.device.type == "cuda" else "torch_paged")
     return _backend_class(name)(spec)

@@ -1,21 +1,20 @@
-"""Paged attention in plain torch operations, for any device; the reference for the others.
+"""Paged attention in plain torch operations, for any device; the reference for other backends.
 
-The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K]: whatever a head keeps in a
-block is contiguous, so that one `index_select` of such pages brings keys and values of many requests
-into the shape that a batched matrix product wants.
+The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K]. A head's part of a block, a page, is
+contiguous, so that one `index_select` of pages puts keys and values of many requests into the shape of a batched matrix
+product.
 
-Everything that depends only on the step is an index or a mask, made once in `build` and shared by
-all layers with the same window. Decoding requests are padded to the longest of their bucket and
-done together; prompts go one by one, in tiles of queries.
+Indices and masks depend only on the step. They are computed once in `build` and shared by all layers with the same
+window. Decoding requests are padded to the longest of their bucket and computed together. Prompts are computed one by
+one, in tiles of queries.
 
-Both do the same operations on whole blocks of keys, masked ones included. oneDNN's bfloat16 products
-then add up a query's values in one order, whatever shares its step: bit for bit the same result in a
-prompt, a chunk or a decode, up to 1024 keys, and beyond that without a window. On processors without
-instructions for bfloat16 its order for rows of some thousand weights depends on how many there are:
-there only the native backend keeps the promise for every model.
+Both compute whole blocks of keys, including masked ones. Then oneDNN's bfloat16 products sum a query's values in one
+order, independent of the other requests: results have equal bits in a prompt, a chunk or a decode, up to 1024 keys, or
+more without a window. On processors without bfloat16 instructions the order of long sums depends on the number of rows;
+there only the native backend is batch-invariant for every model.
 
-T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a
-bucket), B pages a head, L = B * block_size keys, N = R * G.
+Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a bucket), B pages
+of a head, L = B * block_size keys, N = R * G, M = queries * Q.
 """
 
 import math
@@ -28,13 +27,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .interface import AttentionBackend, AttentionBatch, AttentionLayer
+from ..batch import AttentionBatch
+from .interface import AttentionBackend, AttentionLayer
 
 _MAX_TILE_QUERIES = 128
 _MAX_TILE_SCORES = 1 << 22
-# The gathered keys and values of a bucket should not leave the processor's cache before their use.
+# The gathered keys and values of a bucket should fit into the processor's cache.
 _MAX_BUCKET_BYTES = 4 << 20
-# Longer sums are cut by oneDNN: a query must be on the same side of this, alone and with others.
+# oneDNN splits longer sums, so a query must be on the same side of this limit alone and in a batch.
 _LONGEST_SINGLE_SUM = 1024
 
 
@@ -49,7 +49,7 @@ class _DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of one prompt that are done at once, and the keys that any of them sees."""
+    """Queries of one prompt that are computed together, and the keys that any of them attends to."""
 
     tokens: slice
     keys: slice
@@ -66,7 +66,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class TorchPagedMetadata:
-    """One step: where to write, and for each window what to read."""
+    """One step: the cache rows to write, and the pages to read for each window."""
 
     cache_rows: Tensor  # [T * 2 * G] rows of the cache seen as [..., K]
     decodes: dict[int | None, list[_DecodeBucket]]
@@ -99,11 +99,11 @@ class TorchPagedAttention(AttentionBackend):
     def _pages_of(
         self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Pages are numbered through blocks, then keys before values, then heads."""
+        """Return page numbers, which count blocks, then keys before values, then heads."""
         return blocks * (2 * self.num_kv_heads) + kv_heads
 
     def _first_block(self, position: int, window: int | None) -> int:
-        """The block of the first key that a query at this position sees."""
+        """Return the block of the first key that a query at this position attends to."""
         return 0 if window is None else max(position + 1 - window, 0) // self.block_size
 
     def _decode_buckets(
@@ -120,7 +120,7 @@ class TorchPagedAttention(AttentionBackend):
             rows = requests[bucket]
             first_R1, len_R1 = first_blocks[bucket, None], seq_lens[bucket, None]
             columns_RB = first_R1 + np.arange(num_blocks[bucket].max())
-            # Columns past a row's own blocks are masked: any block will do, as long as it exists.
+            # Columns past a row's own blocks are masked, so any existing block will do.
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
             kv_heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
@@ -157,7 +157,7 @@ class TorchPagedAttention(AttentionBackend):
     def _tiles(
         self, tokens: slice, position: int, first_key: int, window: int | None
     ) -> Iterator[_Tile]:
-        """Cut a prompt's queries so that no tile has too many scores."""
+        """Split a prompt's queries into tiles that limit the number of scores."""
         repeats = self.num_heads // self.num_kv_heads
         start = tokens.start
         while start < tokens.stop:
@@ -169,7 +169,7 @@ class TorchPagedAttention(AttentionBackend):
             keys_start = self._first_block(first, window) * self.block_size
             keys_stop = -(-(first + queries) // self.block_size) * self.block_size
             context = first - keys_start
-            # One mask serves all tiles: a tile with less context sees the right part of it.
+            # One mask serves all tiles: a tile with less context uses the right part of it.
             capacity = 1 << context.bit_length()
             mask_ML = _causal_mask(
                 tile_queries,
@@ -215,12 +215,12 @@ class TorchPagedAttention(AttentionBackend):
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        # A masked key still takes part as 0 * value: what a request leaves in its last block must
-        # not be able to turn that into NaN for the block's next owner.
+        # Masked keys still contribute 0 * value, and 0 * NaN is NaN. So values that are not finite must not stay in a
+        # block, where they would affect its next request.
         kv_TGK = torch.cat((k_TGK, v_TGK), 1)
         is_finite_TGK = kv_TGK.isfinite()
         kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
-        # The token itself must tell.
+        # The token's own output must still be NaN, so that the request fails.
         is_damaged_T = ~is_finite_TGK.flatten(1).all(1)
         q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
         kv_cache.view(-1, self.head_dim).index_copy_(
@@ -281,9 +281,9 @@ class TorchPagedAttention(AttentionBackend):
 def _attend(
     q_NMK: Tensor, k_NLK: Tensor, v_NLK: Tensor, mask: Tensor, layer: AttentionLayer
 ) -> Tensor:
-    """softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
+    """Return softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
     if q_NMK.shape[1] == 1:
-        # A single row has an order of its own.
+        # A product with a single row sums in another order, so the row is doubled.
         return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer)[:, :1]
     keys_NKL = k_NLK.transpose(1, 2)
     if layer.softcap is None:
@@ -295,7 +295,7 @@ def _attend(
 
 
 def _tile_queries(num_heads: int, context: int) -> int:
-    """A power of two of queries, so that few masks serve all tiles."""
+    """Return a power of two of queries, so that few masks serve all tiles."""
     queries = _MAX_TILE_QUERIES
     while queries > 16 and queries * num_heads * (context + queries) > _MAX_TILE_SCORES:
         queries //= 2
@@ -312,7 +312,7 @@ def _causal_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[num_queries * repeats, context + num_new_keys]: query i stands at key context + i."""
+    """Return a mask [num_queries * repeats, context + num_new_keys], where query i is at key context + i."""
     query = torch.arange(context, context + num_queries)[:, None]
     distance = query - torch.arange(context + num_new_keys)
     hidden = distance < 0

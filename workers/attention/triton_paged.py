@@ -1,14 +1,15 @@
 """Paged attention in Triton kernels, for CUDA.
 
-The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], as in `torch_paged`. A step is three kinds
-of kernel: one norms and rotates queries and keys and writes the cache, one does the requests with several queries,
-one (and a second, which adds up its splits) those with a single query. Which of the last two it is depends on the
-request alone, as do the orders of its sums: what shares the step does not change a bit of the result.
+The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], as in `torch_paged`. A step launches three
+kinds of kernel. One norms and rotates queries and keys and writes the cache, one computes requests with several
+queries, and one (with a second that sums its splits) those with a single query. The choice between the last two and
+the order of sums depend on the request alone, so other requests of a step do not change a bit of the result.
 
-Torch's own `varlen_attn` is no substitute: torch 2.11's knows no block table, the kernel of later ones takes pages of
-256 tokens and more only, and none takes a soft cap or an FP8 cache.
+Torch's own `varlen_attn` cannot replace it: in torch 2.11 it has no block table, later kernels need pages of 256 tokens
+or more, and none supports a soft cap or an FP8 cache.
 
-T tokens, S requests, B blocks a row of the block table, H query heads, G key/value heads, K head dimension.
+Shapes: T tokens, S requests, N tiles, B blocks in a row of the block table, H query heads, G key/value heads,
+K head dimension.
 """
 
 from collections.abc import Collection
@@ -21,31 +22,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.errors import ConfigError
-from ..models.layers import HeadNorm
-from ..models.rope import RotaryTables
-from .interface import (
-    AttentionBatch,
-    AttentionLayer,
-    AttentionSpec,
-    CapturableAttention,
-    DeviceBatch,
-)
+from ..batch import AttentionBatch
+from ..layers.layers import HeadNorm
+from ..layers.rope import RotaryTables
+from .interface import AttentionLayer, AttentionSpec, CapturableAttention, DeviceBatch
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
 from .kernels.tiles import SPLIT_KEYS, decode_tile, max_splits, power_of_2, prefill_tile
 
 MAX_HEAD_DIM = 256
-# So that Triton may load any of the arrays of one copy in words of 16 bytes.
+# Alignment in int32, so that Triton may load any of the arrays of one copy in words of 16 bytes.
 _ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPagedMetadata:
-    """What the kernels read of a step: int32 tensors on the device.
+    """The kernels' inputs for a step: int32 tensors on the device.
 
-    What is launched depends on the shapes and on the fields that are no tensors, so a captured step in which every
-    request decodes stays valid whatever the tensors come to hold, up to sequences of `max_seq_len` tokens.
+    Launches depend only on shapes and on the other fields. So a captured step in which every request decodes stays
+    valid when the tensors' contents change, up to sequences of `max_seq_len` tokens.
     """
 
     query_start_loc: Tensor  # [S + 1]
@@ -60,10 +56,10 @@ class TritonPagedMetadata:
 
 
 class TritonPagedAttention(CapturableAttention):
-    """Raises `ConfigError` for head dimensions and block sizes that the kernels do not know."""
+    """Raises `ConfigError` for head dimensions and block sizes that the kernels do not support."""
 
     fewest_tiled_queries: ClassVar[int] = 2
-    """Requests with fewer queries are done by the kernel for one."""
+    """Requests with fewer queries use the kernel for a single query."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -89,7 +85,7 @@ class TritonPagedAttention(CapturableAttention):
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TritonPagedMetadata:
-        """Copy the step to the device, all of it at once."""
+        """Copy the step to the device in one copy."""
         query_lens_S = np.diff(batch.query_start_loc)
         max_seq_len = int(batch.seq_lens.max())
         tiles_N2 = self._prefill_tiles(query_lens_S, batch.seq_lens)
@@ -114,7 +110,7 @@ class TritonPagedAttention(CapturableAttention):
     def build_decode(
         self, batch: DeviceBatch, windows: Collection[int | None]
     ) -> TritonPagedMetadata:
-        """The grids have room for as long a sequence as the block table has."""
+        """Return metadata whose grids have room for the longest sequence that the block table holds."""
         return TritonPagedMetadata(
             batch.query_start_loc,
             batch.seq_lens,
@@ -126,7 +122,7 @@ class TritonPagedAttention(CapturableAttention):
     def _prefill_tiles(
         self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Those with the most keys come first: no long one is left when all others are done."""
+        """Return the tiles with the most keys first, so that no long tile is left when the others have finished."""
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
         queries_per_tile = self.prefill_tile.rows // self._heads_per_kv_head
         num_tiles = -(-query_lens_S[requests] // queries_per_tile)
@@ -172,7 +168,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """The first half of `forward_projected`: fill the cache and return the queries [T, H, K]."""
+        """Fill the cache and return the queries [T, H, K]: the first half of `forward_projected`."""
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
         out_THK = None
         if head_norm is not None or tables is not None:
@@ -220,7 +216,7 @@ class TritonPagedAttention(CapturableAttention):
     def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: TritonPagedMetadata, layer: AttentionLayer
     ) -> Tensor:
-        """The second half of `forward`: what the queries see in the cache, [T, H, K]."""
+        """Return the attention output [T, H, K] from the cache: the second half of `forward`."""
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
         if metadata.prefill_tiles is not None:
             self._prefill(q_THK, out_THK, kv_cache, metadata, metadata.prefill_tiles, layer)
@@ -322,10 +318,10 @@ class TritonPagedAttention(CapturableAttention):
             )
 
     def _num_splits(self, max_seq_len: int, window: int | None) -> int:
-        """The most splits that a sequence of up to `max_seq_len` tokens is cut into, as the kernels do it."""
+        """Return the most splits of a sequence of up to `max_seq_len` tokens, as the kernels compute it."""
         num_keys = max_seq_len
         if window is not None:
-            # The first tile may begin before the window does.
+            # The first tile may begin before the window.
             num_keys = min(max_seq_len, window + self.decode_tile.keys - 1)
         return min(self.max_splits, -(-num_keys // self.split_keys))
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..attention.interface import AttentionBatch, AttentionSpec, PagedAttention
+from ..attention.interface import AttentionSpec, PagedAttention
+from ..batch import AttentionBatch
 from .library import NotSupportedNatively
 
 KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -20,7 +21,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class NativeAttentionMetadata:
-    """One KV-cache group's arrays of a step, contiguous int32, as `AttentionBatch` describes them."""
+    """One KV-cache group's arrays of a step, contiguous int32; see `AttentionBatch`."""
 
     query_start_loc: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
@@ -29,7 +30,7 @@ class NativeAttentionMetadata:
 
 
 class NativeAttention(PagedAttention):
-    """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not know."""
+    """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not support."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -46,9 +47,9 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(f"a head_dim of {spec.head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Head dimensions are padded to whole vectors, and in int8 each token has a scale.
+        """Return the shape of one layer's cache, in the block layout of `csrc/kv_cache.h`.
 
-        `csrc/kv_cache.h` has the order within a block.
+        Head dimensions are padded to whole vectors, and in int8 each token has a scale.
         """
         padded_head_dim = -(-self.head_dim // _LANES) * _LANES
         if self.dtype == torch.int8:

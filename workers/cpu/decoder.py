@@ -1,6 +1,6 @@
-"""A decoder whose every step is one call of a native program.
+"""A decoder that runs each step as one call of a native program.
 
-T tokens of a step, S of them sampled, D hidden size, V vocabulary.
+Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
-from ..device import usable_cores
+from ..device.device import usable_cores
+from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
-from ..models.shard import ModelShard
-from ..models.spec import ModelSpec
 from ..models.weights import ProgressCallback
+from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
@@ -32,13 +32,17 @@ from .weights import NativeWeightReader
 
 
 class NativeDecoder:
-    """The model of `spec`, or a shard of it, as a recorded program; `Decoder`'s interface.
+    """The model of `spec`, or a shard of it, as a recorded program with the interface of `Decoder`.
 
-    Weights that are stored quantized stay so, with `keeps_float16` also those in float16; `quantization`, "int8" or
-    "int4", quantizes others.
-    Hidden states are float32. Uses `num_threads` threads, by default as many as the process may run
-    on. Raises `NotSupportedNatively` if the torch decoder must do it, and `CheckpointError` as
-    `Decoder` does.
+    Quantized weights stay quantized, and with `keeps_float16` float16 weights stay float16. `quantization`, "int8" or
+    "int4", quantizes others. Hidden states are float32.
+
+    Args:
+        num_threads: By default as many as the process may run on.
+
+    Raises:
+        NotSupportedNatively: Only the torch decoder supports this model.
+        CheckpointError: As for `Decoder`.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class NativeDecoder:
         self._kv_caches: Sequence[Tensor] = ()
         self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()
-        # Filling it again takes a fraction of the time that making it does.
+        # Reusing the struct takes a fraction of the time of creating it.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
 
     def forward(
@@ -90,15 +94,17 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
     ) -> Tensor:
-        """Return the hidden states [T, D] in float32, those of the last stage normed; fills the KV caches.
+        """Fill the KV caches and return the hidden states [T, D] in float32; those of the last stage are normed.
 
-        `inputs` are token ids [T] for the first stage, else the hidden states [T, D] of the one before, which are
-        overwritten. `attn_metadata` is what `NativeAttention.build` made for each KV-cache group.
+        Args:
+            inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
+                overwritten.
+            attn_metadata: Results of `NativeAttention.build` for each KV-cache group.
         """
         return self._run(inputs, positions_T, kv_caches, attn_metadata)
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
-        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
         self._sampler = NativeSampler(batch, self.spec.vocab_size, self._program)
         self._batch = batch
         return self._sampler
@@ -112,10 +118,10 @@ class NativeDecoder:
         rows_S: Int32Array,
         slots_S: Int32Array,
     ) -> SamplerOutput:
-        """Return what the sampler makes of the logits of `forward`'s rows `rows_S`, by one native call.
+        """Run `forward` and sample from its rows `rows_S` in one native call.
 
-        Where every row takes its most likely token, the logits are not written to memory. Rows that are not sampled are
-        not computed to the end of the last layer.
+        If every row takes its most likely token, logits are not written to memory. Rows that are not sampled skip the
+        end of the last layer.
         """
         metadata = self._sampler.describe(slots_S)
         rows = None
@@ -149,16 +155,16 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
-        """Return what decodes the requests of `batch` faster than `forward_and_sample` does, and verifies drafts.
+        """Return a faster way to decode the requests of `batch`, which also verifies drafts.
 
-        None for a stage of a pipeline, which does not sample alone.
+        Returns None for a pipeline stage, which cannot sample alone.
         """
         if not (self.shard.is_first and self.shard.is_last):
             return None
         return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative)
 
     def profile(self) -> list[tuple[str, float]]:
-        """The kind of each operation, in order, and the seconds spent in it so far."""
+        """Return the kind of each operation, in order, and the seconds spent in it so far."""
         return self._program.profile()
 
     def _run(

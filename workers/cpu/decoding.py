@@ -1,6 +1,6 @@
-"""Steps in which every request of a batch decodes, each one call of the native program, or two around a grammar.
+"""Decode steps of a whole batch, each one call of the native program, or two with a grammar.
 
-S rows of the batch, K tokens that they sample: one each, and more where drafts were right.
+Shapes: S rows of the batch, K sampled tokens: one for each row, or more with accepted drafts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .sampling import NativeSampler, RowsToSample
 
 
 class Decoded(NamedTuple):
-    """The sampled tokens, int32 [K], and how many of them are marks in place of a token that could not be sampled.
+    """The sampled tokens, int32 [K], and how many of them are marks for tokens that could not be sampled.
 
-    With drafts also how many tokens each row sampled, and how many of its drafts were verified: int32 [S].
+    With drafts, also the number of tokens sampled and of drafts verified in each row, int32 [S].
     """
 
     tokens_K: Int32Array
@@ -36,7 +36,7 @@ class Decoded(NamedTuple):
 
 
 class NativeDecoding:
-    """Reads the persistent batch where it lies, and advances it."""
+    """Decodes requests directly in the arrays of the persistent batch."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class NativeDecoding:
         self._tokens = np.empty(self._most_rows, np.int32)
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
-        # The native side has their addresses only.
+        # Keeps the arrays alive, because native code has only their addresses.
         self._kept = batch, kv_caches
         self._metadata: SamplingMetadata | None = None
         self._rows: RowsToSample | None = None
@@ -79,10 +79,15 @@ class NativeDecoding:
         num_drafts_S: Int32Array | None = None,
         await_grammar: Callable[[], Grammar | None] | None = None,
     ) -> Decoded:
-        """Compute the last token of each row's request and at most `num_drafts_S` drafts, and sample; see `Decoded`.
+        """Compute each request's last token and at most `num_drafts_S` drafts, and sample.
 
-        A grammar is waited for when the logits are there. The next step overwrites the result. Raises ValueError if a
-        request has no last token in the vocabulary, or no room for the next.
+        The next step overwrites the result.
+
+        Args:
+            await_grammar: Called for the bitmasks once the logits are computed.
+
+        Raises:
+            ValueError: A request's last token is not in the vocabulary, or its slot is full.
         """
         if metadata is not self._metadata:
             self._metadata = metadata

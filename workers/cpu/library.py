@@ -1,14 +1,18 @@
-"""The native library: its C structures and functions."""
+"""The native library's structs and functions, as `ctypes` passes them.
+
+Every struct here mirrors one in `csrc`, and is listed in `STRUCTS` and in `csrc/abi.cpp`. The library is compared with
+these mirrors when it is loaded.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from ctypes import POINTER, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from functools import cache
-from typing import Any
+from pathlib import Path
 
 from ...protocol.errors import EngineError
+from .abi import Signature, check_abi, describe_abi
 
 MAX_PARTS = 3
 # By their numbers in `isa.h`.
@@ -39,7 +43,20 @@ class NotSupportedNatively(EngineError):
     """The native backend cannot run this model on this machine; the torch path can."""
 
 
+class PackedWeight(ctypes.Structure):
+    """A packed matrix; see `csrc/linear.h`. `weights.py` extends it."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("_data", c_void_p),
+    )
+
+
 class ModelShape(ctypes.Structure):
+    """The sizes of a rank's share of a model; see `csrc/program.h`."""
+
     _fields_ = (
         ("hidden_size", c_int32),
         ("intermediate_size", c_int32),
@@ -51,6 +68,16 @@ class ModelShape(ctypes.Structure):
         ("kv_format", c_int32),
         ("activation", c_int32),
         ("num_threads", c_int32),
+    )
+
+
+class AttentionLayer(ctypes.Structure):
+    """A layer's attention parameters; see `csrc/attention.h`."""
+
+    _fields_ = (
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
     )
 
 
@@ -70,9 +97,7 @@ class Op(ctypes.Structure):
         ("num_parts", c_int32),
         ("scale", c_float),
         ("eps", c_float),
-        ("attention_scale", c_float),
-        ("softcap", c_float),
-        ("window", c_int32),
+        ("attention", AttentionLayer),
         ("parts", c_void_p * MAX_PARTS),
         ("vectors", c_void_p * MAX_PARTS),
     )
@@ -129,6 +154,7 @@ class SamplingRows(ctypes.Structure):
         ("inverse_temperature", c_void_p),
         ("top_k", c_void_p),
         ("top_p", c_void_p),
+        ("typical_p", c_void_p),
         ("min_p_margin", c_void_p),
         ("seed", c_void_p),
         ("changes_logits", c_void_p),
@@ -209,7 +235,21 @@ class DecodeBatch(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+STRUCTS = (
+    PackedWeight,
+    ModelShape,
+    AttentionLayer,
+    Op,
+    StepGroup,
+    LogitRules,
+    LogprobRows,
+    SamplingRows,
+    Step,
+    DraftLookup,
+    DecodeBatch,
+)
+
+FUNCTIONS: dict[str, Signature] = {
     "engine_isa": (c_int32, []),
     "engine_select_isa": (c_int32, [c_int32]),
     "engine_can_pack": (c_int32, [c_int32, c_int32]),
@@ -242,19 +282,31 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """Load the library. Raises `NotSupportedNatively` if it was not built."""
-    spec = importlib.util.find_spec("._native", __package__)
-    if spec is None or spec.origin is None:
+    """Load the native library.
+
+    Raises:
+        NotSupportedNatively: The library was not built.
+        StaleNativeLibrary: The library was built from other sources.
+    """
+    path = Path(__file__).with_name("_native.so")
+    if not path.is_file():
         raise NotSupportedNatively(
-            "the native CPU backend was not built; install a C++ compiler (Debian: g++), then engine again"
+            "the native CPU backend was not built; install a C++ compiler (Debian: g++), then install "
+            "engine again"
         )
-    loaded = ctypes.CDLL(spec.origin)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
+    return load_library(str(path))
+
+
+def load_library(path: str) -> ctypes.CDLL:
+    """Load the native library at `path`. Raises `StaleNativeLibrary` if it was built from other sources."""
+    library = ctypes.CDLL(path)
+    check_abi(library, describe_abi(STRUCTS, {"OpKind": OP_KINDS}, FUNCTIONS), path)
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return loaded
+    return library
 
 
 def instruction_set() -> str:
-    """The instruction set that the kernels in use were compiled for."""
+    """Return the name of the instruction set that the kernels in use were compiled for."""
     return INSTRUCTION_SETS[native_library().engine_isa()]

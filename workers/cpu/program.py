@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..models.rope import RopeSpec
-from ..models.shard import ModelShard
-from ..models.spec import ModelSpec
-from ..tensor_parallel import TensorParallel
+from ..layers.rope import RopeSpec
+from ..layers.spec import ModelSpec
+from ..parallel.shard import ModelShard
+from ..parallel.tensor_parallel import TensorParallel
 from .attention import KV_FORMATS, NativeAttention
 from .exchange import share_memory
-from .library import MAX_PARTS, OP_KINDS, DecodeBatch, ModelShape, Op, Step, native_library
+from .library import (
+    MAX_PARTS,
+    OP_KINDS,
+    DecodeBatch,
+    ModelShape,
+    Op,
+    Step,
+    native_library,
+)
 from .weights import PackedWeight
 
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
@@ -75,9 +83,13 @@ class NativeProgram:
         *,
         parts: Sequence[PackedWeight] = (),
         vectors: Sequence[Floats | None] = (),
-        **fields: float,
+        **fields: Any,
     ) -> None:
-        """Append an operation; what it points to lives as long as the program."""
+        """Append an operation. The program keeps the arrays that it points to alive.
+
+        Args:
+            fields: Values of `Op`'s other fields; `scale` is 1 and `eps` the model's by default.
+        """
         self._kept += [*parts, *vectors]
         self._kinds.append(kind)
         fields = {"scale": 1.0, "eps": self._eps} | fields

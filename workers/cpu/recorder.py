@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ...protocol.gguf import BLOCK_SIZES
-from ..models.rope import RopeSpec
-from ..models.shard import ModelShard
-from ..models.spec import LayerSpec, ModelSpec
+from ...protocol.checkpoint.gguf import BLOCK_SIZES
+from ..layers.rope import RopeSpec
+from ..layers.spec import LayerSpec, ModelSpec
 from ..models.weights import rows_of
-from ..tensor_parallel import TensorParallel
-from .library import NotSupportedNatively
+from ..parallel.shard import ModelShard
+from ..parallel.tensor_parallel import TensorParallel
+from .library import AttentionLayer, NotSupportedNatively
 from .program import Floats, NativeProgram
 from .weights import GROUP_SIZE, ActivationKind, NativeWeightReader, PackedWeight
 
@@ -89,7 +89,7 @@ class Recorder:
                 input_kind=head.activation_kind.of_whole_rows,
                 parts=[head],
                 scale=1 / spec.logits_divisor,
-                softcap=spec.final_softcap or 0.0,
+                attention=AttentionLayer(softcap=spec.final_softcap or 0.0),
             )
         else:
             program.add("final_norm", vectors=[None])
@@ -137,9 +137,9 @@ class Recorder:
         attention: dict[str, Any] = {
             "layer": index,
             "group": layer.kv_cache_group,
-            "attention_scale": spec.attention_scale,
-            "softcap": spec.attention_softcap or 0.0,
-            "window": layer.window or 0,
+            "attention": AttentionLayer(
+                spec.attention_scale, spec.attention_softcap or 0.0, layer.window or 0
+            ),
         }
         self._program.add(
             "rotate_store",

@@ -38,6 +38,7 @@ class NativeSampler(Sampler):
             "inverse_temperature": state.inverse_temperature.ctypes.data,
             "top_k": state.top_k.ctypes.data,
             "top_p": state.top_p.ctypes.data,
+            "typical_p": state.typical_p.ctypes.data,
             "min_p_margin": state.min_p_margin.ctypes.data,
             "seed": state.seed.ctypes.data,
             "changes_logits": state.changes_logits.ctypes.data,

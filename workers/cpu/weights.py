@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...protocol.gguf import BLOCK_SIZES
-from ...protocol.gguf import GGMLQuantizationType as SourceType
-from ..host_memory import HUGE_PAGE_BYTES, allocate
+from ...protocol.checkpoint.gguf import BLOCK_SIZES
+from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
+from ..device.host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
-from ..models.shard import ModelShard
 from ..models.weights import ProgressCallback, Rows, WeightReader
+from ..parallel.shard import ModelShard
 from ..quantization.gguf_blocks import as_blocks, block_type
 from ..quantization.matrix import QuantizedMatrix
+from . import library
 from .library import NotSupportedNatively, native_library
 
 
 class ActivationKind(IntEnum):
-    """How the rows that a matrix is multiplied with are stored; see `csrc/linear.h`."""
+    """Storage formats of activations; see `csrc/linear.h`."""
 
     INT8 = 0
     BF16 = 1
@@ -33,15 +34,15 @@ class ActivationKind(IntEnum):
 
     @property
     def of_whole_rows(self) -> ActivationKind:
-        """The kind in its place where a row is quantized all at once.
+        """The kind to use if a row is quantized as a whole.
 
-        Rows that come in parts, from gated activations and attention heads, do not have their outliers in few columns.
+        Rows that are computed in parts (gated activations, attention heads) do not have their outliers in few columns.
         """
         return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
 
 
 class WeightFormat(IntEnum):
-    """How the elements of a packed matrix are stored; see `csrc/linear.h`."""
+    """Storage formats of packed matrices; see `csrc/linear.h`."""
 
     U4 = 0
     U4_OFFSET = 1
@@ -80,7 +81,7 @@ _FLOAT_TYPES = {
     torch.float32: SourceType.F32,
 }
 QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
-"""What float matrices can be quantized to as they are read."""
+"""Formats to which float matrices can be quantized while they are read."""
 
 GROUP_SIZE = 32
 """Elements of a row that integer formats quantize together; rows are whole groups."""
@@ -92,18 +93,11 @@ _ROWS_TOGETHER = 64
 """As many rows are packed at once in BF16; see `csrc/pack.h`."""
 
 
-class PackedWeight(ctypes.Structure):
-    """A matrix ``[n, k]``, as `csrc/linear.h` has it; native code takes its address.
+class PackedWeight(library.PackedWeight):
+    """A packed matrix ``[n, k]``; native code takes its address.
 
     Keeps `data`, uint8 and aligned to 64 bytes, alive.
     """
-
-    _fields_ = (
-        ("format", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("_data", ctypes.c_void_p),
-    )
 
     def __init__(
         self, weight_format: WeightFormat, n: int, k: int, data: NDArray[np.uint8]
@@ -116,7 +110,7 @@ class PackedWeight(ctypes.Structure):
         return WeightFormat(self.format).activation_kind
 
     def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
-        """Rows of the matrix, ``[len(indices), k]``."""
+        """Return rows of the matrix, ``[len(indices), k]``."""
         unpack = native_library().engine_unpack_weight_row
         out = np.empty((len(indices), self.k), np.float32)
         for index, row in zip(indices, out, strict=True):
@@ -127,7 +121,7 @@ class PackedWeight(ctypes.Structure):
 class WeightMemory:
     """Zeroed memory for weights, in huge pages.
 
-    A step reads all weights, and a quarter of that time would go into looking up small pages.
+    A step reads all weights, and with small pages a quarter of its time would be address translation.
     """
 
     def __init__(self) -> None:
@@ -145,7 +139,7 @@ class WeightMemory:
         return self._chunk[start : self._used]
 
     def shrink(self, num_bytes: int, last: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the first `num_bytes` of what was allocated last; the next allocation gets the rest, zero."""
+        """Shrink the last allocation to `num_bytes`; the rest is zeroed for the next allocation."""
         last[num_bytes:] = 0
         self._used -= len(last) - num_bytes
         return last[:num_bytes]
@@ -289,8 +283,8 @@ class NativeWeightReader(WeightReader):
             source_type, source = rows(start, min(start + step, num_rows))
             if not pack_rows(weight, source_type, source, start):
                 raise self._error(
-                    f"the tensor {name!r} has numbers that are NaN or infinite: the file is damaged, or was "
-                    "quantized from such"
+                    f"the tensor {name!r} has NaN or infinite numbers: the file, or the model it was "
+                    "quantized from, is damaged; download it again"
                 )
 
         with ThreadPoolExecutor(self._num_threads) as threads:
@@ -318,15 +312,15 @@ class NativeWeightReader(WeightReader):
         return self._quantization
 
     def _few_rows(self, name: str) -> QuantizedMatrix | None:
-        """The first rows of a matrix that is stored quantized, from which its format is read."""
+        """Return the first rows of a quantized matrix, which determine its format, or None."""
         return self.checkpoint.quantized(name, part=range(min(8, self.checkpoint.shape(name)[0])))
 
     def _stored_dtype(self, name: str) -> torch.dtype:
-        """Of a matrix that is not stored quantized."""
+        """Return the dtype of a matrix that is not stored quantized."""
         return self.checkpoint.tensor(name, part=range(1)).dtype
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
-        """The type in which a tensor is stored, if it can be packed from that as it is."""
+        """Return the type in which a tensor is stored if it can be packed directly, else None."""
         if isinstance(self.checkpoint, GGUFCheckpoint):
             stored_type = self.checkpoint.ggml_type(name)
             if can_pack(stored_type, weight_format):
@@ -340,7 +334,7 @@ class NativeWeightReader(WeightReader):
         weight_format: WeightFormat,
         stored_type: SourceType | None,
     ) -> tuple[SourceType, NDArray[np.uint8]]:
-        """Rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
+        """Return rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             return stored_type, self.checkpoint.raw(name, part)
         return self._other(name, weight_format, part, 0)
@@ -348,7 +342,7 @@ class NativeWeightReader(WeightReader):
     def _columns(
         self, name: str, part: range, weight_format: WeightFormat, stored_type: SourceType | None
     ) -> tuple[SourceType, NDArray[np.uint8]]:
-        """Columns of a tensor in a type that can be packed, uint8 ``[rows, bytes of those of a row]``."""
+        """Return columns of a tensor in a type that can be packed, uint8 ``[rows, bytes of the columns]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             elements, size = BLOCK_SIZES[stored_type]
             start, stop = (bound // elements * size for bound in (part.start, part.stop))
@@ -358,7 +352,7 @@ class NativeWeightReader(WeightReader):
     def _other(
         self, name: str, weight_format: WeightFormat, part: range, dim: int
     ) -> tuple[SourceType, NDArray[np.uint8]]:
-        """Rows or columns of a tensor in a type that can be packed, which it is not stored in."""
+        """Return rows or columns of a tensor, converted to a type that can be packed."""
         if not isinstance(self.checkpoint, GGUFCheckpoint) and (
             matrix := self.checkpoint.quantized(name, part=part, dim=dim)
         ):
@@ -405,7 +399,7 @@ def pack_rows(
 
 
 def finish_packing(weight: PackedWeight) -> int:
-    """To be called when all rows are packed: returns how many bytes of its data the matrix needs."""
+    """Finish a matrix whose rows are all packed, and return how many bytes of its data it needs."""
     return int(native_library().engine_finish_packing(ctypes.byref(weight)))
 
 

@@ -1,8 +1,10 @@
 """Integers of a few bits, packed for kernels.
 
-O rows, D columns. A plane holds `bits` (1, 2, 4 or 8) of each element. Its bytes are in runs of 32, a run for
-32 * 8 / `bits` columns: the lowest bits of byte i are the column i of those, the next ones the column 32 + i, and so
-on. So neighbouring threads read neighbouring bytes, and no bits have to change places.
+A plane holds `bits` (1, 2, 4 or 8) of each element, in runs of 32 bytes for 32 * 8 / `bits` columns. The lowest bits of
+byte i are column i of the run, the next bits column 32 + i, and so on. So neighboring threads read neighboring bytes,
+and bits need not be rearranged.
+
+Shapes: O rows, D columns.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def pack_plane(values_OD: Tensor, bits: int) -> Tensor:
 
 
 def planes_of(bits: int) -> tuple[int, int]:
-    """Return the bits of an element's low and high plane; 0 is a plane that is not there."""
+    """Return the bits of an element's low and high plane; 0 means that there is no such plane."""
     return (bits, 0) if bits in (4, 8) else (4, bits - 4)
 
 
@@ -57,5 +59,5 @@ def load_integers(low_ptr, high_ptr, columns, mask, BITS: tl.constexpr, HIGH_BIT
 
 @triton.jit
 def integers_to_floats(values):
-    """Convert integers of [0, 2 ** 23) to float32 by way of its bits: the instruction for it is too slow."""
+    """Convert integers of [0, 2 ** 23) to float32 by their bits, because the conversion instruction is slow."""
     return (values | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0

@@ -1,6 +1,6 @@
-"""Rounding the rows of an activation to float8 (e4m3), with scales of their own, in the kernel that computes them.
+"""Rounding of activation rows to float8 (e4m3) with scales, inside the kernels that compute the rows.
 
-T tokens, D features, G groups of a row, C columns of a group.
+Shapes: T tokens, D features, G groups of a row, C columns of a group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PART_OF_A_ROW = 2048
 
 
 class Float8Rows(NamedTuple):
-    """Rows [T, D] in float8_e4m3fn, to be multiplied with their scales, float32 [T, G]; None stands for 1."""
+    """Rows [T, D] in float8_e4m3fn and their scales, float32 [T, G], or None for scales of 1."""
 
     values_TD: Tensor
     scale_TG: Tensor | None
@@ -29,9 +29,10 @@ Rows = Tensor | Float8Rows
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """To float8: with a scale for every `group_size` columns of a row, for a whole row, or with `input_scale` for all.
+    """Rounding to float8, with one scale for `group_size` columns, a row, or (`input_scale`) for all values.
 
-    `group_size` is a power of two. Rows that are rounded with `input_scale` come without scales: the matrix has it.
+    `group_size` is a power of two. Rows rounded with `input_scale` have no scales of their own, because the matrix has
+    it.
     """
 
     group_size: int | None = None
@@ -65,7 +66,7 @@ def store_row(
     if SCALES == "given":
         y_GC = tl.clamp(y_GC / input_scale, -FLOAT8_MAX, FLOAT8_MAX)
     elif SCALES == "found":
-        # Never zero, also for a group of zeros only.
+        # Never zero, even for a group of zeros.
         scale_G = tl.maximum(tl.max(tl.abs(y_GC), 1), 1e-10) / FLOAT8_MAX
         num_groups = tl.cdiv(num_columns, GROUP)
         tl.store(scale_ptr + token * num_groups + groups_G, scale_G, mask=groups_G < num_groups)
@@ -75,10 +76,10 @@ def store_row(
 
 
 class RowOutput:
-    """What a kernel that computes rows is launched with: memory for them, and how much of a row a program has.
+    """Output memory and launch arguments of a kernel that computes rows.
 
-    A program has `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr, scale_ptr,
-    input_scale and num_columns.
+    A program computes `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr,
+    scale_ptr, input_scale and num_columns.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class RowOutput:
 
     @classmethod
     def of(cls, x_TD: Tensor, num_columns: int, rounding: Rounding | None) -> RowOutput:
-        """A program has a part of a row, or all of it if a scale is for all of it."""
+        """Return the output for programs that compute part of a row, or a whole row if one scale is for all of it."""
         row = triton.next_power_of_2(num_columns)
         return cls(x_TD, num_columns, rounding, min(row, _PART_OF_A_ROW))
 

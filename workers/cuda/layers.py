@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ..models.layers import GatedActivation, LayerKernels, Linear, RMSNorm
-from ..models.parallel_layers import RowParallelLinear
-from ..models.rope import RotaryEmbedding, RotaryTables
+from ..layers.layers import GatedActivation, LayerKernels, Linear, RMSNorm
+from ..layers.rope import RotaryEmbedding, RotaryTables
+from ..parallel.parallel_layers import RowParallelLinear
 from ..quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
@@ -22,11 +22,11 @@ from .sampling import append_tokens, choose_greedy, choose_tokens
 
 
 class TritonKernels(LayerKernels):
-    """Quantized matrices stay so; products with others are torch's.
+    """Layers in Triton kernels. Quantized matrices are not dequantized; other products use torch.
 
-    The input of a product that wants float8 is rounded by the kernel that computes it. `has_float8` says whether the
-    device computes with float8. With `is_batch_invariant` all products are those of the kernel for quantized matrices:
-    its order of sums is fixed, while torch has other kernels for other numbers of tokens.
+    If a product takes float8, the kernel that computes its input rounds it. `has_float8` says whether the device
+    computes with float8. With `is_batch_invariant` all products use the kernel for quantized matrices, whose order of
+    sums is fixed; torch chooses kernels by the number of tokens.
     """
 
     keeps_quantized = True

@@ -38,7 +38,7 @@ def _norm_kernel(
     if block_ptr is not None:
         block_row = block_ptr + token * block_stride
         block_GC = tl.load(block_row + columns_GC, mask=mask_GC, other=0.0).to(tl.float32)
-        # The stream is rounded before the norm sees it, as if both were done one after the other.
+        # The stream is rounded before the norm, as if addition and norm were separate.
         stored_GC = (x_GC + block_GC * multiplier).to(x_ptr.dtype.element_ty)
         tl.store(x_row + columns_GC, stored_GC, mask=mask_GC)
         x_GC = stored_GC.to(tl.float32)

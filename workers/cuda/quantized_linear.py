@@ -1,14 +1,14 @@
-"""Products with matrices that stay quantized.
+"""Products with quantized matrices, without dequantizing them in memory.
 
-T tokens, O output and D input features, G groups of a row, S splits of it.
+One kernel supports all formats: it converts tiles of the stored matrix to numbers and multiplies them with the tokens.
+The matrix is the left operand, whose tiles have at least 64 rows, so few tokens waste little work. For few tokens the
+columns are split among programs, and another kernel sums the splits. Where they are split, and so the order of a sum,
+depends on the matrix alone; for many tokens one program sums all splits.
 
-One kernel for all formats: it turns tiles of the stored matrix into numbers and multiplies them with the tokens. The
-matrix is the left operand, of which a tile has at least 64 rows; so few tokens waste little. For few tokens the columns
-are split among programs, and another kernel adds up their sums. Where they are split, and so the order of a sum,
-depends on the matrix alone; for many tokens one program adds up all splits.
+If both factors are float8 with one scale per row, torch's library has a faster product for many tokens, which may sum
+in another order.
 
-Where both factors are float8 and have a scale a row, torch's library has a faster product for many tokens; it may add
-up in another order.
+Shapes: T tokens, O output and D input features, G groups of a row, S splits of it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SPLIT_TOKENS = 64
 """With more tokens there are enough programs without splits."""
 
 _PROGRAMS = 528
-"""Four for each multiprocessor of an H100 or H200."""
+"""Target number of programs: four for each multiprocessor of an H100 or H200."""
 
 _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
 
 _LIBRARY_ALIGNMENT = 16
-"""Both sizes of a float8 matrix must be multiples of it for torch."""
+"""torch requires both sizes of a float8 matrix to be multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _of_columns(
 
 @triton.jit
 def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask_O1, mask_1T):
-    """Multiply with the scales that all columns share, and add the bias; None for those that there are not."""
+    """Multiply by the scales that all columns share, and add the bias; absent ones are None."""
     if scale_ptr is not None:
         sum_OT *= tl.load(scale_ptr + rows_O1, mask=mask_O1, other=0).to(tl.float32)
     if x_scale_ptr is not None:
@@ -174,9 +174,9 @@ def _linear_kernel(
                         x_scale_ptr + tokens_1T * num_groups + group, mask=mask_1T, other=0
                     )
             elif BITS or SCALED == "elements" or low_ptr.dtype != x_ptr.dtype:
-                # The computed operand is in registers. Before CUDA 13.3 ptxas gives them to others while the product
-                # still reads them, if the product may run beside the next one (triton-lang/triton#9433). As its sum is
-                # used here, it does not.
+                # The converted operand is in registers. Before CUDA 13.3 ptxas may reuse them while the product still
+                # reads them, if the product overlaps with the next one (triton-lang/triton#9433). Using its sum here
+                # prevents the overlap.
                 part_OT *= one
             sum_OT += part_OT
         total_OT += sum_OT
@@ -234,7 +234,7 @@ def kept_group_size(matrix: QuantizedMatrix) -> int:
 
 
 def can_keep(matrix: QuantizedMatrix) -> bool:
-    """Whether the kernels can multiply with the matrix as it is."""
+    """Return whether the kernels support the matrix without dequantizing it."""
     smallest = _SMALLEST_GROUP
     if matrix.activations is ActivationScheme.GROUP:
         smallest = _SMALLEST_FLOAT8_GROUP
@@ -242,7 +242,7 @@ def can_keep(matrix: QuantizedMatrix) -> bool:
 
 
 class PackedMatrix:
-    """One matrix as the kernel reads it."""
+    """A matrix in the kernel's layout."""
 
     def __init__(self, matrix: QuantizedMatrix, *, is_batch_invariant: bool = False) -> None:
         self._num_rows, self._num_columns = matrix.shape
@@ -256,7 +256,7 @@ class PackedMatrix:
             if matrix.activations is ActivationScheme.GROUP and self._num_groups > 1:
                 self.rounding = Rounding(self._group_size)
                 self._block_columns = min(_BLOCK_COLUMNS, self._group_size)
-        # Scaling after the product costs less, and no scaled element is rounded for it.
+        # Scaling after the product costs less, and does not round scaled elements.
         if self._offset_OG is not None:
             self._scaled = "elements"
         elif self._num_groups == 1:
@@ -314,7 +314,7 @@ class PackedMatrix:
             x_TD = x_TD[:, self._order_D]
         num_tokens = len(x_TD)
         scale_1O = self._library_scale_1O
-        # With a scale a row torch's product gives bfloat16 only.
+        # With one scale per row, torch's product supports bfloat16 output only.
         dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
         if num_tokens > _TILES[-1].tokens and scale_1O is not None and dtypes == {torch.bfloat16}:
             self._multiply_by_library(x_TD, x_scale_TG, scale_1O, bias_O, out_TO)
@@ -404,10 +404,10 @@ class PackedMatrix:
 
 
 class QuantizedLinear:
-    """x [T, D] -> x @ matrix.T + bias, in `dtype`, of matrices with their rows one below the other.
+    """x [T, D] -> x @ matrix.T + bias, in `dtype`, for matrices with consecutive rows.
 
-    Each must be one that `can_keep` takes. Where all of them round their input in the same way, `rounding` says how,
-    and the input may be rounded so already.
+    `can_keep` must accept every matrix. If all of them round their input in the same way, `rounding` describes it, and
+    the input may be rounded already.
     """
 
     def __init__(

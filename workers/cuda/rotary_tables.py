@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..models.rope import RotaryEmbedding, RotaryTables
+from ..layers.rope import RotaryEmbedding, RotaryTables
 
 
 @triton.jit

@@ -1,10 +1,9 @@
-"""Finding tokens of a row of logits by their rank or by the weight of what ranks before them, without sorting.
+"""Finds tokens of a row of logits by rank or by cumulative weight, without sorting.
 
-Logits are compared as integers of the same order, their *levels*; tokens of one level rank by id. A token's weight is
-an integer, as `workers.sampling.distribution` has it, so sums are exact in any order: what is found here is what a sort
-would find.
+Logits are compared as integers in the same order, their *levels*; tokens of equal level rank by id. A token's weight is
+an integer, as in `workers.sampling.distribution`, so sums are exact in any order and the results equal those of a sort.
 
-V vocabulary, N any number of candidates, D of the best.
+Shapes: V vocabulary, N any number of candidates, D best tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _HIGHEST_LEVEL = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def level_of(logits):
-    """Return int32 that compare as the float32 logits do; both zeros have one."""
+    """Return int32 numbers in the order of the float32 logits; both zeros have the same one."""
     # Adding zero makes the negative zero positive.
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     return ((bits >> 31) & 0x7FFFFFFF) ^ bits

@@ -1,10 +1,9 @@
-"""The next token of every row of logits, chosen by one program a row, as `workers.sampling.choose_tokens` does.
+"""Choosing the next token of each row of logits with one program per row, like `workers.sampling.choose_tokens`.
 
-The noise, the weights and so the choices are those of the torch code. Only the exponential may differ from that of
-another device, in the last bit of a likely token and by a millionth of an unlikely one, which changes a choice once in
-millions of tokens.
+Noise and weights are those of the torch code, and so are the choices. Only the exponential may differ from another
+device's, in the last bit of a likely token and by a millionth for an unlikely one. That changes one choice in millions.
 
-S rows of the batch, V vocabulary, N blocks of 32 neighbouring tokens, D tokens that are ranked.
+Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, D tokens that are ranked.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ..device.transfers import to_device
 from ..sampling.choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.random import Stream
-from ..transfers import to_device
 from .row_search import (
     LOWEST_LEVEL,
     level_of,
@@ -37,7 +36,7 @@ from .row_search import (
 _BLOCK = tl.constexpr(32)
 _BLOCKS_AT_ONCE = 64
 _DEPTH = 256
-"""How many of a row's best tokens are ranked; filters that keep more take some hundred microseconds longer."""
+"""Best tokens of a row that are ranked; filters that keep more take some hundred microseconds longer."""
 
 _TILE = 4096
 _APPENDED = 128
@@ -54,7 +53,7 @@ def _block_max_kernel(
     blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = blocks_N[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    # A maximum would lose a NaN. Infinity stands for it: both mean that the row cannot be sampled.
+    # A maximum would lose a NaN, so infinity replaces it: both mean that the row cannot be sampled.
     logits = tl.where(logits != logits, float("inf"), logits)
     tl.store(
         block_max_ptr + row * num_blocks + blocks_N, tl.max(logits, 1), mask=blocks_N < num_blocks
@@ -110,7 +109,7 @@ def _sample_best(
     floor,
     DEPTH: tl.constexpr,
 ):
-    """Return a token of the listed ones, and whether they are enough. With a top-k it defines the total."""
+    """Return one of the listed tokens, and whether the list suffices. With a top-k the list defines the total."""
     ids_D = tl.load(list_ptr + tl.arange(0, DEPTH))
     logits_D, keys_D = _rank_keys(row_ptr, vocab_size, ids_D)
     weights_D = weight_of(logits_D, peak, inverse_temperature, floor)
@@ -146,7 +145,7 @@ def _sample_any(
     floor,
     TILE: tl.constexpr,
 ):
-    """Return a token of as many as top-k and top-p keep."""
+    """Return one of the tokens that top-k and top-p keep, however many they are."""
     last = tl.full((), LOWEST_LEVEL, tl.int64)
     if top_k < vocab_size:
         last, num_above = level_that_exceeds(
@@ -308,7 +307,7 @@ def _choose_kernel(
 
 
 def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array) -> Tensor:
-    """Return the next token of each row, or what is in its place, int64 [S]; see `workers.sampling.choose_tokens`.
+    """Return each row's next token or a mark, int64 [S]; see `workers.sampling.choose_tokens`.
 
     `logits_SV` is float32, its last dimension contiguous.
     """
@@ -345,7 +344,7 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
 
 
 def choose_greedy(logits_SV: Tensor) -> Tensor:
-    """As `choose_tokens`, where every row takes its most likely token."""
+    """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
     num_rows, vocab_size = logits_SV.shape
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
     if not num_rows:
@@ -365,7 +364,7 @@ def choose_greedy(logits_SV: Tensor) -> Tensor:
 
 
 def _block_max(logits_SV: Tensor) -> Tensor:
-    """Return the largest logit of each block, float32 [S, N], infinity where one is not a number."""
+    """Return the largest logit of each block, float32 [S, N], or infinity if one is NaN."""
     num_rows, vocab_size = logits_SV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
     block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)

@@ -1,23 +1,22 @@
-"""What the models need of a checkpoint, whatever its format."""
+"""The interface of checkpoints of all formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from os import PathLike
 from pathlib import Path
 
 import torch
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 
 
 class Checkpoint(ABC):
-    """A model's config and tensors under Hugging Face's names and conventions.
+    """A model's config and tensors, by Hugging Face's names and conventions.
 
-    ``config`` is the content of ``config.json``, or what a GGUF file says in its place, and ``config_path`` that file.
-    ``bytes_read`` counts the bytes of tensor data that were read so far. ``place`` copies a tensor that
-    lies in a file, as a dtype, to where it shall stay.
+    ``config`` is the content of ``config.json`` or its equivalent from a GGUF file; ``config_path`` is its file.
+    ``bytes_read`` counts the bytes of tensor data read so far. ``place`` copies a tensor from a file to its device and
+    dtype.
     """
 
     def __init__(self, path: Path, config: ConfigFields) -> None:
@@ -29,11 +28,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises `CheckpointError` if there is none of that name."""
+        """Return the shape of a tensor. Raises `CheckpointError` if there is none of that name."""
 
     @abstractmethod
     def tensor(
@@ -54,7 +53,7 @@ class Checkpoint(ABC):
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
-        """Read what `tensor` does without dequantizing it; None for a tensor that is not stored quantized."""
+        """Read a tensor like `tensor` but without dequantizing it. Returns None if it is not stored quantized."""
         return None
 
     def missing(self, name: str) -> CheckpointError:
@@ -66,12 +65,12 @@ class Checkpoint(ABC):
 
 
 def copy_to_host(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy, so that a file overwritten later cannot change or crash a running model."""
+    """Return a copy, so that overwriting the file later cannot change or crash a running model."""
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
 def part_of(shape: tuple[int, ...], part: range | None, dim: int) -> range:
-    """Return `part`, or all of the dimension. Raises ValueError if a tensor of that shape has no such part."""
+    """Return `part`, or the whole dimension. Raises ValueError if a tensor of that shape has no such part."""
     if part is None and not shape:
         return range(1)
     if not 0 <= dim < len(shape):
@@ -82,20 +81,3 @@ def part_of(shape: tuple[int, ...], part: range | None, dim: int) -> range:
             f"part {part.start}:{part.stop} is not within the {shape[dim]} of dim {dim}"
         )
     return part
-
-
-def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face directory (safetensors) or a GGUF file (any file of a split one).
-
-    Raises `CheckpointError` if it is missing, damaged, incomplete or of a kind that is not
-    supported; the message ends with the remedy.
-    """
-    from .gguf import GGUFCheckpoint
-    from .hf import HFCheckpoint
-
-    path = Path(path)
-    if path.is_dir():
-        return HFCheckpoint(path)
-    if path.suffix in (".safetensors", ".bin", ".json"):
-        raise CheckpointError(path, "give the directory that holds the model, not one file of it")
-    return GGUFCheckpoint(path)

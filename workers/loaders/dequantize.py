@@ -1,11 +1,11 @@
 """GGUF blocks to floating point.
 
-An element of a quantized block is ``q * scale + offset``, with ``scale`` and ``offset`` shared by a
-group of elements. The unpack function of a type finds the three; the arithmetic is done once for
-all, in float32 and in the order of ggml's reference, so that results are the same to the last bit.
+An element of a quantized block is ``q * scale + offset``, where a group of elements shares ``scale`` and ``offset``.
+The unpack function of a type returns the three. The arithmetic is shared by all types, in float32 and in the order of
+ggml's reference, so that results are equal to the last bit.
 
-Legend: B blocks, b bytes of a block, G groups of a block, N elements of a group, W = N / 8 words.
-Bytes are worked on eight at a time, as int64 words; values of a byte never spill into the next.
+Shapes: R rows, B blocks, b bytes of a block, G groups of a block, N elements of a group, W = N / 8 words.
+Eight bytes are processed at a time as one int64 word; no byte overflows into the next.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...protocol.gguf import BLOCK_SIZES
-from ...protocol.gguf import GGMLQuantizationType as T
+from ...protocol.checkpoint.gguf import BLOCK_SIZES
+from ...protocol.checkpoint.gguf import GGMLQuantizationType as T
 from ..quantization.matrix import QuantizedMatrix
 
-# torch forks threads from 32768 elements on. Work is cut below that: a fork and join costs more
-# than one such operation, whose data is still in the cache. Before they become floats, four
-# elements or more take part in an operation as one 16-bit or longer word.
+# torch forks threads from 32768 elements on, which costs more than an operation whose data is in the cache. So work
+# is cut below that. Before conversion to floats, an operation handles four or more elements as one word.
 _FLOAT_ELEMENTS = 32767
 _CHUNK_ELEMENTS = 4 * _FLOAT_ELEMENTS
 
@@ -104,12 +103,12 @@ def _quantized(unpack: Callable[[Tensor], _Unpacked]) -> Callable[[Tensor, Tenso
 
 
 def _half(blocks_Bb: Tensor, at: int) -> Tensor:
-    """The float16 at byte ``at`` of each block, as float32 ``[B, 1]``."""
+    """Return the float16 at byte ``at`` of each block, as float32 ``[B, 1]``."""
     return blocks_Bb.view(torch.float16)[:, at // 2 : at // 2 + 1].float()
 
 
 def _words(packed: Tensor, *shape: int) -> Tensor:
-    """Bytes as int64 words of eight, in the given shape (of words)."""
+    """Return bytes as int64 words of eight bytes, in the given shape (of words)."""
     pairs = packed.view(torch.int16).clone(memory_format=torch.contiguous_format)
     return pairs.view(torch.int64).view(shape)
 
@@ -123,13 +122,13 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 
 def _minus(words: Tensor, amount: int) -> Tensor:
-    """Subtract ``amount`` from every byte: the top bit is lent so that no byte borrows."""
+    """Subtract ``amount`` from every byte; setting the top bits first keeps bytes from borrowing from each other."""
     lent = _EACH_BYTE * 0x80 - (1 << 64)
     return words.bitwise_or_(lent).sub_(_EACH_BYTE * amount).bitwise_xor_(lent)
 
 
 def _fifth_bits(packed_B4: Tensor) -> Tensor:
-    """The 32 bits in four bytes as 0 or 16 in 32 bytes: words ``[B, 1, 2, 2]``."""
+    """Return the 32 bits in four bytes as 0 or 16 in 32 bytes, words ``[B, 1, 2, 2]``."""
     words = packed_B4.to(torch.int64).mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K)
     # Adding 127 carries into the top bit of exactly the bytes that are not zero.
     is_set = words.add_(_EACH_BYTE * 0x7F) >> 3
@@ -186,10 +185,10 @@ def _q3_k(blocks_Bb: Tensor) -> _Unpacked:
 
 
 def _k_scales(blocks_Bb: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and offset of the eight groups of Q4_K and Q5_K.
+    """Return scale and offset of the eight groups of Q4_K and Q5_K.
 
-    Twelve bytes at 4: six bits each of scales 0-3 and of minimums 0-3, whose top two bits belong
-    to the values 4-7, the other four bits of which are the nibbles of the last four bytes.
+    They are six-bit numbers in twelve bytes at byte 4. Four bytes hold scales 0-3 and four hold minimums 0-3, with the
+    top two bits of scales and minimums 4-7. The nibbles of the last four bytes are the low bits of the latter.
     """
     first, second, last = blocks_Bb[:, 4:8], blocks_Bb[:, 8:12], blocks_Bb[:, 12:16]
     scales = torch.cat((first & 63, (last & 15) | ((first >> 2) & 48)), dim=1)
@@ -221,7 +220,7 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """Integers from -`zero` to 2 ** `bits` - 1 - `zero`, and the function that finds them."""
+    """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function."""
 
     bits: int
     zero: int
@@ -240,7 +239,7 @@ BLOCK_TYPES = {
     T.Q5_K: BlockType(5, 0, _q5_k),
     T.Q6_K: BlockType(6, 32, _q6_k),
 }
-"""The quantized types. Two and three bits count as four, which kernels have."""
+"""Quantized types. Types of two and three bits are unpacked to four, which kernels support."""
 
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as(torch.float32),
@@ -248,4 +247,4 @@ DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.BF16: _stored_as(torch.bfloat16),
     **{ggml_type: _quantized(block.unpack) for ggml_type, block in BLOCK_TYPES.items()},
 }
-"""The types that can be dequantized; the function writes blocks to a tensor ``[B, block size]``."""
+"""Types that can be dequantized; each function writes blocks to a tensor ``[B, block size]``."""

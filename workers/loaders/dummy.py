@@ -1,4 +1,4 @@
-"""A checkpoint of which only the config exists: its weights are whatever the model asks for, made up on the device."""
+"""A checkpoint with a config only: its weights are random, in the shapes that the model requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import ConfigError
 from .checkpoint import Checkpoint
 
 STANDARD_DEVIATION = 0.02
-"""What models are initialised with, so that hidden states stay as large as those of real ones."""
+"""Standard deviation of the weights, as in newly initialized models, so that hidden states have realistic sizes."""
 
 
 class DummyCheckpoint(Checkpoint):
@@ -47,7 +47,7 @@ class DummyCheckpoint(Checkpoint):
 def made_up(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return random weights; norms and biases, which ranks have in common, are such as change nothing."""
+    """Return random weights. Norms and biases, which ranks share, are set to leave their input unchanged."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     if len(shape) == 1:

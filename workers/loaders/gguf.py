@@ -1,4 +1,4 @@
-"""GGUF files under Hugging Face's names and conventions."""
+"""GGUF files, read by Hugging Face's names and conventions."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
+from ...protocol.checkpoint.gguf_config import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
-from ...protocol.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
-from ...protocol.gguf_config import gguf_to_hf_config
 from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
 from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
@@ -43,12 +43,12 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "gemma3": _GEMMA_MODULES,
     "phi3": _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"},
 }
-# Their rotary embedding turns neighbouring elements where Hugging Face turns the two halves of a
+# The rotary embedding of these architectures pairs neighboring elements, while Hugging Face pairs the two halves of a
 # head, so the converter interleaves the rows of q and k.
 _INTERLEAVED = ("llama", "smollm3", "granite")
-# Their norms multiply by 1 + weight; the converter stores the sum.
+# The norms of these architectures multiply by 1 + weight; the converter stores the sum.
 _NORM_PLUS_ONE = ("gemma2", "gemma3")
-# The config carries these.
+# The config has the values of these tensors.
 _ROTARY_TENSORS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
@@ -116,14 +116,14 @@ class GGUFCheckpoint(Checkpoint):
         return self._tensor(name).shape
 
     def ggml_type(self, name: str) -> GGMLQuantizationType:
-        """How a tensor is stored."""
+        """Return the type in which a tensor is stored."""
         return self._tensor(name).ggml_type
 
     def raw(self, name: str, part: range | None = None) -> npt.NDArray[np.uint8]:
-        """Rows of a tensor as they are stored, uint8 ``[rows, row bytes]``, in Hugging Face's order.
+        """Return rows of a tensor as stored, uint8 ``[rows, row bytes]``, in Hugging Face's order.
 
-        The elements of a vector count as its rows. The norms of Gemma have 1 added. A view of the
-        memory map where the order is that of the file.
+        Each element of a vector is a row. 1 is added to the norms of Gemma. The result is a view of the memory map if
+        the file has the same order.
         """
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, 0)
@@ -177,7 +177,7 @@ class GGUFCheckpoint(Checkpoint):
         else:
             block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
             if part.start % block_size or part.stop % block_size:
-                # Such a part has no whole blocks, and is dequantized.
+                # The part ends within a block, so it has to be dequantized.
                 return None
             start, stop = (bound // block_size * block_bytes for bound in (part.start, part.stop))
             raw = self.raw(name)[:, start:stop]
@@ -192,7 +192,7 @@ class GGUFCheckpoint(Checkpoint):
         return tensor
 
     def _num_interleaved_heads(self, gguf_name: str) -> int:
-        """How many heads' rows are interleaved in a tensor; 0 if none are."""
+        """Return how many heads' rows are interleaved in a tensor; 0 if none are."""
         if self._architecture not in _INTERLEAVED:
             return 0
         if ".attn_q." in gguf_name:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
@@ -15,15 +15,15 @@ from .quantized_modules import QuantizedModules
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Other things that live beside a model: Mistral's own layout of the same weights, and LoRA.
+# Files beside a model that are not its weights: Mistral's own layout of them, and LoRA adapters.
 _NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
 class HFCheckpoint(Checkpoint):
-    """A directory with ``config.json`` and the weights as safetensors.
+    """A directory with ``config.json`` and safetensors files.
 
-    The matrix of a quantized module is the tensor ``weight`` of that module, whatever tensors it is made of.
+    A quantized module's matrix is read as the module's tensor ``weight``, even if several tensors store it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,21 +81,21 @@ class HFCheckpoint(Checkpoint):
         return self.load(name, *(None,) * dim, part, dtype=dtype)
 
     def stored_names(self) -> Collection[str]:
-        """The names of the tensors in the files."""
+        """Return the names of the tensors in the files."""
         return self._shards.keys()
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._view(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """As safetensors spells it."""
+        """Return the dtype of a tensor in safetensors' spelling."""
         dtype: str = self._view(name).get_dtype()
         return dtype
 
     def load(
         self, name: str, *parts: range | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Read what lies in these ranges of a tensor's dimensions, as it is stored or converted to `dtype`."""
+        """Read these ranges of a tensor's dimensions, converted to `dtype` if it is given."""
         view = self._view(name)
         if view.get_shape():
             every = slice(None)
@@ -115,7 +115,7 @@ class HFCheckpoint(Checkpoint):
 
 
 def _expected_shards(path: Path) -> dict[str, Path]:
-    """Which file each tensor is in, as the index has it; empty if there is no index."""
+    """Return the file of each tensor according to the index; empty if there is no index."""
     index = path / _INDEX
     if not index.exists():
         return {}

@@ -1,28 +1,43 @@
-"""The quantized linear modules of a safetensors checkpoint, each as if it were a tensor `weight`."""
+"""Quantized linear modules of a safetensors checkpoint, each presented as one tensor `weight`."""
 
 from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
 
-from ...protocol.config_fields import ConfigFields
+import torch
+
+from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.config import quantization_scheme
 from ..quantization.matrix import QuantizedMatrix
 from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
 
-if TYPE_CHECKING:
-    from .hf import HFCheckpoint
-
-# For attention in float8, which the weights' scheme may come with.
+# Scales for float8 attention, which some checkpoints contain.
 _UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
 
 
-class QuantizedModules:
-    """`names` are the checkpoint's tensors, but one `weight` for the tensors of each quantized module."""
+class StoredTensors(Protocol):
+    """The tensors of a safetensors checkpoint, as they are stored."""
 
-    def __init__(self, scheme: QuantizationScheme, checkpoint: HFCheckpoint) -> None:
+    path: Path
+
+    def stored_names(self) -> Collection[str]: ...
+
+    def stored_shape(self, name: str) -> tuple[int, ...]: ...
+
+    def stored_dtype(self, name: str) -> str: ...
+
+    def load(self, name: str, *parts: range | None) -> torch.Tensor: ...
+
+
+class QuantizedModules:
+    """Quantized modules. `names` lists the checkpoint's tensors, with one `weight` for all tensors of such a module."""
+
+    def __init__(self, scheme: QuantizationScheme, checkpoint: StoredTensors) -> None:
         self._scheme = scheme
         stored = frozenset(checkpoint.stored_names())
         self._modules = {
@@ -49,8 +64,8 @@ class QuantizedModules:
         ) | frozenset(self._modules)
 
     @classmethod
-    def of(cls, config: ConfigFields, checkpoint: HFCheckpoint) -> QuantizedModules | None:
-        """Return None for a checkpoint that is not quantized."""
+    def of(cls, config: ConfigFields, checkpoint: StoredTensors) -> QuantizedModules | None:
+        """Return the checkpoint's quantized modules, or None if it is not quantized."""
         quantization = config.first_section("quantization_config", "compression_config")
         if not quantization.config:
             return None
@@ -76,7 +91,7 @@ class QuantizedModules:
         return self._scheme.matrix(self._modules[name], rows, columns)
 
 
-def _stored_module(checkpoint: HFCheckpoint, stored: frozenset[str], module: str) -> StoredModule:
+def _stored_module(checkpoint: StoredTensors, stored: frozenset[str], module: str) -> StoredModule:
     def shape(tensor: str) -> tuple[int, ...] | None:
         name = f"{module}.{tensor}"
         return checkpoint.stored_shape(name) if name in stored else None
@@ -87,6 +102,6 @@ def _stored_module(checkpoint: HFCheckpoint, stored: frozenset[str], module: str
     return StoredModule(module, shape, load, functools.partial(CheckpointError, checkpoint.path))
 
 
-def _is_empty_bias(checkpoint: HFCheckpoint, name: str) -> bool:
-    """Whether the tensor is a bias of nothing but zeros, which some quantizers add to every module."""
+def _is_empty_bias(checkpoint: StoredTensors, name: str) -> bool:
+    """Return whether the tensor is an all-zero bias, which some quantizers add to every module."""
     return name.endswith(".bias") and not checkpoint.load(name).any()

@@ -1,4 +1,4 @@
-"""From the page cache to a GPU, as fast as the bus: through pinned memory, one part filled while another is sent."""
+"""Fast copies from the page cache to a GPU through pinned memory, filling one part while another is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_STAGING_BUFFERS: Final = 2
 
 
 class PinnedUpload:
-    """Brings tensors to `device`. The memory that they come from may be unmapped as soon as a call returns."""
+    """Copies tensors to `device`. Their source memory may be unmapped as soon as a call returns."""
 
     def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = device

@@ -1,6 +1,6 @@
-"""One decoder for every family: what differs is in the `ModelSpec`; which part of it is here, in the `ModelShard`.
+"""The decoder for all model families; `ModelSpec` describes their differences and `ModelShard` the local part.
 
-T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard,
+Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard,
 K head dimension, V vocabulary.
 """
 
@@ -13,22 +13,25 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import PersistentBatch
+from ..layers.layers import HeadNorm, LayerKernels, Linear, RMSNorm
+from ..layers.rope import RotaryEmbedding, RotaryTables
+from ..layers.spec import LayerSpec, ModelSpec
 from ..loaders.checkpoint import Checkpoint
+from ..parallel.parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput, TorchSampler
-from .layers import HeadNorm, LayerKernels, Linear, RMSNorm
-from .parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
-from .rope import RotaryEmbedding, RotaryTables
-from .shard import ModelShard
-from .spec import LayerSpec, ModelSpec
 from .weights import ProgressCallback, WeightReader, rows_of, weight_reader
 
 
 class Decoder:
     """The model of `spec`, or a shard of it, with its weights on one device.
 
-    `attention` has the heads of the shard. `max_model_len` is the longest sequence that will be served; it fixes
-    those rotary embeddings whose frequencies depend on it. Raises `CheckpointError` if a tensor is missing, has
-    another shape than the spec says, or is not part of such a model.
+    Args:
+        attention: Attention with the heads of the shard.
+        max_model_len: The longest sequence that will be served; some rotary embeddings depend on it.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape than the spec says, or does not belong to the model.
     """
 
     def __init__(
@@ -97,11 +100,14 @@ class Decoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Return the hidden states [T, D] in `hidden_dtype`, those of the last stage normed; fills the KV caches.
+        """Fill the KV caches and return the hidden states [T, D] in `hidden_dtype`; those of the last stage are normed.
 
-        `inputs` are token ids [T] for the first stage, else the hidden states [T, D] of the one before, which are
-        overwritten. They and `positions_T` are integers, `kv_caches` has one tensor a layer of the shard,
-        `attn_metadata` what the attention backend built for each KV-cache group.
+        Args:
+            inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
+                overwritten.
+            positions_T: Integer positions.
+            kv_caches: One tensor for each layer of the shard.
+            attn_metadata: The attention backend's metadata for each KV-cache group.
         """
         x_TD = inputs
         if self.shard.is_first:
@@ -129,7 +135,7 @@ class Decoder:
         return self._head.logits(hidden_SD)
 
     def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
-        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
         self._sampler = TorchSampler(
             batch.num_slots, self.spec.vocab_size, batch.device, self.kernels.choose_tokens
         )
@@ -145,7 +151,7 @@ class Decoder:
         rows_S: Int32Array,
         slots_S: Int32Array,
     ) -> SamplerOutput:
-        """Return what the sampler makes of the logits of `forward`'s rows `rows_S`."""
+        """Run `forward`, and sample from the logits of its rows `rows_S`."""
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
         logits_SV = self.compute_logits(hidden_SD)
@@ -153,7 +159,7 @@ class Decoder:
 
 
 def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
-    """Add a block's output to the residual stream, in place, and return the norm of the stream if there is one."""
+    """Add a block's output to the residual stream in place, and return the stream, normed if there is a norm."""
     if block_TD is None:
         return x_TD if norm is None else norm(x_TD)
     if norm is None:
@@ -200,7 +206,7 @@ class DecoderLayer:
         kv_cache: Tensor,
         attn_metadata: Any,
     ) -> Tensor:
-        """Add `block_TD`, the output of the block before, to the stream `x_TD`; return that of the MLP, to be added."""
+        """Add the previous block's output to the stream `x_TD`, and return the MLP's output to be added next."""
         x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
         block_TD = self._attention.forward(x, tables, kv_cache, attn_metadata)
         if self._attention_output_norm is not None:
@@ -278,7 +284,7 @@ class Attention:
 
 
 def _head_norm(spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard) -> HeadNorm:
-    """A norm over every query head and every key head."""
+    """Return a norm over every query head and every key head."""
     q_K, k_K = (
         weights.read_vector(f"{prefix}{name}.weight", spec.head_dim) + spec.norm_weight_offset
         for name in ("q_norm", "k_norm")
@@ -290,7 +296,7 @@ def _head_norm(spec: ModelSpec, weights: WeightReader, prefix: str, shard: Model
 
 
 class FullNorm:
-    """A norm over all query heads together and one over all key heads, of every rank."""
+    """Norms over all query heads together and over all key heads together, across ranks."""
 
     def __init__(
         self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
@@ -314,9 +320,9 @@ class FullNorm:
         return torch.cat((q_THK, k_TGK), 1)
 
     def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
-        """Norm all of the model's heads, and keep this rank's."""
+        """Norm all heads of the model, and return this rank's."""
         tensor_parallel = self._shard.tensor_parallel
-        # Where several ranks have the same heads, one of them is enough.
+        # If several ranks have the same heads, the heads of one of them are enough.
         step = max(1, tensor_parallel.size // num_heads)
         all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
         own = tensor_parallel.part(num_heads)

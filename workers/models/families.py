@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
-from ...protocol.config_fields import ConfigFields
-from ...protocol.model_dimensions import UNSAID_BY_GEMMA3
-from .rope import RopeSpec
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.checkpoint.model_dimensions import UNSAID_BY_GEMMA3
+from ..layers.rope import RopeSpec
+from ..layers.spec import LayerSpec, ModelSpec, NormNames
 from .rope_config import read_rope, read_rope_of_layer_type
-from .spec import LayerSpec, ModelSpec, NormNames
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -26,8 +26,11 @@ _UNSUPPORTED = {
 def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpec:
     """Return the spec of the model that a Hugging Face config describes.
 
-    `path` names the file in errors. Raises `CheckpointError` for an unknown architecture, a
-    missing or senseless field, and features that are not supported, each by name.
+    Args:
+        path: The config's file, for error messages.
+
+    Raises:
+        CheckpointError: The architecture is unknown, a field is missing or invalid, or a feature is not supported.
     """
     fields = ConfigFields(config, path)
     model_type = _model_type(fields)
@@ -36,7 +39,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         fields = text_fields.with_values({"model_type": model_type})
     for name, feature in _UNSUPPORTED.items():
         if config.get(name) or fields.get(name):
-            raise fields.error(f"{feature} are not supported ({name} is set)")
+            raise fields.error(f"{feature} are not supported ({name} is set); use another model")
     spec = _FAMILIES[model_type](fields)
     if spec.num_heads % spec.num_kv_heads:
         raise fields.error(
@@ -47,7 +50,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
 
 
 def _model_type(fields: ConfigFields) -> str:
-    """The architecture decides, where there is one: a model type also has classifiers."""
+    """Return the model type of the architecture if one is given, because classifiers share their model type."""
     architectures = fields.texts("architectures")
     if architectures:
         found = next((_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES), "")
@@ -63,7 +66,7 @@ def _model_type(fields: ConfigFields) -> str:
 
 
 def _base(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
-    """A Llama with `differences`."""
+    """Return the spec of a Llama model with `differences`."""
     num_heads, head_dim = fields.integer("num_attention_heads"), _head_dim(fields)
     activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
@@ -100,7 +103,7 @@ def _uniform_layers(
 
 
 def _slides(fields: ConfigFields, default: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a window; `default` answers if the config does not say."""
+    """Return whether each layer has a window; `default` applies if the config does not say."""
     num_layers = fields.layer_count("num_hidden_layers")
     layer_types = fields.per_layer("layer_types", num_layers)
     if layer_types is None:

@@ -2,8 +2,8 @@
 
 import math
 
-from ...protocol.config_fields import ConfigFields
-from .rope import (
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ..layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -48,13 +48,13 @@ def read_rope_of_layer_type(
 
 
 def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFields | None:
-    """`rope_scaling` goes before `rope_parameters`: in a config with both it was added by hand, for longer contexts."""
+    """Return the scaling. `rope_scaling` overrides `rope_parameters`, because users add it for longer contexts."""
     scaling = fields.section("rope_scaling")
     if scaling is None or not scaling.config:
         return parameters
     if parameters is None:
         return scaling
-    # What the model was trained with stays.
+    # Parameters of the training are kept.
     kept = {name: parameters.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     return scaling.with_defaults(**kept)
 

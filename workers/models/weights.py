@@ -14,8 +14,8 @@ from ...protocol.errors import CheckpointError
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
 from ..loaders.upload import PinnedUpload
+from ..parallel.shard import ModelShard
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
-from .shard import ModelShard
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `part` of the tensor `name`, which has `total`."""
+    """Rows `part` of the tensor `name`, which has `total` rows."""
 
     name: str
     total: int
@@ -38,7 +38,7 @@ class Rows:
 
 
 def rows_of(names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:
-    """Return the parts of matrices of those sizes, each a tensor of its own, or all in the one that is named."""
+    """Return the requested rows of several matrices, which are stored separately or in one tensor (if one is named)."""
     if len(names) == len(sizes):
         return [Rows(*rows) for rows in zip(names, sizes, parts, strict=True)]
     starts = accumulate(sizes, initial=0)
@@ -49,10 +49,10 @@ def rows_of(names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) 
 
 
 class WeightReader:
-    """The text decoder's tensors, under whatever prefix the checkpoint keeps them.
+    """Reads the text decoder's tensors, under whatever prefix the checkpoint uses.
 
-    `has_head` says whether the output projection is a tensor of its own. The tensors that `shard` has a part of, by
-    default all, must all be read. Quantized matrices stay so if `can_keep` says that they can.
+    Every tensor that `shard` (by default the whole model) uses must be read. `has_head` says whether the output
+    projection is a separate tensor. Quantized matrices are not dequantized if `can_keep` accepts them.
     """
 
     def __init__(
@@ -96,22 +96,22 @@ class WeightReader:
         return self._read(self._prefix + name, shape, part, dim)
 
     def read_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        """As `read`, in float32: what is stored with more bits than `dtype` has keeps them."""
+        """Read a vector like `read`, but in float32, so that values stored with more bits than `dtype` keep them."""
         return self._read(self._prefix + name, (size,), part, dtype=torch.float32)
 
     def read_rows(self, prefix: str, suffix: str, rows: Sequence[Rows], *rest: int) -> Tensor:
-        """Return rows of tensors that differ in their first dimension, one below the other."""
+        """Return rows of several tensors, concatenated along their first dimension."""
         parts = [self.read(f"{prefix}{r.name}.{suffix}", r.total, *rest, part=r.part) for r in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_matrix(
         self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0
     ) -> Weight:
-        """As `read`, for products: quantized if it can be."""
+        """Read a matrix for products, quantized if possible."""
         return self._stacked([self._read_matrix(self._prefix + name, (rows, columns), part, dim)])
 
     def read_matrix_rows(self, prefix: str, rows: Sequence[Rows], columns: int) -> Weight:
-        """As `read_rows`, for products: quantized if all of them can be."""
+        """Read rows of several tensors for products, quantized if all of them can be."""
         names = (f"{self._prefix}{prefix}{r.name}.weight" for r in rows)
         shapes = ((r.total, columns) for r in rows)
         return self._stacked(
@@ -122,13 +122,13 @@ class WeightReader:
         )
 
     def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
-        """Return the output projection of a model that does not tie it to the embedding, or rows of it."""
+        """Return the output projection, or rows of it, of a model that does not tie it to the embedding."""
         return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
-        """Return what keys and values of these heads are divided by in an FP8 cache, float32 [2, G], if it is known.
+        """Return the divisors of these heads' keys and values in an FP8 cache, float32 [2, G], or None.
 
-        A checkpoint that was calibrated has a number for a layer's keys and one for its values, or one a head.
+        A calibrated checkpoint has one number for a layer's keys and one for its values, or one for each head.
         """
         names = [f"{self._prefix}{prefix}{name}" for name in _KV_SCALES]
         if not self._names.issuperset(names):
@@ -144,7 +144,7 @@ class WeightReader:
         return torch.stack(scales).to(self.device)
 
     def finish(self) -> None:
-        """Refuse a checkpoint with tensors that the decoder has no use for: it is another model."""
+        """Raise an error if tensors are left that the decoder does not use: the checkpoint is of another model."""
         if self._unread:
             raise self._error(
                 f"{len(self._unread)} tensors do not belong to a model of this configuration, "
@@ -195,7 +195,7 @@ class WeightReader:
             )
 
     def _mark_read(self, name: str) -> None:
-        """A tensor counts as read with the first of its parts."""
+        """Mark a tensor as read, which it is from its first part on."""
         if name in self._unread:
             self._unread.discard(name)
             self._loaded += self._size(name)
@@ -203,7 +203,7 @@ class WeightReader:
             self._on_progress(self._loaded, self._total)
 
     def _is_elsewhere(self, name: str, shard: ModelShard) -> bool:
-        """Whether other stages have the tensor."""
+        """Return whether the tensor belongs to another stage."""
         name = name if name == self._head else name.removeprefix(self._prefix)
         if match := _LAYER.match(name):
             return int(match[1]) in range(shard.num_layers) and int(match[1]) not in shard.layers
@@ -219,7 +219,7 @@ class WeightReader:
 
 
 class DummyWeightReader(WeightReader):
-    """Makes up every tensor in the shape that is asked for."""
+    """Creates random tensors in the shapes that are requested."""
 
     def __init__(self, checkpoint: DummyCheckpoint, dtype: torch.dtype, device: torch.device):
         self.checkpoint = checkpoint
@@ -248,13 +248,13 @@ class DummyWeightReader(WeightReader):
         return self._read(name, shape, part, dim)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Any name and any shape will do."""
+        """Accept any name and shape."""
 
 
 def weight_reader(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> WeightReader:
-    """Return the reader for the checkpoint's kind; the `options` are `WeightReader`'s."""
+    """Return the reader for the checkpoint's kind; `options` are arguments of `WeightReader`."""
     if isinstance(checkpoint, DummyCheckpoint):
         return DummyWeightReader(checkpoint, dtype, device)
     if device.type == "cuda":

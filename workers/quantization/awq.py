@@ -1,6 +1,6 @@
 """AWQ: 4-bit integers, packed along the outputs; Lin et al., "AWQ: Activation-aware Weight Quantization" (2023).
 
-Of AutoAWQ's `gemm` layout, with D input and O output features in G groups of inputs: `qweight` int32 [D, O / 8],
+The layout is AutoAWQ's `gemm`, with D input and O output features in G groups of inputs: `qweight` int32 [D, O / 8],
 `qzeros` int32 [G, O / 8], `scales` float16 [G, O].
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
     ColumnGroups,
@@ -22,7 +22,7 @@ from .scheme import (
 )
 
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word its eight outputs are."""
+"""The position of each of a word's eight outputs in the word."""
 
 
 class AWQScheme(QuantizationScheme):

@@ -1,4 +1,4 @@
-"""Integers as compressed-tensors stores them.
+"""Integer weights of compressed-tensors.
 
 O output and D input features, G groups of inputs (one where a row has one scale), F = 32 / bits fields in a word.
 `int-quantized` modules have `weight` int8 [O, D]; `pack-quantized` ones `weight_packed` int32 [O, D / F], whose fields
@@ -27,7 +27,7 @@ from .scheme import (
 
 
 class CompressedIntegerScheme(QuantizationScheme):
-    """`group_size` is None where a row has one scale."""
+    """Integer weights. `group_size` is None if each row has one scale."""
 
     companions = frozenset(
         {"weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"}

@@ -1,10 +1,10 @@
-"""What `quantization_config` in a config.json says of how the weights are stored."""
+"""Reads `quantization_config` of a config.json."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from .awq import AWQScheme
 from .compressed_integers import CompressedIntegerScheme
 from .float8 import Float8Scheme
@@ -14,7 +14,7 @@ from .scheme import QuantizationScheme, UnsupportedScheme
 
 
 def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
-    """Raises UnsupportedScheme, which names what is not supported."""
+    """Return the scheme of the weights. Raises `UnsupportedScheme`, which names what is not supported."""
     method = config.get("quant_method")
     if method == "fp8":
         return _fp8(config)
@@ -52,7 +52,7 @@ def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
     weights, activations = (
         groups[0].first_section(name) for name in ("weights", "input_activations")
     )
-    # A group may have a format of its own.
+    # A group's own format overrides the common one.
     stored_as = groups[0].get("format") or config.get("format")
     if not weights.config or stored_as not in (
         "float-quantized",

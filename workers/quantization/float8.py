@@ -1,8 +1,8 @@
-"""float8 (e4m3) weights, as vLLM, DeepSeek and compressed-tensors store them.
+"""float8 (e4m3) weights as stored by vLLM, DeepSeek and compressed-tensors.
 
-A module has `weight` [O, D] in float8 and, in any float type, its scales: `weight_scale`, one number or one for each
-output, or `weight_scale_inv` (in spite of its name a factor, too) or `weight_scale`, one for each block. With static
-activations it has a number `input_scale`.
+A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. These are
+`weight_scale`, one number or one for each output; or, one for each block, `weight_scale_inv` (a factor despite its
+name) or `weight_scale`. With static activations there is a number `input_scale`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .scheme import ColumnGroups, QuantizationScheme, StoredModule, covering, sh
 
 
 class Float8Scheme(QuantizationScheme):
-    """`block_size` is that of a scale's rows and columns, where scales have blocks."""
+    """float8 weights. `block_size` is the rows and columns that share a scale, or None without blocks."""
 
     marker = "weight"
     marker_dtypes = frozenset({"F8_E4M3"})
@@ -53,7 +53,7 @@ class Float8Scheme(QuantizationScheme):
     def _scale_of_rows(module: StoredModule, num_rows: int, rows: range) -> Tensor:
         found = module.shape("weight_scale") or ()
         if math.prod(found) == num_rows and len(found) in (1, 2):
-            # Of one output it does not matter which it is.
+            # A single output has only one scale, whichever row is read.
             scale = module.read("weight_scale", found, rows).float()
             return scale.reshape(-1, 1)
         return _number(module, "weight_scale").expand(len(rows), 1)
@@ -74,6 +74,6 @@ class Float8Scheme(QuantizationScheme):
 
 
 def _number(module: StoredModule, tensor: str) -> Tensor:
-    """Read a tensor of one number."""
+    """Read a tensor that has one number."""
     found = module.shape(tensor)
     return module.read(tensor, (1,) if found == (1,) else ()).float().reshape(())

@@ -1,6 +1,6 @@
-"""Matrices of other formats as rows of GGUF's blocks, which the native CPU backend packs.
+"""Conversion of matrices of other formats to rows of GGUF blocks, which the native CPU backend packs.
 
-O rows, G groups of a row, B blocks of 32 neighbouring columns of a row.
+Shapes: O rows, G groups of a row, B blocks of 32 neighboring columns of a row.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.gguf import GGMLQuantizationType
+from ...protocol.checkpoint.gguf import GGMLQuantizationType
 from .matrix import QuantizedMatrix
 
 _BLOCK = 32
 
 
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
-    """Return the type that holds the matrix: its integers as they are, its scales and offsets in float16.
+    """Return the type that can store the matrix: its integers exactly, its scales and offsets in float16.
 
-    None if there is no such type.
+    Returns None if there is no such type.
     """
     has_one_group = matrix.scale_OG.shape[1] == 1
     if (
@@ -58,7 +58,7 @@ def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _of_blocks(matrix: QuantizedMatrix, x_OG: Tensor) -> Tensor:
-    """Return what each block's group has in float16, as bytes [O, B, 2]."""
+    """Return the values of each block's group in float16, as bytes [O, B, 2]."""
     num_blocks = matrix.shape[1] // _BLOCK
     if x_OG.shape[1] == 1:
         x_OB = x_OG.expand(-1, num_blocks)

@@ -1,13 +1,13 @@
 """GPTQ: 4 or 8-bit integers, packed along the inputs; Frantar et al., "GPTQ" (2022).
 
-Of AutoGPTQ's layout, with D input and O output features in G groups of inputs, and F = 32 / bits fields in a word:
-`qweight` int32 [D / F, O], `qzeros` int32 [G, O / F], `scales` float16 [G, O] and, for each input, its group in `g_idx`
-int32 [D].
+The layout is AutoGPTQ's, with D input and O output features in G groups of inputs, and F = 32 / bits fields in a word:
+`qweight` int32 [D / F, O], `qzeros` int32 [G, O / F], `scales` float16 [G, O] and, optionally, the group of each input,
+`g_idx` int32 [D].
 """
 
 from __future__ import annotations
 
-from ...protocol.config_fields import ConfigFields
+from ...protocol.checkpoint.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
     ColumnGroups,
@@ -35,7 +35,7 @@ class GPTQScheme(QuantizationScheme):
         self._bits = int(bits)
         self._fields = 32 // self._bits
         self._group_size = config.integer("group_size", 128, minimum=-1)
-        # The first version stores zeros less one.
+        # The first version of the format stores zeros minus one.
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class GPTQScheme(QuantizationScheme):
         )
         zeros_GO = unpack_bytes(zero_words, bits)[:, within(rows, fields)]
         scales_GO = module.read("scales", (num_groups, num_rows), stored, rows)
-        # Eight bits and one more than the largest zero do not fit into a byte; no quantizer makes that.
+        # With 8 bits the largest zero plus one would not fit into a byte, but no quantizer produces it.
         zeros_OG = (zeros_GO + self._zero_shift).T.contiguous()
         scales_OG = scales_GO.T.contiguous()
         if group_of_column is not None:

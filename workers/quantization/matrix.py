@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class ActivationScheme(Enum):
-    """Which values share a scale where the rows that a matrix is multiplied with are rounded to float8 before."""
+    """Which values of the activations share a scale when they are rounded to float8 before a product."""
 
     NONE = "none"
     STATIC = "static"
     """All values share the matrix's `input_scale`."""
     TOKEN = "token"
-    """The values of a token share a scale, which the largest of them sets."""
+    """The values of a token share a scale, set by the largest of them."""
     GROUP = "group"
     """The values of a token in one group of columns share a scale."""
 
@@ -30,10 +30,10 @@ class ActivationScheme(Enum):
 class QuantizedMatrix:
     """A matrix [O, D] whose elements are (value - zero) * scale + offset.
 
-    `values_OD` are uint8 below 2 ** `bits`, or floats, as a rule float8_e4m3fn, where `bits` is None. Scale, zero and
-    offset are one number for `group_size` neighbouring columns; the last group of a row may be shorter. `scale_OG` and
-    `offset_OG` are of any float type, the zeros uint8, or one number for all. Where `column_order_D` is given,
-    `values_OD[:, i]` is the column `column_order_D[i]` of the matrix.
+    `values_OD` are uint8 below 2 ** `bits`, or floats (usually float8_e4m3fn) if `bits` is None. Scale, zero and offset
+    are shared by `group_size` neighboring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG`
+    have any float type; zeros are uint8, or one number for all. If `column_order_D` is given, `values_OD[:, i]` is
+    column `column_order_D[i]` of the matrix.
     """
 
     values_OD: Tensor
@@ -82,7 +82,7 @@ class QuantizedMatrix:
         return x_OG.repeat_interleave(self.group_size, 1)[:, : self.values_OD.shape[1]]
 
     def _is_alike(self, other: QuantizedMatrix) -> bool:
-        """Whether the rows of both can be those of one matrix."""
+        """Return whether rows of both can be stored in one matrix."""
         return (
             (self.bits, self.group_size, self.activations, self.input_scale)
             == (other.bits, other.group_size, other.activations, other.input_scale)
@@ -99,11 +99,11 @@ class QuantizedMatrix:
 
 
 Weight: TypeAlias = Tensor | tuple[QuantizedMatrix, ...]
-"""A matrix [O, D] as it is kept: one tensor, or quantized matrices of its rows, one below the other."""
+"""A matrix [O, D] as stored: one tensor, or quantized matrices with consecutive rows."""
 
 
 def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ...]:
-    """Return as few matrices as can be with the rows of these in order: neighbours that are alike become one."""
+    """Return as few matrices as possible with the rows of these in order, merging neighbors of the same kind."""
     merged: list[QuantizedMatrix] = []
     run: list[QuantizedMatrix] = []
     for matrix in matrices:
@@ -123,7 +123,7 @@ def _concatenated(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
     values = [m.values_OD for m in matrices]
     return replace(
         first,
-        # Of float8 torch concatenates only the bytes.
+        # torch cannot concatenate float8, so the bytes are concatenated.
         values_OD=torch.cat([x.view(torch.uint8) for x in values]).view(values[0].dtype),
         scale_OG=torch.cat([m.scale_OG for m in matrices]),
         zero_OG=torch.cat(zeros) if zeros else first.zero_OG,

@@ -1,6 +1,6 @@
-"""How quantized checkpoints store the matrices of their linear modules: what all formats have in common.
+"""Storage of quantized linear modules: the parts that all formats share.
 
-O output features, D input features, G groups of a row.
+Shapes: O output features, D input features, G groups of a row.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SUPPORTED = (
     "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits) and compressed-tensors "
     "(float-quantized, int-quantized, pack-quantized with 4 and 8 bits)"
 )
-"""What an error says to take in place of a scheme that is not supported."""
+"""The alternatives that an error suggests if a scheme is not supported."""
 
 
 class UnsupportedScheme(ValueError):
-    """A `quantization_config` asks for something that is not supported; the message says what."""
+    """A `quantization_config` has something that is not supported, which the message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModule:
     """The tensors of one linear module, by the last part of their names.
 
-    `shape` returns None for one that is not there. `load` reads the part of one that lies in these ranges of its
-    dimensions; None means all of a dimension. `problem` makes the error for a module that contradicts itself.
+    `shape` returns None for a tensor that does not exist. `load` reads ranges of a tensor's dimensions; None means the
+    whole dimension. `problem` returns the error for an inconsistent module.
     """
 
     name: str
@@ -54,12 +54,12 @@ class StoredModule:
 
 
 class QuantizationScheme(ABC):
-    """One format. A module is quantized if it has a tensor `marker` of one of `marker_dtypes`, safetensors' names."""
+    """A storage format. A module is quantized if it has a tensor `marker` whose type is one of `marker_dtypes`."""
 
     marker: str
     marker_dtypes: frozenset[str]
     companions: frozenset[str]
-    """The other tensors that a quantized module may have, its bias aside."""
+    """Other tensors that a quantized module may have, except its bias."""
 
     @abstractmethod
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
@@ -67,11 +67,11 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
-        """Read these rows and columns of the module's matrix, and no more than they need."""
+        """Read these rows and columns of the module's matrix, loading no more than they need."""
 
 
 def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
-    """Return the shape of a matrix that must be there."""
+    """Return the shape of a matrix that must exist."""
     found = module.shape(tensor)
     if found is None or len(found) != 2:
         stored = "is missing" if found is None else f"has {len(found)} dimensions, not 2"
@@ -80,12 +80,12 @@ def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
 
 
 def covering(part: range, size: int) -> range:
-    """Return the units of `size` elements that hold the elements `part`."""
+    """Return the units of `size` elements that contain the elements `part`."""
     return range(part.start // size, -(-part.stop // size))
 
 
 def within(part: range, size: int) -> slice:
-    """Return where the elements `part` are among those of `covering(part, size)`."""
+    """Return the position of the elements `part` within `covering(part, size)`."""
     start = part.start // size * size
     return slice(part.start - start, part.stop - start)
 
@@ -100,9 +100,9 @@ def unpack_bytes(words: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ColumnGroups:
-    """The groups that the columns `part` of a matrix meet.
+    """The groups that the columns `part` of a matrix belong to.
 
-    Where a part begins or ends within a group, it has smaller ones: each of the checkpoint's becomes several.
+    If the part begins or ends within a group, groups of the part are smaller: each stored group becomes several.
     """
 
     part: range
@@ -121,7 +121,7 @@ class ColumnGroups:
         return cls(part, stored, size, group_size // size)
 
     def expand(self, x_OG: Tensor) -> Tensor:
-        """Return what the stored groups have, for those of the part."""
+        """Return the stored groups' values, repeated for the groups of the part."""
         if self.repeats == 1:
             return x_OG
         first = (self.part.start - self.stored.start * self.size * self.repeats) // self.size
@@ -132,9 +132,9 @@ class ColumnGroups:
 def groups_of_columns(
     module: StoredModule, tensor: str, num_columns: int, group_size: int
 ) -> Tensor | None:
-    """Return the group of each column, int64 [D], as `tensor` says it; None if they are in order.
+    """Return the group of each column, int64 [D], from `tensor`; None if groups are in order.
 
-    Quantizers that make the tensor and have no use for it leave it at -1.
+    Some quantizers write the tensor without using it, and leave it at -1.
     """
     if not module.has(tensor):
         return None
@@ -152,10 +152,10 @@ def groups_of_columns(
 
 
 def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> QuantizedMatrix:
-    """Return a matrix whose columns belong to groups in any order with the columns of each together.
+    """Return the matrix with its columns reordered so that each group's columns are together.
 
-    `matrix` has the scales and zeros of all groups. Where its columns are only a part, with unequal shares of the
-    groups, each column becomes a group.
+    `matrix` has the scales and zeros of all groups. If its columns are a part with unequal shares of the groups, each
+    column becomes a group.
     """
     order_D = torch.argsort(group_of_column_D, stable=True)
     groups, counts = torch.unique_consecutive(group_of_column_D[order_D], return_counts=True)

@@ -1,6 +1,6 @@
 """Bad words: token sequences that must not be completed in the output.
 
-Shapes: N slots, T tail length, W words.
+Shapes: N slots, T tail length, W words, B rows with bad words, S rows of the batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 
 _ANY = -1
 
@@ -21,9 +21,9 @@ _ANY = -1
 class BadWordRows:
     """The bad words of a batch, on the device.
 
-    `prefixes_WT` int64 are all tokens of each word but the last, aligned right and padded with `_ANY`; `last_W` are the
-    last ones. `rows_W` and `slots_W` say which row each word is of; `tail_rows_B` and `tail_slots_B` are the rows that
-    have any.
+    `prefixes_WT` int64 has all tokens of each word but the last, aligned right and padded with `_ANY`; `last_W` has the
+    last ones. `rows_W` and `slots_W` are the row and slot of each word; `tail_rows_B` and `tail_slots_B` are the rows
+    and slots that have any words.
     """
 
     prefixes_WT: torch.Tensor
@@ -38,7 +38,7 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class BadWords:
-    """The end of each slot's output that the prefixes of its words are compared with."""
+    """The last output tokens of each slot, which are compared with the prefixes of its words."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class BadWords:
         length = self._tails_NT.shape[1]
         missing = max(len(word) for word in words) - 1 - length
         if missing > 0:
-            # The tokens that a longer tail would hold are no longer known, but no word of theirs is that long.
+            # Earlier tokens are not available for a longer tail, but no word of these slots is that long.
             self._tails_NT = torch.nn.functional.pad(self._tails_NT, (missing, 0), value=_ANY)
             length += missing
         self._tails_NT[slot] = _ANY
@@ -57,7 +57,7 @@ class BadWords:
             self._tails_NT[slot, -len(tail) :] = to_device(tail, self._device)
 
     def rows(self, words_of: Mapping[int, Words], slots_S: Int64Array) -> BadWordRows | None:
-        """The words that apply to a batch of slots; None when there are none."""
+        """Return the words of a batch of slots, or None if there are none."""
         tail_rows = [row for row, slot in enumerate(slots_S.tolist()) if slot in words_of]
         if not tail_rows:
             return None
@@ -84,7 +84,7 @@ class BadWords:
         )
 
     def mask(self, logits_SV: torch.Tensor, rows: BadWordRows) -> None:
-        """Forbid, in place, every token that would complete a word."""
+        """Mask, in place, every token that would complete a word."""
         tails_WT = self._tails_NT[rows.slots_W]
         prefixes_WT = rows.prefixes_WT
         matches_W = ((prefixes_WT == tails_WT) | (prefixes_WT == _ANY)).all(1)

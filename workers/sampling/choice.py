@@ -1,4 +1,4 @@
-"""The token of each row of logits, by torch.
+"""Choosing the token of each row of logits, in torch.
 
 Shapes: S rows of the batch, V vocabulary, R rows of a group.
 """
@@ -11,44 +11,45 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 from .distribution import BlockedLogits, argmax
 from .filters import sample_top_k, sample_top_p, sample_unfiltered
 from .metadata import Method, RowGroup, SamplingMetadata
 from .random import Stream, uniforms
 
 NOT_A_NUMBER: Final = -1
-"""In place of a token, where a logit is NaN or infinite."""
+"""Returned instead of a token if a logit is NaN or infinite."""
 
 NOTHING_ALLOWED: Final = -2
-"""In place of a token, where no logit is above -inf."""
+"""Returned instead of a token if no logit is above -inf."""
 
 
 def choose_tokens(
     logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
 ) -> torch.Tensor:
-    """The next token of each row, or what is in its place: int64[S].
+    """Return the next token of each row, `NOT_A_NUMBER` or `NOTHING_ALLOWED`, as int64 [S].
 
-    `positions_S` is how many tokens each row has so far, which is the index of the one to be chosen.
+    Args:
+        positions_S: The number of tokens that each row has so far, which is the index of the one to be chosen.
     """
     x = BlockedLogits.of(logits_SV)
     return _marked(_choose(x, metadata, positions_S), x)
 
 
 def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
-    """As `choose_tokens`, where every row takes its most likely token."""
+    """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
     x = BlockedLogits.of(logits_SV)
     return _marked(argmax(x), x)
 
 
 def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
-    """Replace, in place, the tokens of rows that cannot be sampled by the mark that says why."""
+    """Replace, in place, the tokens of rows that cannot be sampled by the reason."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
     return mark_not_numbers(token_ids, x.peak_R)
 
 
 def mark_not_numbers(token_ids: torch.Tensor, peak_R: torch.Tensor) -> torch.Tensor:
-    """Mark the rows of which a logit, and so the largest, is NaN or infinite, in place."""
+    """Mark, in place, rows with a NaN or infinite logit; their largest logit is NaN or infinite too."""
     return token_ids.masked_fill_(peak_R.isnan() | peak_R.isposinf(), NOT_A_NUMBER)
 
 

@@ -1,11 +1,11 @@
 """Exact sampling from rows of logits.
 
-A row's result depends on that row alone, bit for bit, because nothing here adds floats. A token's weight is its
-probability relative to the most likely token in units of 2**-42, an integer, and integers add up to the
-same sum in any order, on any device, in any company. For the same reason tokens are ranked by
-an integer key, largest logit first, then lowest token id: "the k largest" never leaves a tie open.
+A row's result depends on that row alone, bit for bit, because no floats are added. A token's weight is its probability
+relative to the most likely token in units of 2**-42, as an integer, so the sum of weights does not depend on order,
+device or batch. For the same reason tokens are ranked by an integer key (largest logit first, then lowest token id), so
+that "the k largest" has no ties.
 
-Shapes: R rows, V vocabulary, N blocks of W neighbouring tokens (the vocabulary padded with -inf), D depth.
+Shapes: R rows, V vocabulary, N blocks of W neighboring tokens (the vocabulary padded with -inf), D depth, X any number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 BLOCK_WIDTH: Final = 32
 WEIGHT_SCALE: Final = 2.0**42
-"""Sums of up to 2**20 weights fit into an int64."""
+"""Weight of the most likely token. Sums of up to 2**20 weights fit into an int64."""
 
 _MAX_INT32: Final = 0x7FFFFFFF
 _LAST_ID: Final = 0xFFFFFFFF
@@ -29,7 +29,7 @@ _TILE_ELEMENTS: Final = 1 << 25
 
 @dataclass(slots=True)
 class BlockedLogits:
-    """Logits cut into blocks. `block_max` finds the top of a row without looking at all of it again."""
+    """Logits in blocks. With `block_max_RN` the largest logits of a row are found without reading all of it again."""
 
     logits_RNW: torch.Tensor
     block_max_RN: torch.Tensor
@@ -51,17 +51,17 @@ class BlockedLogits:
 
     @property
     def row_length(self) -> int:
-        """Of a row with its padding."""
+        """Length of a row with its padding."""
         return self.num_blocks * BLOCK_WIDTH
 
     @property
     def tile_rows(self) -> int:
-        """How many rows to handle at once: what fits into the CPU's cache, or bounds scratch memory elsewhere."""
+        """Return how many rows to process at once, to fit the CPU's cache or to bound scratch memory on a GPU."""
         elements = _CPU_TILE_ELEMENTS if self.logits_RNW.is_cpu else _TILE_ELEMENTS
         return max(1, elements // self.row_length)
 
     def rows(self, index_R: torch.Tensor | None) -> BlockedLogits:
-        """These rows only; None means all of them."""
+        """Return these rows only; None means all of them."""
         if index_R is None:
             return self
         return BlockedLogits(
@@ -69,13 +69,13 @@ class BlockedLogits:
         )
 
     def block(self, index_R: torch.Tensor) -> torch.Tensor:
-        """One block of each row: float32[R, W]."""
+        """Return one block of each row, float32 [R, W]."""
         rows_R = torch.arange(len(index_R), device=index_R.device)
         return self.logits_RNW[rows_R, index_R]
 
 
 def argmax(x: BlockedLogits) -> torch.Tensor:
-    """The most likely token of each row, the lowest id among equals: int64[R]."""
+    """Return the most likely token of each row, the lowest id among equals, as int64 [R]."""
     block_R = x.block_max_RN.argmax(1)
     return block_R * BLOCK_WIDTH + x.block(block_R).argmax(1)
 
@@ -83,16 +83,20 @@ def argmax(x: BlockedLogits) -> torch.Tensor:
 def weights(
     logits_RX: torch.Tensor, peak_R: torch.Tensor, inverse_temperature_R: torch.Tensor
 ) -> torch.Tensor:
-    """int64[R, X]: exp((logit - peak) / temperature) in units of 1 / WEIGHT_SCALE."""
+    """Return exp((logit - peak) / temperature) in units of 1 / WEIGHT_SCALE, int64 [R, X]."""
     relative = logits_RX - peak_R[:, None]
-    relative.mul_(inverse_temperature_R[:, None]).exp_()
-    return relative.mul_(WEIGHT_SCALE).to(torch.int64)
+    return weights_below_peak(relative.mul_(inverse_temperature_R[:, None]))
+
+
+def weights_below_peak(relative_RX: torch.Tensor) -> torch.Tensor:
+    """Return `weights` of (logit - peak) / temperature, which is overwritten; int64 [R, X]."""
+    return relative_RX.exp_().mul_(WEIGHT_SCALE).to(torch.int64)
 
 
 def block_weights(
     x: BlockedLogits, inverse_temperature_R: torch.Tensor, floor_R: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sum of weights of each block, of tokens whose logit reaches the row's floor: int64[R, N]."""
+    """Return each block's sum of the weights of tokens whose logit reaches the row's floor, int64 [R, N]."""
     num_rows = len(x.logits_RNW)
     tile_rows = x.tile_rows
     scratch = torch.empty_like(x.logits_RNW[:tile_rows])
@@ -106,7 +110,7 @@ def block_weights(
         torch.sub(logits, x.peak_R[tile, None, None], out=relative)
         relative.mul_(inverse_temperature_R[tile, None, None]).exp_().mul_(WEIGHT_SCALE)
         if floor_R is not None:
-            # A comparison that yields floats is several times faster than a mask.
+            # Comparing into floats and multiplying is several times as fast as masking.
             torch.ge(logits, floor_R[tile, None, None], out=kept[: len(logits)])
             relative.mul_(kept[: len(logits)])
         tile_weight = weight[: len(logits)].copy_(relative)
@@ -115,14 +119,14 @@ def block_weights(
 
 
 def num_above(x: BlockedLogits, threshold_R: torch.Tensor) -> torch.Tensor:
-    """How many logits of each row are above its threshold: int64[R]."""
+    """Return how many logits of each row are above its threshold, int64 [R]."""
     tile_rows = x.tile_rows
     is_above = torch.empty_like(x.logits_RNW[:tile_rows])
     counts_R = torch.empty_like(x.peak_R)
     for start in range(0, len(counts_R), tile_rows):
         tile = slice(start, start + tile_rows)
         logits = x.logits_RNW[tile]
-        # Counted as floats, which is exact up to 2**24 and several times faster than as booleans.
+        # Counted as floats, which is exact up to 2**24 and several times as fast as counting booleans.
         torch.gt(logits, threshold_R[tile, None, None], out=is_above[: len(logits)])
         torch.sum(is_above[: len(logits)], (1, 2), out=counts_R[tile])
     return counts_R.to(torch.int64)
@@ -134,7 +138,7 @@ def draw(
     floor_R: torch.Tensor | None,
     uniform_R: torch.Tensor,
 ) -> torch.Tensor:
-    """Sample every row by inverse CDF in vocabulary order: int64[R]. `uniform_R` is float64 in [0, 1)."""
+    """Sample every row by inverse CDF in vocabulary order, int64 [R]; `uniform_R` is float64 in [0, 1)."""
     sums_RN = block_weights(x, inverse_temperature_R, floor_R)
     cumulative_RN = sums_RN.cumsum(1)
     target_R = random_target(uniform_R, cumulative_RN[:, -1])
@@ -149,42 +153,47 @@ def draw(
 
 
 def random_target(uniform_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
-    """A uniform integer in [0, total): int64[R]."""
+    """Return a uniform integer in [0, total), int64 [R]."""
     # The product of a number just below one may round up to the total.
     return torch.minimum((uniform_R * total_R).to(torch.int64), total_R - 1)
 
 
+def share(total_R: torch.Tensor, share_R: torch.Tensor) -> torch.Tensor:
+    """Return the least weight that is this share of the total, and at most the total, int64 [R]."""
+    return torch.minimum((total_R * share_R).ceil().to(torch.int64), total_R)
+
+
 def first_above(cumulative_RX: torch.Tensor, target_R: torch.Tensor) -> torch.Tensor:
-    """The index of the first cumulative weight above the row's target: int64[R]."""
+    """Return the index of the first cumulative weight above the row's target, int64 [R]."""
     index = torch.searchsorted(cumulative_RX, target_R[:, None], right=True).squeeze(1)
-    # A row of NaNs has no meaningful sums; its index must still be valid.
+    # A row of NaNs has no meaningful sums, but its index must be valid.
     return index.clamp_(max=cumulative_RX.shape[1] - 1)
 
 
 def rank_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order tokens by logit, then by lower id. Every key of a row is different."""
-    # Adding zero makes the negative zero positive: the two are equal as logits.
+    """Return int64 keys that order tokens by logit, then by lower id. All keys of a row differ."""
+    # Adding zero turns negative zero into zero; as logits they are equal.
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits >> 31).bitwise_and_(_MAX_INT32).bitwise_xor_(bits)
     return ordered.to(torch.int64).bitwise_left_shift_(32).add_(_LAST_ID).sub_(ids)
 
 
 def split_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The (float32 logits, int64 token ids) that the keys were made of."""
+    """Return the float32 logits and int64 token ids of the keys."""
     ordered = (keys >> 32).to(torch.int32)
     bits = (ordered >> 31).bitwise_and_(_MAX_INT32).bitwise_xor_(ordered)
     return bits.view(torch.float32), _LAST_ID - (keys & _LAST_ID)
 
 
 def largest_keys(x: BlockedLogits, depth: int) -> torch.Tensor:
-    """The keys of the `depth` most likely tokens of each row, in descending order: int64[R, depth]."""
+    """Return the keys of the `depth` most likely tokens of each row in descending order, int64 [R, depth]."""
     num_blocks, width = x.logits_RNW.shape[1:]
     device = x.logits_RNW.device
     if depth * 2 >= num_blocks:
         ids_V = torch.arange(num_blocks * width, device=device)
-        return _sort_in_place(rank_keys(x.logits_RNW.flatten(1), ids_V))[:, :depth]
-    # The `depth` blocks with the largest maxima hold the `depth` largest tokens. Blocks are in order of ids,
-    # so that among equal maxima the earlier block holds the better key.
+        return sort_keys(rank_keys(x.logits_RNW.flatten(1), ids_V))[:, :depth]
+    # The `depth` blocks with the largest maxima contain the `depth` largest tokens. Blocks are in order of ids, so
+    # among equal maxima the earlier block has the better key.
     block_key_RN = rank_keys(x.block_max_RN, torch.arange(num_blocks, device=device))
     block_RD = block_key_RN.topk(depth, sorted=False).indices
     rows_R1 = torch.arange(len(block_RD), device=device)[:, None]
@@ -193,10 +202,10 @@ def largest_keys(x: BlockedLogits, depth: int) -> torch.Tensor:
     return keys_RDW.flatten(1).topk(depth).values
 
 
-def _sort_in_place(keys_RV: torch.Tensor) -> torch.Tensor:
-    """In descending order; on the CPU the argument is overwritten."""
+def sort_keys(keys_RV: torch.Tensor) -> torch.Tensor:
+    """Return the keys in descending order; on the CPU the argument is overwritten."""
     if not keys_RV.is_cpu:
         return keys_RV.sort(1, descending=True).values
-    # numpy sorts values alone, with vector instructions: some ten times faster than a sort that tracks indices.
+    # numpy sorts values alone with vector instructions, about ten times as fast as a sort that tracks indices.
     keys_RV.numpy().sort(axis=1)
     return keys_RV.flip(1)

@@ -1,9 +1,9 @@
 """Sampling under top-k, top-p and min-p.
 
-The filtered set of a row is always a prefix of its tokens in descending order, so only the largest ones
-are looked at: exactly `top_k` of them, or as many as the nucleus needs.
+The filtered set of a row is always a prefix of its tokens in descending order. So only the largest tokens are
+examined: exactly `top_k` of them, or as many as the nucleus needs.
 
-Shapes: R rows, D depth (how many of the largest tokens are looked at).
+Shapes: R rows, D depth (how many of the largest tokens are examined).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .distribution import (
     first_above,
     largest_keys,
     random_target,
+    share,
     split_keys,
     weights,
 )
@@ -28,8 +29,8 @@ from .distribution import (
 class Filters:
     """Sampling parameters of some rows, on the device.
 
-    `top_k_R` int64 is the vocabulary size where there is none. `top_p_R` is float64. `min_p_margin_R` float32 is
-    temperature * log(min_p), how far below the peak a logit may be; None when no row has one.
+    `top_k_R` int64 is the vocabulary size for rows without top-k. `top_p_R` is float64. `min_p_margin_R` float32 is
+    temperature * log(min_p), how far below the peak a logit may be; None if no row has min-p.
     """
 
     inverse_temperature_R: torch.Tensor
@@ -46,32 +47,32 @@ class Filters:
         )
 
     def floor(self, peak_R: torch.Tensor) -> torch.Tensor | None:
-        """The lowest logit that min-p keeps: float32[R]."""
+        """Return the lowest logit that min-p keeps, float32 [R]."""
         return None if self.min_p_margin_R is None else peak_R + self.min_p_margin_R
 
 
 def sample_unfiltered(x: BlockedLogits, filters: Filters, uniform_R: torch.Tensor) -> torch.Tensor:
-    """Sample rows with neither top-k nor top-p: int64[R]."""
+    """Sample rows with neither top-k nor top-p, int64 [R]."""
     return draw(x, filters.inverse_temperature_R, filters.floor(x.peak_R), uniform_R)
 
 
 def sample_top_k(
     x: BlockedLogits, filters: Filters, depth: int, uniform_R: torch.Tensor
 ) -> torch.Tensor:
-    """Sample rows whose top-k is at most `depth`, which may have a top-p as well: int64[R]."""
+    """Sample rows whose top-k is at most `depth`; they may have a top-p too. Returns int64 [R]."""
     prefix = _Prefix.of(x, filters, depth)
-    # What top-k and min-p leave is the whole of which top-p keeps a share.
+    # top-p keeps a share of the total that top-k and min-p leave.
     return prefix.sample(prefix.within(prefix.total(), filters.top_p_R), uniform_R)
 
 
 def sample_top_p(
     x: BlockedLogits, filters: Filters, depth: int, uniform_R: torch.Tensor
 ) -> torch.Tensor:
-    """Sample rows that have a top-p and no top-k: int64[R]. Most nuclei fit into `depth` tokens."""
+    """Sample rows with a top-p and no top-k, int64 [R]. Most nuclei fit into `depth` tokens."""
     sums_RN = block_weights(x, filters.inverse_temperature_R, filters.floor(x.peak_R))
     total_R = sums_RN.sum(1)
     if not x.logits_RNW.is_cpu:
-        # To ask which nuclei are wide would stall the device's queue.
+        # Checking on the host which nuclei are wide would stall the device's queue.
         return _sample_nucleus(x, filters, total_R, x.row_length, uniform_R)[0]
     tokens_R, is_whole_R = _sample_nucleus(x, filters, total_R, depth, uniform_R)
     wide = (~is_whole_R).nonzero().squeeze(1)
@@ -89,21 +90,16 @@ def _sample_nucleus(
     depth: int,
     uniform_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64[R], and bool[R] whether the row's nucleus was within the depth."""
+    """Return tokens, int64 [R], and whether each row's nucleus fits into the depth, bool [R]."""
     prefix = _Prefix.of(x, filters, depth)
-    is_whole_R = prefix.cumulative_RD[:, -1] >= _share(total_R, filters.top_p_R)
+    is_whole_R = prefix.cumulative_RD[:, -1] >= share(total_R, filters.top_p_R)
     tokens_R = prefix.sample(prefix.within(total_R, filters.top_p_R), uniform_R)
     return tokens_R, is_whole_R
 
 
-def _share(total_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """The least weight that a nucleus must hold: int64[R], never more than the total."""
-    return torch.minimum((total_R * top_p_R).ceil().to(torch.int64), total_R)
-
-
 @dataclass(slots=True)
 class _Prefix:
-    """The largest tokens of each row, of which top-k and min-p keep the first `length_R`."""
+    """The largest tokens of each row; top-k and min-p keep the first `length_R` of them."""
 
     ids_RD: torch.Tensor
     cumulative_RD: torch.Tensor
@@ -123,12 +119,12 @@ class _Prefix:
         return self._at(self.length_R)
 
     def within(self, total_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-        """The length of the shortest prefix that holds the share `top_p_R` of `total_R`: int64[R]."""
-        needed_R = _share(total_R, top_p_R)
+        """Return the length of the shortest prefix that has the share `top_p_R` of `total_R`, int64 [R]."""
+        needed_R = share(total_R, top_p_R)
         return torch.minimum(self.length_R, first_above(self.cumulative_RD, needed_R - 1) + 1)
 
     def sample(self, length_R: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-        """Sample from the first `length_R` tokens by inverse CDF in descending order: int64[R]."""
+        """Sample from the first `length_R` tokens by inverse CDF in descending order, int64 [R]."""
         target_R = random_target(uniform_R, self._at(length_R))
         index_R = first_above(self.cumulative_RD, target_R)
         return self.ids_RD.gather(1, index_R[:, None]).squeeze(1)

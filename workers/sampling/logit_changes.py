@@ -1,8 +1,8 @@
-"""How the rows of one batch want their logits changed, as tensors.
+"""The changes to the logits of one batch, as tensors.
 
-Built with the batch's `SamplingMetadata`, and used as long as that is.
+They are computed with the batch's `SamplingMetadata` and used as long as it is.
 
-Shapes: S rows of the batch, V vocabulary; R, P, B, E: those that have a certain wish (E: one entry a row and token).
+Shapes: S rows of the batch, V vocabulary; R, P, B, E: rows with a certain feature (E: entries of a row and a token).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int64Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 from .bad_words import BadWordRows, BadWords
 from .masks import token_limits
 from .penalties import PenaltyRows
 from .state import SamplingState
+from .typical import TypicalRows
 
 
 @dataclass(slots=True)
@@ -49,13 +50,14 @@ class LogitBias:
 
 @dataclass(slots=True)
 class LogitChanges:
-    """None stands for a change that no row wants."""
+    """The changes of a batch; None means that no row needs the change."""
 
     allowed: LimitedRows | None
     bad_words: BadWordRows | None
     end_tokens: EndTokens | None
     logit_bias: LogitBias | None
     penalties: PenaltyRows | None
+    typical: TypicalRows | None
 
     @classmethod
     def of(cls, state: SamplingState, bad_words: BadWords, slots_S: Int64Array) -> LogitChanges:
@@ -65,6 +67,7 @@ class LogitChanges:
             end_tokens=_end_tokens(state, slots_S),
             logit_bias=_logit_bias(state, slots_S),
             penalties=_penalties(state, slots_S),
+            typical=_typical(state, slots_S),
         )
 
 
@@ -111,6 +114,18 @@ def _penalties(state: SamplingState, slots_S: Int64Array) -> PenaltyRows | None:
         _to_device(state.repetition_penalty[slots, None], state),
         _to_device(state.presence_penalty[slots, None], state),
         _to_device(state.frequency_penalty[slots, None], state),
+    )
+
+
+def _typical(state: SamplingState, slots_S: Int64Array) -> TypicalRows | None:
+    rows = np.flatnonzero(state.typical_p[slots_S] < 1)
+    if not len(rows):
+        return None
+    slots = slots_S[rows]
+    return TypicalRows(
+        _to_device(rows, state),
+        _to_device(state.inverse_temperature[slots], state),
+        _to_device(state.typical_p[slots], state),
     )
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of chosen tokens and of their most likely alternatives.
 
-Shapes: R rows, V vocabulary, K alternatives.
+Shapes: R rows, T positions of a prompt, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.messages import RowLogprobs
-from ..transfers import Download
+from ..device.transfers import Download
 from .distribution import (
     WEIGHT_SCALE,
     BlockedLogits,
@@ -25,7 +25,7 @@ from .distribution import (
 
 @dataclass(slots=True)
 class Logprobs:
-    """The chosen token first, then the K most likely: `token_ids` int32[R, K+1], `logprobs` float32[R, K+1].
+    """Log-probabilities: `token_ids` int32 [R, K + 1] (the chosen token first), `logprobs` float32 [R, K + 1].
 
     `ranks` int32[R] is 1 + the number of tokens more likely than the chosen one.
     """
@@ -35,14 +35,14 @@ class Logprobs:
     ranks: torch.Tensor
 
     def fetch(self, download: Download) -> Logprobs:
-        """The same in host memory, once it has arrived."""
+        """Start a download and return the arrays in host memory, which are valid once it has arrived."""
         tensors = (self.token_ids, self.logprobs, self.ranks)
         return Logprobs(*(download.copy(tensor) for tensor in tensors))
 
     def rows(
         self, slots: list[int], counts: list[int], lengths: list[int] | None = None
     ) -> list[RowLogprobs]:
-        """One message a slot, of its row or of the next `lengths[i]`, with `counts[i]` alternatives."""
+        """Return one message for each slot, of one or of `lengths[i]` rows, with `counts[i]` alternatives."""
         token_ids, logprobs, ranks = (
             tensor.cpu().numpy() for tensor in (self.token_ids, self.logprobs, self.ranks)
         )
@@ -64,7 +64,7 @@ class Logprobs:
 def compute_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_alternatives: int
 ) -> Logprobs:
-    """Log-softmax of raw float32 logits at `chosen_R` int64 and at the most likely tokens.
+    """Return the log-softmax of raw float32 logits at `chosen_R` int64 and at the most likely tokens.
 
     A row of NaNs gets -inf everywhere.
     """
@@ -85,7 +85,7 @@ def compute_logprobs(
 def prompt_logprobs(
     slot: int, logits_TV: torch.Tensor, next_token_ids_T: torch.Tensor, count: int
 ) -> RowLogprobs:
-    """Log-probabilities of consecutive prompt tokens of one request.
+    """Return log-probabilities of consecutive prompt tokens of one request.
 
     `logits_TV` are the raw float32 logits at T positions, `next_token_ids_T` int64 the prompt tokens that follow
     them. `count` alternatives are reported, -1 for the whole vocabulary.

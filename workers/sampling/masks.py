@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, from bitmasks: token t is bit t % 32 of word t // 32.
+"""Masks of allowed tokens from bitmasks, where token t is bit t % 32 of word t // 32.
 
 Shapes: G rows with a mask, K words of a bitmask, S rows of logits, V vocabulary.
 """
@@ -13,28 +13,28 @@ import torch
 import torch.nn.functional as F
 
 from ...protocol.arrays import Int32Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 
 
 @cache
 def _limits_of_byte(device: torch.device) -> torch.Tensor:
-    """float32[256, 8]"""
+    """Return the limits of the eight tokens of each byte value, float32 [256, 8]."""
     return to_device(np.where(_BITS_OF_BYTE, np.inf, -np.inf).astype(np.float32), device)
 
 
 def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
-    """int32[ceil(vocab_size / 32)] with the bits of these tokens set."""
+    """Return int32 [ceil(vocab_size / 32)] with the bits of these tokens set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[np.fromiter(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """float32[G, V] on the device: inf where the token's bit is set, -inf where it is clear or missing.
+    """Return float32 [G, V] on the device: inf where the token's bit is set, -inf where it is clear or missing.
 
-    Limits, because a minimum is some twenty times faster than filling where a mask says so.
+    Taking the minimum with limits is about twenty times as fast as filling by a boolean mask.
     """
     num_rows, num_words = bitmask_GK.shape
     bytes_G = to_device(np.ascontiguousarray(bitmask_GK).view(np.uint8), device)
@@ -45,7 +45,7 @@ def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) 
 
 
 def limit(logits_SV: torch.Tensor, rows_G: torch.Tensor, limits_GV: torch.Tensor) -> None:
-    """Apply the limits of these rows, which are in the order of the batch, in place."""
+    """Apply the limits of these rows, given in batch order, in place."""
     if len(rows_G) == len(logits_SV):
         torch.minimum(logits_SV, limits_GV, out=logits_SV)
     else:

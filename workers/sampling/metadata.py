@@ -1,8 +1,8 @@
-"""What the rows of one batch ask of the sampler, gathered from their slots.
+"""The sampling parameters of one batch's rows, gathered from their slots.
 
-Built when the batch or one of its slots changes, and used as it is in every other step.
+They are gathered when the batch or one of its slots changes, and reused in all other steps.
 
-Shapes: S rows of the batch, R rows of a group.
+Shapes: S rows of the batch, R rows of a group, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
 from .state import SamplingState
 
 _NUCLEUS_DEPTH = 64
-"""How many of the most likely tokens are looked at before a nucleus counts as wide."""
+"""How many of the most likely tokens are examined before a nucleus counts as wide."""
 
 
 class Method(Enum):
-    """How a row's token is chosen."""
+    """The method by which a row's token is chosen."""
 
     GREEDY = auto()
     UNFILTERED = auto()
@@ -36,7 +36,7 @@ class Method(Enum):
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows whose token is chosen in the same way. `rows` is None when they are the whole batch."""
+    """Rows whose tokens are chosen by the same method. `rows` is None if they are the whole batch."""
 
     method: Method
     rows: torch.Tensor | None
@@ -46,7 +46,7 @@ class RowGroup:
 
 @dataclass(slots=True)
 class RowParameters:
-    """What each row asks for, on the device, for a kernel that chooses the tokens of all rows; see `SamplingState`."""
+    """Parameters of each row, on the device, for a kernel that samples all rows; see `SamplingState`."""
 
     is_greedy_S: torch.Tensor
     inverse_temperature_S: torch.Tensor
@@ -60,7 +60,7 @@ class RowParameters:
 class LogprobRows:
     """The rows that report log-probabilities, with their slots and numbers of alternatives.
 
-    `rows` is None when they are the whole batch.
+    `rows` is None if they are the whole batch.
     """
 
     rows: torch.Tensor | None
@@ -68,7 +68,7 @@ class LogprobRows:
     counts: list[int]
 
     def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
-        """Their logits as the model gave them, also after `logits_SV` is changed in place."""
+        """Return the rows' logits as the model computed them; a copy if `logits_SV` will be changed in place."""
         if self.rows is not None:
             return logits_SV[self.rows]
         return logits_SV.clone() if will_change else logits_SV
@@ -76,7 +76,7 @@ class LogprobRows:
 
 @dataclass
 class SamplingMetadata:
-    """The wishes of a batch; None stands for a wish that no row has."""
+    """The sampling features of a batch; None means that no row uses the feature."""
 
     state: SamplingState
     version: int
@@ -98,12 +98,12 @@ class SamplingMetadata:
 
     @cached_property
     def groups(self) -> list[RowGroup]:
-        """The rows by how their tokens are chosen, for `choose_tokens`."""
+        """The rows by sampling method, for `choose_tokens`."""
         return _row_groups(self.state, self.slots_S)
 
     @cached_property
     def parameters(self) -> RowParameters:
-        """The rows one by one."""
+        """The parameters of each row."""
         state, slots_S = self.state, self.slots_S
         columns = (
             state.is_greedy,
@@ -117,12 +117,12 @@ class SamplingMetadata:
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether every row wants its most likely token, and no row anything else."""
+        """Whether every row takes its most likely token and uses no other feature."""
         return self.is_greedy and not self.changes_logits and self.logprobs is None
 
     @property
     def is_current(self) -> bool:
-        """Whether no slot has changed since."""
+        """Whether no slot has changed since this was gathered."""
         return self.version == self.state.version
 
     def describes(self, slots_S: Int32Array) -> bool:

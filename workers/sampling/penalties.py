@@ -1,8 +1,9 @@
 """Repetition, presence and frequency penalties.
 
-They touch only tokens that a row has seen, so a row keeps its tokens, not a count for the whole vocabulary.
+Penalties apply only to tokens that a row contains, so each row stores its tokens instead of counts for the whole
+vocabulary.
 
-Shapes: N slots, L entries a slot, P rows with penalties, V vocabulary.
+Shapes: N slots, L entries in a slot, P rows with penalties, S rows of the batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from ...protocol.arrays import Int32Array, Int64Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 
 _INITIAL_ENTRIES = 512
 
 
 @dataclass(slots=True)
 class PenaltyRows:
-    """The rows of a batch that have penalties, on the device but for `host_slots_P`. Strengths are float32[P, 1]."""
+    """The rows of a batch with penalties, on the device except `host_slots_P`. Strengths are float32 [P, 1]."""
 
     host_slots_P: Int64Array
     rows_P: torch.Tensor
@@ -32,9 +33,9 @@ class PenaltyRows:
 
 
 class SeenTokens:
-    """The tokens of each slot's prompt and output, with how often each is in the output.
+    """The tokens of each slot's prompt and output, with the number of occurrences of each in the output.
 
-    A token may have several entries; they agree on its count.
+    A token may have several entries, with equal counts.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class SeenTokens:
         self._num_entries_N = np.zeros(num_slots, np.int64)
 
     def add(self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array) -> None:
-        """Fill a slot. There is at least one token."""
+        """Set a slot's tokens, of which there must be at least one."""
         tokens = np.concatenate([prompt_token_ids, output_token_ids])
         in_output = np.arange(len(tokens)) >= len(prompt_token_ids)
         ids, entry = np.unique(tokens, return_inverse=True)
@@ -63,7 +64,7 @@ class SeenTokens:
         x_PL = torch.where(x_PL > 0, x_PL / rows.repetition_P1, x_PL * rows.repetition_P1)
         x_PL -= rows.frequency_P1 * counts_PL
         x_PL -= rows.presence_P1 * (counts_PL > 0)
-        # Entries of the same token write the same value, so their order does not matter.
+        # Entries of the same token write equal values, so their order does not matter.
         logits.scatter_(0, index, x_PL.flatten())
 
     def learn(self, rows: PenaltyRows, token_ids_S: torch.Tensor) -> None:
@@ -80,7 +81,7 @@ class SeenTokens:
         self._counts_NL[rows.slots_P, entry_P] = (counts_PL * is_same_PL).amax(1) + 1
 
     def _entries(self, rows: PenaltyRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and counts as rectangles [P, L]; a short row is filled up with its first entry."""
+        """Return ids and counts as [P, L]; a shorter row is padded with its first entry."""
         num_entries_P = self._num_entries_N[rows.host_slots_P]
         column_L = torch.arange(int(num_entries_P.max()), device=self._device)
         last_P1 = to_device(num_entries_P - 1, self._device)[:, None]

@@ -1,7 +1,9 @@
-"""Counter-based random numbers: a pure function of (seed, position, stream).
+"""Counter-based random numbers, a pure function of seed, position and stream.
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 Nothing is stored between draws, so a token's noise does not depend on the batch, the slot or a restart.
+
+Shapes: S draws.
 """
 
 from __future__ import annotations
@@ -26,28 +28,30 @@ _32: Final = np.uint64(32)
 
 
 class Stream(IntEnum):
-    """Independent sequences of one seed, one for each purpose."""
+    """Independent sequences of the same seed, one for each purpose."""
 
     TOKEN = 0
 
 
 def philox(counter: Uint64Array, key: Uint64Array) -> Uint64Array:
-    """Four random words for each column.
+    """Return four random 32-bit words for each column, uint64 [4, S].
 
-    `counter` uint64[4, S] and `key` uint64[2, S] hold 32-bit words; so does the result, uint64[4, S].
+    Args:
+        counter: 32-bit words, uint64 [4, S].
+        key: 32-bit words, uint64 [2, S].
     """
     keys = (key + _KEY_STEPS) & _LOW
     even, odd = counter[0::2], counter[1::2]
     for round_key in keys:
         product = even * _MULTIPLIERS
-        # Words 0 and 2 take the high half of the other one's product, words 1 and 3 its low half.
+        # Words 0 and 2 take the high half of each other's product, words 1 and 3 the low half.
         even = ((product >> _32)[::-1]) ^ odd ^ round_key
         odd = (product & _LOW)[::-1]
     return np.stack([even, odd], axis=1).reshape(4, -1)
 
 
 def uniforms(seeds: Int64Array, positions: Int64Array, stream: Stream) -> Float64Array:
-    """float64[S] in [0, 1) with 53 random bits; `seeds` and `positions` are int64[S]."""
+    """Return float64 [S] in [0, 1) with 53 random bits; `seeds` and `positions` are int64 [S]."""
     seed = seeds.view(np.uint64)
     position = positions.view(np.uint64)
     counter = np.empty((4, len(seed)), np.uint64)

@@ -1,4 +1,4 @@
-"""A sampler: one call turns a batch of logits into its next tokens.
+"""The sampler interface: one call turns a batch of logits into its next tokens.
 
 Shapes: S rows of the batch, V vocabulary, G rows under a grammar.
 """
@@ -16,7 +16,7 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
 from ...protocol.messages import I32, ModelRunnerOutput, RowLogprobs
 from ...protocol.sampling_params import SamplingParams
-from ..transfers import Download
+from ..device.transfers import Download
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from .logprobs import Logprobs
 from .metadata import SamplingMetadata
@@ -26,7 +26,7 @@ _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class Grammar(NamedTuple):
-    """The bitmasks int32[N, ceil(V / 32)] of what G slots may sample: next, and in the rows after it for each draft."""
+    """Bitmasks, int32 [N, ceil(V / 32)], of the tokens that G slots may sample next, and after each of their drafts."""
 
     slots_G: Int32Array
     first_rows_G: Int64Array
@@ -40,10 +40,10 @@ _NOTHING_ALLOWED_MESSAGE: Final = (
 
 
 class SamplerOutput:
-    """What `choose_tokens` returned for a batch: int64[S], still on the device.
+    """The result of sampling a batch; the tokens, int64 [S], may still be on the device.
 
-    `token_ids` holds token 0 for rows that could not be sampled, because of NaNs in their logits or because nothing
-    was allowed. The other results are fetched when first asked for. With `num_sampled_S` a row has that many tokens.
+    `token_ids` has token 0 for rows that could not be sampled, because their logits had NaNs or nothing was allowed.
+    The other results are copied to the host on first use. With `num_sampled_S`, each row has that many tokens.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class SamplerOutput:
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
-        """int64[S] on the device."""
+        """Tokens, int64 [S] on the device."""
         return self._chosen_S.clamp(min=0)
 
     def fetch(self, download: Download) -> None:
-        """Let what the properties tell come to the host; until it has arrived they must not be asked for."""
+        """Start copying the results to the host. The properties must not be read before the download has arrived."""
         self._chosen_S = download.copy(self._chosen_S)
         if self._logprobs is not None:
             self._logprobs = self._logprobs.fetch(download)
 
     def message(self, step: int, prompt_logprobs: Sequence[RowLogprobs] = ()) -> ModelRunnerOutput:
-        """The output of a step, of which this is what it sampled."""
+        """Return the output of a step with these tokens."""
         return ModelRunnerOutput(
             step,
             sampled_token_ids=self.sampled_token_ids,
@@ -82,7 +82,7 @@ class SamplerOutput:
 
     @property
     def sampled_token_ids(self) -> I32:
-        """int32[S]"""
+        """Sampled tokens, int32 [S]."""
         return int32_bytes(self._on_host.clip(0))
 
     @property
@@ -92,12 +92,12 @@ class SamplerOutput:
 
     @property
     def failed_slots(self) -> list[tuple[int, str]]:
-        """Slots whose constraints left no token, with the reason."""
+        """Slots whose constraints allowed no token, with the reason."""
         slots = self._slots_with(NOTHING_ALLOWED).tolist()
         return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots]
 
     def _slots_with(self, mark: int) -> Int64Array:
-        """The slots that have this mark in place of a token."""
+        """Return the slots that have this mark instead of a token."""
         slots_S = self._metadata.slots_S
         if self._num_sampled_S is not None:
             slots_S = np.repeat(slots_S, self._num_sampled_S)
@@ -106,7 +106,7 @@ class SamplerOutput:
 
     @cached_property
     def logprobs(self) -> list[RowLogprobs]:
-        """Of each row that asked for log-probabilities."""
+        """Log-probabilities of each row that requested them."""
         rows = self._metadata.logprobs
         if self._logprobs is None or rows is None:
             return []
@@ -123,10 +123,10 @@ class SamplerOutput:
 
 
 class Sampler(ABC):
-    """Samples for the requests in its slots.
+    """Samples tokens for the requests in its slots.
 
-    Raises nothing for what a request asks for: parameters are verified before they get here, and a row that cannot be
-    sampled is reported alone.
+    Parameters are validated before they get here, so sampling raises no error for them. A row that cannot be sampled is
+    reported without affecting others.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Sampler(ABC):
         eos_token_ids: tuple[int, ...],
         output_token_ids: Int32Array = _NO_TOKENS,
     ) -> None:
-        """A request takes the slot. `output_token_ids` are those sampled before it was preempted."""
+        """Add a request to a slot; `output_token_ids` were sampled before it was preempted."""
         self._state.add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
         if self._state.changes_logits[slot]:
             self._prepare(slot, prompt_token_ids, output_token_ids)
@@ -150,14 +150,14 @@ class Sampler(ABC):
     def _prepare(
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        """The slot's request wants its logits changed."""
+        """Prepare a slot whose request changes its logits."""
 
     def remove(self, slot: int) -> None:
-        """The slot is free again."""
+        """Free a slot."""
         self._state.remove(slot)
 
     def describe(self, slots_S: Int32Array) -> SamplingMetadata:
-        """What the rows of a batch ask for. The same until a slot of it changes."""
+        """Return the sampling features of a batch's rows; the same object until one of its slots changes."""
         if not self._metadata.describes(slots_S):
             self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
         return self._metadata
@@ -172,6 +172,9 @@ class Sampler(ABC):
     ) -> SamplerOutput:
         """Sample one token for each row.
 
-        `logits_SV` float32 on the device is overwritten. `slots_S` are distinct. `positions_S` is how many tokens
-        each row has so far, which is the index of the one to be sampled.
+        Args:
+            logits_SV: float32 on the device, overwritten.
+            slots_S: Distinct slots.
+            positions_S: The number of tokens that each row has so far, which is the index of the one to be sampled.
+            grammar: Allowed tokens of some of the slots.
         """

@@ -1,12 +1,13 @@
-"""Sampling parameters of every slot: what each request asked for, as a struct of arrays on the host.
+"""Sampling parameters of every slot, as a struct of arrays on the host.
 
-The arrays are indexed by slot and change only when a request takes or leaves one. What a slot's request does
-not use costs nothing: bad words, biases and masks are kept for the slots that have them.
+The arrays are indexed by slot and change only when a request is added or removed. Unused features cost nothing: bad
+words, biases and masks are stored only for the slots that have them.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Final
 
 import numpy as np
@@ -17,11 +18,11 @@ from ...protocol.sampling_params import SamplingParams
 from .masks import pack_bitmask
 
 GREEDY_TEMPERATURE: Final = 1e-5
-"""Below it a temperature divides by so little that only the most likely token is left."""
+"""Below this temperature only the most likely token has a nonzero weight, so sampling is greedy."""
 
 
 class SamplingState:
-    """One row a slot. `version` changes whenever a slot does; `device` is where logits are."""
+    """Parameters by slot. `version` changes with every slot; `device` is the device of the logits."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -32,6 +33,7 @@ class SamplingState:
         self.top_k = np.full(num_slots, vocab_size, np.int64)
         self.top_p = np.ones(num_slots, np.float64)
         self.min_p_margin = np.full(num_slots, -np.inf, np.float32)
+        self.typical_p = np.ones(num_slots, np.float64)
         self.seed = np.zeros(num_slots, np.int64)
         self.changes_logits = np.zeros(num_slots, np.bool_)
         self.has_penalties = np.zeros(num_slots, np.bool_)
@@ -54,15 +56,22 @@ class SamplingState:
         eos_token_ids: tuple[int, ...],
         output_token_ids: Int32Array,
     ) -> None:
-        """A request takes the slot. `params` have been verified; `output_token_ids` are those sampled before."""
+        """Add a request to a slot. `params` are validated; `output_token_ids` were sampled before."""
         self.remove(slot)
-        # A top-k of 1 is greedy, which costs less.
-        self.is_greedy[slot] = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
+        # A top-k or top-p that leaves one token is greedy, which costs less. A typical_p that leaves one token is not:
+        # it may not be the most likely one.
+        leaves_one = params.top_k == 1 or params.top_p == 0
+        is_greedy = params.temperature < GREEDY_TEMPERATURE or (
+            leaves_one and params.typical_p == 1
+        )
+        self.is_greedy[slot] = is_greedy
+        self.typical_p[slot] = 1.0 if is_greedy else params.typical_p
         self.inverse_temperature[slot] = 1 / max(params.temperature, GREEDY_TEMPERATURE)
         self.top_k[slot] = (
             min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
         )
-        self.top_p[slot] = params.top_p
+        # The smallest positive top-p still keeps one token.
+        self.top_p[slot] = max(params.top_p, sys.float_info.min)
         self.min_p_margin[slot] = (
             params.temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
         )
@@ -92,13 +101,22 @@ class SamplingState:
         words = tuple(word for word in params.bad_words_token_ids if word)
         if words:
             self.bad_words[slot] = words
-        self.changes_logits[slot] = self.has_penalties[slot] or any(
-            slot in wishes
-            for wishes in (self.end_token_ids, self.logit_bias, self.allowed_tokens, self.bad_words)
+        self.changes_logits[slot] = (
+            self.has_penalties[slot]
+            or self.typical_p[slot] < 1
+            or any(
+                slot in wishes
+                for wishes in (
+                    self.end_token_ids,
+                    self.logit_bias,
+                    self.allowed_tokens,
+                    self.bad_words,
+                )
+            )
         )
 
     def remove(self, slot: int) -> None:
-        """The slot is free. Harmless when it already was."""
+        """Free a slot; does nothing if it is free already."""
         self.version += 1
         self.changes_logits[slot] = False
         self.has_penalties[slot] = False

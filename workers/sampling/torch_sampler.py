@@ -1,4 +1,4 @@
-"""The sampler that torch has.
+"""The torch sampler.
 
 Shapes: S rows of the batch, V vocabulary.
 """
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
-from ..transfers import to_device
+from ..device.transfers import to_device
 from .bad_words import BadWords
 from .choice import choose_tokens, mark_not_numbers
 from .logit_changes import LogitChanges
@@ -21,12 +21,13 @@ from .masks import limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
 from .sampler import Grammar, Sampler, SamplerOutput
+from .typical import mask_atypical
 
 ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
 
 
 class TorchSampler(Sampler):
-    """Remembers what it sampled, on the device. `choose` is `choose_tokens`, or does the same faster."""
+    """Samples with torch and stores the sampled tokens on the device. `choose` computes the same as `choose_tokens`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class TorchSampler(Sampler):
         will_change = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
         raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
-        # What is masked could hide a NaN.
+        # Checked before masking, which could hide a NaN.
         raw_peak_S = logits_SV.amax(1) if will_change else None
         changes = self._changes_for(metadata) if metadata.changes_logits else None
         if changes is not None:
@@ -73,6 +74,8 @@ class TorchSampler(Sampler):
             rows_G, bitmask_GK = self._rows_of(metadata.slots_S, grammar)
             limits_GV = token_limits(bitmask_GK, self._vocab_size, self._device)
             limit(logits_SV, self._to_device(rows_G), limits_GV)
+        if changes is not None and changes.typical is not None:
+            mask_atypical(logits_SV, changes.typical)
         chosen_S = self._choose(logits_SV, metadata, positions_S)
         if raw_peak_S is not None:
             mark_not_numbers(chosen_S, raw_peak_S)
@@ -88,7 +91,7 @@ class TorchSampler(Sampler):
         return SamplerOutput(chosen_S, metadata, logprobs)
 
     def _rows_of(self, slots_S: Int64Array, grammar: Grammar) -> tuple[Int64Array, Int32Array]:
-        """The batch rows of the slots that are in the batch, in its order, and their bitmasks."""
+        """Return the batch rows of the grammar's slots, in batch order, and their bitmasks."""
         bitmask_GK = grammar.bitmask_NK[grammar.first_rows_G]
         self._row_of_slot[slots_S] = np.arange(len(slots_S))
         rows_G = self._row_of_slot[grammar.slots_G]
@@ -106,7 +109,7 @@ class TorchSampler(Sampler):
     def _change_logits(
         self, logits_SV: torch.Tensor, changes: LogitChanges, positions_S: Int32Array
     ) -> None:
-        """Apply what requests ask for in place."""
+        """Apply the changes of logits in place."""
         logits = logits_SV.view(-1)
         if changes.allowed is not None:
             limit(logits_SV, changes.allowed.rows, changes.allowed.limits)

@@ -29,9 +29,9 @@ from engine.protocol.config import (
 )
 from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.device import open_device
+from engine.workers.device.device import open_device
+from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint
-from engine.workers.model_runner import ModelRunner
 from on_gpu.shapes import Shape
 from safetensors.torch import save_file
 

@@ -21,7 +21,7 @@ MODULES = (
     "msgspec",
     "zmq",
     "psutil",
-    "engine.workers.model_runner",
+    "engine.workers.execution.model_runner",
     "engine.workers.worker",
     # Of the server only.
     "setproctitle",
@@ -34,7 +34,7 @@ MODULES = (
     "huggingface_hub",
     "llguidance",
     "prometheus_client",
-    "engine.frontend.cli",
+    "engine.frontend.cli.main",
     "engine.core.engine_core",
 )
 """Each before those that need it."""

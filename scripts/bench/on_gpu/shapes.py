@@ -26,7 +26,7 @@ class Shape:
     tie_word_embeddings: bool
 
     def write(self, directory: Path, max_model_len: int) -> Path:
-        """A directory that `engine serve --load-format dummy` takes, with a tokeniser of single bytes."""
+        """A directory that `engine serve --load-format dummy` takes, with a tokenizer of single bytes."""
         architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config: dict[str, Any] = {
             "architectures": [architecture],

@@ -24,12 +24,12 @@ from engine.protocol.config import (
 )
 from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.device import open_device
+from engine.workers.device.device import open_device
+from engine.workers.device.memory import count_kv_blocks
+from engine.workers.device.memory_profile import MemoryProfile
+from engine.workers.execution.model_runner import ModelRunner
+from engine.workers.execution.runner import PendingOutput
 from engine.workers.loaders import DummyCheckpoint
-from engine.workers.memory import count_kv_blocks
-from engine.workers.memory_profile import MemoryProfile
-from engine.workers.model_runner import ModelRunner
-from engine.workers.runner import PendingOutput
 from on_gpu.limits import synchronize
 from on_gpu.shapes import Shape
 from on_gpu.trace import Span, summary

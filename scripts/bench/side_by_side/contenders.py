@@ -72,7 +72,7 @@ def engine_contender(
     weights: str = "as stored",
     flags: Sequence[str] = (),
 ) -> Contender:
-    command = [sys.executable, "-P", "-m", "engine.frontend.cli", "serve", str(path)]
+    command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
     # The peers do not draft, and what drafts give depends on the text, which here is random.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType
-from engine.workers.loaders.checkpoint import Checkpoint, open_checkpoint
+from engine.protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType
+from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 
 KV_ELEMENT_BYTES = 2
 BITS_OF_BF16 = 12

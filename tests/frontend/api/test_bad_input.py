@@ -35,7 +35,7 @@ BAD_FIELDS = [
     # (fields, the param that the error names, what its message says)
     ({"temperature": -1}, "temperature", "[0, 100], got -1"),
     ({"temperature": "hot"}, "temperature", 'must be a number or null, got "hot"'),
-    ({"top_p": 0}, "top_p", "(0, 1], got 0"),
+    ({"top_p": -1}, "top_p", "[0, 1], got -1"),
     ({"top_p": 1.5}, "top_p", "got 1.5"),
     ({"top_k": -2}, "top_k", "at least -1, got -2"),
     ({"top_k": 10**30}, "top_k", "9223372036854775807"),
@@ -61,11 +61,14 @@ BAD_FIELDS = [
     ({"stop": [1]}, "stop[0]", "a string, got 1"),
     ({"stop": [""]}, "stop", "empty"),
     ({"stop": ["x"] * 65}, "stop", "at most 64 entries, got 65"),
+    ({"stop": ["x" * 5000] * 2}, "stop", "at most 8192 characters, got 10000"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
     ({"logit_bias": {"a": 1}}, "logit_bias", 'token ids, got "a"'),
     ({"logit_bias": {"9999999": 1}}, "logit_bias", "9999999"),
     ({"logit_bias": {"5": 101}}, "logit_bias[5]", "101"),
-    ({"logit_bias": {"5": "x"}}, "logit_bias[...]", "a number"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias[5]", 'a number, got "x"'),
+    ({"logit_bias": {"3": 1, "5": None}}, "logit_bias[5]", "a number, got null"),
+    ({"top_p": 10**400}, "top_p", "a number that fits in 64 bits, got 1000"),
     ({"logit_bias": [5]}, "logit_bias", "an object or null, got [5]"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
@@ -76,7 +79,7 @@ BAD_FIELDS = [
     (
         {"allowed_token_ids": [*range(40_000)], "n": 128},
         "allowed_token_ids",
-        "5120000 in all, at most 4194304",
+        "5120000 in total, but at most 4194304",
     ),
     ({"user": "u" * 257}, "user", "at most 256 characters, got 257"),
     ({"priority": 2**40}, "priority", "32 bits"),
@@ -87,20 +90,32 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage", "3"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"prompt_logprobs": -2}, "prompt_logprobs", "got -2"),
-    ({"guided_json": {}}, "guided_json", "structured_outputs"),
-    ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
-    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
-    ({"guided_grammar": "x"}, "guided_grammar", "structured_outputs"),
-    ({"best_of": 2}, "best_of", "got 2"),
-    ({"best_of": 3, "n": 2}, "best_of", "got 3"),
+    ({"guided_json": 5}, "guided_json", "got 5"),
+    ({"guided_regex": "(a"}, "guided_regex", "compiled"),
+    ({"guided_choice": []}, "guided_choice", "array of strings"),
+    ({"guided_grammar": "x"}, "guided_grammar", "compiled"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "combined with guided_regex"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+    ({"best_of": 1, "n": 2}, "best_of", "between n=2 and 128, got 1"),
+    ({"best_of": 129}, "best_of", "got 129"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of", "in a stream, got 3"),
     ({"lora_path": "x"}, "lora_path", "not supported"),
     ({"stop_regex": "a+"}, "stop_regex", "use stop"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "use logit_bias"),
-    ({"typical_p": 0.5}, "typical_p", "got 0.5"),
+    ({"typical_p": 0}, "typical_p", "(0, 1], got 0"),
+    ({"suffix": "end"}, "suffix", "not supported"),
+    ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
+    ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection", "not supported"),
+    ({"top_n_sigma": 1}, "top_n_sigma", "got 1"),
+    ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty must be in [0.01, 100], got 0"),
+    ({"min_new_tokens": -1}, "min_new_tokens", "got -1"),
+    ({"truncation_side": "middle"}, "truncation_side", '"left" or "right", got "middle"'),
     ({"dry_multiplier": 0.8}, "dry_multiplier", "got 0.8"),
     ({"mirostat": 2}, "mirostat", "got 2"),
     ({"xtc_probability": 0.1}, "xtc_probability", "got 0.1"),
-    ({"n_predict": -2}, "max_tokens", "got -2"),
+    ({"n_predict": -2}, "n_predict", "got -2"),
+    ({"max_new_tokens": 10**6}, "max_new_tokens", "or max_new_tokens."),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
@@ -119,12 +134,12 @@ BAD_FIELDS = [
     ),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "non-empty"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of strings"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "array of strings"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "compiled"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs", "nowhere"),
     ({"structured_outputs": {"json": {"type": "strange"}}}, "structured_outputs", "strange"),
     ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "one"),
-    ({"regex": "(a"}, "regex", "regex must be a regex that can be compiled"),
+    ({"regex": "(a"}, "regex", "regex is not a regex that can be compiled"),
     ({"ebnf": "root ::= nowhere"}, "ebnf", "ebnf"),
     ({"grammar": 5}, "grammar", "a string"),
     ({"json_schema": "{"}, "json_schema", "not valid JSON"),
@@ -153,7 +168,7 @@ BAD_FIELDS = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
         "response_format",
-        "response_format must be a json_schema that can be compiled",
+        "response_format is not a json_schema that can be compiled",
     ),
 ]
 
@@ -178,8 +193,7 @@ COMPLETION_ONLY = [
     ({"prompt": ["a"] * 5000}, "prompt", "5000 sequences, at most 4096"),
     ({"logprobs": 21}, "logprobs", "at most 20"),
     ({"logprobs": True}, "logprobs", "an integer"),
-    ({"suffix": "end"}, "suffix", "not supported"),
-    ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
+    ({"logprobs": -1}, "logprobs", "at most 20 (--max-logprobs), got -1, which means all"),
     ({"echo": 1}, "echo", "a boolean"),
 ]
 
@@ -190,6 +204,8 @@ CHAT_ONLY = [
     ({"messages": ["hi"]}, "messages[0]", 'an object, got "hi"'),
     ({"messages": [{"content": "hi"}]}, "messages[0].role", "role"),
     ({"messages": [{"role": 1, "content": "hi"}]}, "messages[0].role", "1"),
+    ({"messages": [{"role": None, "content": "hi"}]}, "messages[0].role", "got null"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0].type", "got null"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -199,18 +215,21 @@ CHAT_ONLY = [
     (
         {"messages": [*USER, {"role": "assistant", "tool_calls": 5}]},
         "messages[1].tool_calls",
-        "a list, got 5",
+        "an array, got 5",
     ),
     (
         {"messages": [*USER, {"role": "assistant", "tool_calls": {"f": 1}}]},
         "messages[1].tool_calls",
-        "a list, got {'f': 1}",
+        'an array, got {"f":1}',
     ),
     ({"messages": [{"role": "user", "content": "w " * 600}]}, "messages", "512 tokens"),
     ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1, got 0"),
     ({"max_completion_tokens": 600}, "max_completion_tokens", "or max_completion_tokens."),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "got -1, which means all 49152"),
+    ({"web_search_options": {}}, "web_search_options", "does not search the web"),
+    ({"prediction": "x"}, "prediction", "an object"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"logprobs": 3}, "logprobs", "a boolean"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -240,7 +259,7 @@ CHAT_ONLY = [
             "tool_choice": "required",
         },
         "tools[0].function.parameters",
-        "tools[0].function.parameters of f must be a json_schema that can be compiled",
+        "tools[0].function.parameters of f is not a json_schema that can be compiled",
     ),
     (
         {
@@ -251,7 +270,7 @@ CHAT_ONLY = [
             "tool_choice": "required",
         },
         "tools[1].function.parameters",
-        "tools[1].function.parameters of g must be a json_schema that can be compiled",
+        "tools[1].function.parameters of g is not a json_schema that can be compiled",
     ),
     (
         {
@@ -259,16 +278,95 @@ CHAT_ONLY = [
             "tool_choice": {"type": "function", "function": {"name": "g"}},
         },
         "tools[0].function.parameters",
-        "tools[0].function.parameters of g must be a json_schema that can be compiled",
+        "tools[0].function.parameters of g is not a json_schema that can be compiled",
     ),
     ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
-    ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+    ({"functions": [{"name": "f"}]}, "tools", "--tool-call-parser"),
+    ({"functions": [{"name": ""}]}, "functions[0].name", "1 to 128 letters"),
+    ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions", "combined with tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "needs functions"),
+    ({"function_call": "required", "functions": [{"name": "f"}]}, "function_call", "none, auto"),
+    ({"function_call": "auto", "tools": [TOOL]}, "function_call", "use tool_choice"),
+    (
+        {"function_call": {"name": "g"}, "functions": [{"name": "f"}]},
+        "function_call",
+        '"g", the tools are f',
+    ),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+    *(
+        (
+            {**form, "tools": [TOOL], "tool_choice": choice},
+            next(iter(form)),
+            "cannot be combined with tool_choice",
+        )
+        for form in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"regex": "a+"}},
+            {"regex": "a+"},
+        )
+        for choice in (
+            "required",
+            {"type": "function", "function": {"name": "f"}},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [TOOL]},
+            },
+        )
+    ),
+    *(
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", **rest}}, param, says)
+        for rest, param, says in (
+            ({}, "tool_choice.mode", '"auto" or "required", got null'),
+            ({"allowed_tools": 5}, "tool_choice.allowed_tools", "an object, got 5"),
+            ({"mode": "auto", "tools": []}, "tool_choice.tools", "non-empty array"),
+            (
+                {"mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+                "tool_choice.tools[0]",
+                "one of the tools f",
+            ),
+        )
+    ),
+    *(
+        ({"tools": [{"type": "custom", "custom": custom}], "tool_choice": "required"}, param, says)
+        for custom, param, says in (
+            ({"name": "a b"}, "tools[0].custom.name", '"a b"'),
+            ({"name": "f", "description": 1}, "tools[0].custom.description", "a string"),
+            ({"name": "f", "format": {"type": "x"}}, "tools[0].custom.format.type", '"x"'),
+            (
+                {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}},
+                "tools[0].custom.format.grammar.definition",
+                "null",
+            ),
+            (
+                {
+                    "name": "f",
+                    "format": {
+                        "type": "grammar",
+                        "grammar": {"syntax": "lark", "definition": "start: X"},
+                    },
+                },
+                "tools[0].custom.format.grammar.syntax",
+                "name the tool in tool_choice",
+            ),
+            (
+                {
+                    "name": "f",
+                    "format": {
+                        "type": "grammar",
+                        "grammar": {"syntax": "regex", "definition": "("},
+                    },
+                },
+                "tools[0].custom.format",
+                "can be compiled",
+            ),
+        )
+    ),
     ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "not allowed"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
     ({"modalities": ["audio"]}, "modalities", "audio"),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
-    ({"echo": True}, "echo", "not supported"),
+    ({"echo": 1}, "echo", "a boolean"),
 ]
 
 
@@ -362,6 +460,36 @@ def test_malformed_body(frontend: FrontendProcess, path: str, body: bytes) -> No
     assert response.status_code == 400, response.text
     assert len(error_of(response)["message"]) < 500
     goes_on(frontend)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_empty_body_is_called_empty(frontend: FrontendProcess, path: str) -> None:
+    for body in (b"", b" \n"):
+        response = frontend.http.post(path, content=body)
+        assert response.status_code == 400
+        assert error_of(response)["message"] == "the request body is empty"
+
+
+@pytest.mark.parametrize("number", [b"1e400", b"-1e400", b"9" * 5000])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        (b'"temperature": %b', "temperature"),
+        (b'"n": %b', "n"),
+        (b'"stop_token_ids": [1, %b]', "stop_token_ids[1]"),
+        (b'"logit_bias": {"7": 1, "8": %b}', "logit_bias[8]"),
+        (b'"response_format": {"type": "text", "a": {"b": [%b]}}', "response_format[a][b][0]"),
+    ],
+)
+def test_number_out_of_range_names_its_field(
+    frontend: FrontendProcess, field: bytes, param: str, number: bytes
+) -> None:
+    response = frontend.http.post(COMPLETIONS, content=b'{"prompt": "a", %b}' % (field % number))
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert f"{param} must be " in error["message"] and len(error["message"]) < 250
+    assert f"got {number.decode()[:50]}" in error["message"]
 
 
 def test_long_values_are_not_echoed_whole(frontend: FrontendProcess) -> None:
@@ -468,8 +596,8 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
             assert response.status_code == 400
             error = error_of(response)
             assert error["param"] == "tempersture" and "tempersture" in error["message"]
-            refused = strict.post(path, guided_json={}, **prompt)
-            assert error_of(refused)["param"] == "guided_json"
+            refused = strict.post(path, lora_path="x", **prompt)
+            assert error_of(refused)["param"] == "lora_path"
         known = {"user": "ann", "top_k": 3, "prompt_cache_retention": "24h", "request_id": "r"}
         known |= {"prompt_cache_options": {"ttl": "5m"}, "moderation": {"mode": "x"}}
         assert strict.complete(PROMPT, max_tokens=1, **known)["choices"]
@@ -481,6 +609,7 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({}, "prompt"),
         ({"prompt": "a", "messages": USER}, "prompt"),
         ({"prompt": 5}, "prompt"),
+        ({"prompt": "a" * (2**22 + 1)}, "prompt"),
         ({"messages": [{}]}, "messages[0].role"),
     ],
 )
@@ -523,7 +652,9 @@ def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int)
     with FrontendProcess(max_body_bytes=10_000) as frontend:
         url = f"http://127.0.0.1:{frontend.port}{path}"
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(url, data=b"x" * (20 << 20), timeout=20)
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(url, b"x" * (20 << 20), headers)
+            urllib.request.urlopen(request, timeout=20)
         with refused.value as response:
             assert response.code == status
             assert json.loads(response.read())["error"]["message"]
@@ -532,6 +663,6 @@ def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int)
 
 def test_a_client_that_asks_first_is_spared_its_body(frontend: FrontendProcess) -> None:
     with socket.create_connection(("127.0.0.1", frontend.port), timeout=2) as connection:
-        head = "POST {} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
+        head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
         connection.sendall(head.format(COMPLETIONS, 1 << 40).encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")

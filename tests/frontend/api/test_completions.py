@@ -6,8 +6,10 @@ from collections import defaultdict
 
 import openai
 import pytest
+from engine.frontend.api.answer import find_likeliest
 from engine.frontend.api.logprobs import CompletionLogprobs, LogprobsRenderer
-from engine.frontend.logprobs import PositionLogprobs
+from engine.frontend.client.logprobs import PositionLogprobs
+from engine.frontend.client.request_group import Delta
 from support.engine_fixtures import smollm2_tokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
@@ -46,7 +48,7 @@ def test_null_means_left_out(frontend: FrontendProcess) -> None:
 
 
 def test_what_asks_for_nothing_is_taken(frontend: FrontendProcess) -> None:
-    fields = {"lora_path": "", "stop_regex": [], "custom_logit_processor": "", "typical_p": 1.0}
+    fields = {"lora_path": "", "stop_regex": [], "custom_logit_processor": "", "samplers": []}
     fields |= {"dry_multiplier": 0.0, "mirostat": 0, "xtc_probability": 0, "request_id": "mine"}
     answer = frontend.complete(PROMPT, best_of=2, n=2, max_tokens=1, stream_options={}, **fields)
     assert len(answer["choices"]) == 2 and "mine" not in answer["id"]
@@ -55,12 +57,22 @@ def test_what_asks_for_nothing_is_taken(frontend: FrontendProcess) -> None:
 def test_fields_of_other_servers_stand_for_ours(frontend: FrontendProcess) -> None:
     assert frontend.complete(PROMPT, n_predict=3)["usage"]["completion_tokens"] == 3
     assert frontend.complete(PROMPT, n_predict=3, max_tokens=2)["usage"]["completion_tokens"] == 2
-    for left_out in ({"max_tokens": -1}, {"n_predict": -1}):
-        assert frontend.complete(PROMPT, **left_out)["usage"]["completion_tokens"] == 16
+    assert frontend.complete(PROMPT, max_new_tokens=3)["usage"]["completion_tokens"] == 3
+    before = len(frontend.core.received)
+    frontend.complete(PROMPT, repeat_penalty=1.5, min_new_tokens=3)
+    frontend.complete(
+        PROMPT, repeat_penalty=1.5, repetition_penalty=1.2, guided_decoding_backend="x"
+    )
+    added = [m.requests[0] for m in frontend.core.received[before:] if hasattr(m, "requests")]
+    first, second = (request.sampling_params for request in added)
+    assert (first.repetition_penalty, first.min_tokens) == (1.5, 3)
+    assert second.repetition_penalty == 1.2
     answer = frontend.complete(PROMPT, stop="three", no_stop_trim=True)
     assert answer["choices"][0]["text"] == "One two three"
     messages = [{"role": "user", "content": PROMPT}]
-    for field in ("max_tokens", "max_completion_tokens"):
+    for unlimited in ({"max_tokens": -1}, {"n_predict": -1}):
+        assert frontend.complete(PROMPT, **unlimited)["usage"]["total_tokens"] == 512
+    for field in ("max_tokens", "max_completion_tokens", "n_predict"):
         chat = frontend.post("/v1/chat/completions", messages=messages, **{field: -1}).json()
         assert chat["usage"]["total_tokens"] == 512
 
@@ -336,6 +348,53 @@ def test_prompt_is_truncated_from_the_left(frontend: FrontendProcess) -> None:
     assert long["usage"]["prompt_tokens"] == 510
 
 
+def test_prompt_is_truncated_on_the_side_that_is_asked_for(frontend: FrontendProcess) -> None:
+    fields = {"truncate_prompt_tokens": 2, "max_tokens": 2}
+    for side, text in (("left", " four five"), ("right", "One two"), (None, " four five")):
+        answer = frontend.complete(PROMPT, truncation_side=side, **fields)
+        assert answer["choices"][0]["text"] == text
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = frontend.post(
+        "/v1/chat/completions", messages=messages, truncation_side="right", **fields
+    )
+    assert chat.json()["choices"][0]["message"]["content"] == "One two"
+
+
+def test_best_of_shows_the_likeliest_of_its_candidates(frontend: FrontendProcess) -> None:
+    before = len(frontend.core.received)
+    answer = frontend.complete([PROMPT, "Six"], best_of=3, n=2, max_tokens=2, seed=1)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == ["One two"] * 2 + ["SixSix"] * 2
+    assert answer["usage"]["completion_tokens"] == 12, "candidates that are not shown count too"
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    added = [m.requests for m in frontend.core.received[before:] if hasattr(m, "requests")]
+    [requests] = added
+    assert [request.sampling_params.seed for request in requests] == [1, 2, 3] * 2
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = frontend.post("/v1/chat/completions", messages=messages, best_of=2, max_tokens=1).json()
+    assert len(chat["choices"]) == 1 and chat["usage"]["completion_tokens"] == 2
+
+    def output(*logprobs: float) -> Delta:
+        return Delta("", [], [PositionLogprobs(1, logprob, 1, []) for logprob in logprobs])
+
+    outputs = [output(-2, -2), output(-3), output(-0.5, -1), output(), output(-1), output(-0.1)]
+    assert list(find_likeliest(outputs, 3, 1)) == [2, 5]
+    assert list(find_likeliest(outputs, 3, 2)) == [2, 0, 5, 4]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_that_were_not_asked_for_are_null(frontend: FrontendProcess, path: str) -> None:
+    prompt = {"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
+    answer = frontend.post(path, max_tokens=1, **prompt).json()
+    [choice] = answer["choices"]
+    of_prompt = choice if path == "/v1/completions" else answer
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert of_prompt.pop(name, "missing") is None
+    assert choice["token_ids"] is None
+    events = sse_events(frontend.post(path, max_tokens=1, stream=True, **prompt).text)
+    assert not any("token_ids" in str(event) for event in events)
+
+
 def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
     before = len(frontend.core.received)
     frontend.complete(
@@ -344,6 +403,7 @@ def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
         top_p=0.9,
         top_k=10**9,
         min_p=0.1,
+        typical_p=0.7,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         repetition_penalty=1.1,
@@ -359,12 +419,47 @@ def test_sampling_parameters_reach_the_core(frontend: FrontendProcess) -> None:
     [request] = added.requests
     params = request.sampling_params
     assert (params.temperature, params.top_p, params.min_p) == (0.5, 0.9, 0.1)
+    assert params.typical_p == 0.7
     assert params.top_k == frontend.tokenizer.vocab_size, "no larger than the worker can hold"
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
     assert params.repetition_penalty == 1.1 and params.logit_bias == {5: -100.0, 6: 1.5}
     assert params.bad_words_token_ids and params.allowed_token_ids == (1, 2)
     assert (params.min_tokens, params.ignore_eos) == (2, True)
     assert (request.priority, request.tenant) == (3, "tenant")
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("headers", "carried"),
+    [
+        ([("traceparent", PARENT)], {"traceparent": PARENT}),
+        (
+            [("traceparent", PARENT), ("tracestate", "a=1"), ("tracestate", "b=2")],
+            {"traceparent": PARENT, "tracestate": "a=1,b=2"},
+        ),
+        ([("traceparent", PARENT), ("tracestate", "a=" + "1" * 600)], {"traceparent": PARENT}),
+        ([("tracestate", "a=1")], None),
+        ([("traceparent", PARENT.replace("7", "0").replace("00-", "ff-", 1))], None),
+        ([("traceparent", "00-" + "0" * 32 + PARENT[35:])], None),
+        ([("traceparent", PARENT), ("traceparent", PARENT)], None),
+        ([], None),
+    ],
+)
+def test_a_trace_context_goes_to_the_core_if_it_is_valid(
+    frontend: FrontendProcess, headers: list[tuple[str, str]], carried: dict[str, str] | None
+) -> None:
+    before = len(frontend.core.received)
+    body = {"model": MODEL, "prompt": PROMPT, "n": 2, "max_tokens": 2}
+    response = frontend.http.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    requests = [
+        request
+        for message in frontend.core.received[before:]
+        for request in getattr(message, "requests", ())
+    ]
+    assert [request.trace_headers for request in requests] == [carried] * 2
 
 
 def test_integers_may_be_written_as_doubles(frontend: FrontendProcess) -> None:
@@ -431,6 +526,10 @@ LENIENT = '"x-guidance":{"lenient":true}}'
             '{"type":"array",' + LENIENT,
         ),
         ({"json_schema": '{"type": "array"}'}, "json_schema", '{"type":"array",' + LENIENT),
+        ({"guided_json": {"type": "array"}}, "json_schema", '{"type":"array",' + LENIENT),
+        ({"guided_regex": "a+", "guided_json": None}, "regex", "a+"),
+        ({"guided_choice": ["yes", "no"]}, "choice", '["yes","no"]'),
+        ({"guided_grammar": 'root ::= "x"'}, "grammar", 'root ::= "x"'),
     ],
 )
 def test_structured_outputs_reach_the_core(

@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 from engine.frontend.api.edge import Edge
-from engine.frontend.api.errors import MAX_ECHO, echo, public
+from engine.frontend.http.access import Access
+from engine.frontend.http.errors import echo, public
+from engine.frontend.http.shown_values import MAX_SHOWN
+from engine.protocol.config import FrontendConfig
 
 
 def ask(app: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -26,7 +29,8 @@ def ask(app: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
         "path": "/v1/completions",
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
-    asyncio.run(Edge(app, (), "")(scope, receive, send))
+    access = Access(FrontendConfig(), is_loopback=False)
+    asyncio.run(Edge(app, access, "")(scope, receive, send))
     start, body = sent
     answered = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], answered, msgspec.json.decode(body["body"])
@@ -54,5 +58,5 @@ def test_paths_and_addresses_are_taken_out() -> None:
 
 def test_echoes_are_short() -> None:
     assert echo({"a": 1}) == '{"a":1}'
-    assert len(echo("x" * 10**6)) < MAX_ECHO + 50
+    assert len(echo("x" * 10**6)) < MAX_SHOWN + 50
     assert echo(2**200).startswith("16069")

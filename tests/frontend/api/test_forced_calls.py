@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from engine.frontend.api.forced_calls import NamedCall, RequiredCalls
+from engine.frontend.api.tools.forced_calls import NamedCall, RequiredCalls
 from engine.frontend.chat.tools import ToolCallDelta, openai_call_id
 from hypothesis import given
 from hypothesis import strategies as st

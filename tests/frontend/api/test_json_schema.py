@@ -6,18 +6,18 @@ import json
 from typing import Any
 
 import pytest
-from engine.frontend.api.errors import APIError
-from engine.frontend.api.json_schema import prepare_schema
 from engine.frontend.api.schema import ChatCompletionRequest
-from engine.frontend.api.structured import constraint_of
-from engine.frontend.api.tool_choice import parse_tool_choice
-from engine.frontend.structured_output import verify_structured_output
-from engine.protocol.grammar import grammar_text
+from engine.frontend.api.structured.constraint import constraint_of
+from engine.frontend.api.structured.json_schema import prepare_schema
+from engine.frontend.api.tools.tool_choice import parse_tool_choice
+from engine.frontend.http.errors import APIError
+from engine.protocol.grammars.grammar import grammar_text
 from engine.protocol.sampling_params import StructuredOutput
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from support.engine_fixtures import smollm2_tokenizer
+from support.grammars import verify_structured_output
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}

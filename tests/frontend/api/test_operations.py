@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -14,11 +15,11 @@ import openai
 import psutil
 import pytest
 import zmq
-from engine.frontend.server import HOLD_BACK_S
+from engine.frontend.api.server import HOLD_BACK_S
 from engine.protocol.config import FIRST_EPOCH, SchedulerConfig
 from engine.protocol.messages import AddRequests, ClientHello
 from engine.protocol.supervisor_messages import Heartbeat, Stage
-from support.frontend_process import MODEL, FrontendProcess, sse_events
+from support.frontend_process import ECHO_TEMPLATE, MODEL, FrontendProcess, sse_events
 from support.program import wait_until
 
 PROMPT = "One two three four five"
@@ -33,6 +34,32 @@ def test_ready_after_one_real_token(frontend: FrontendProcess) -> None:
     assert (ready["state"], ready["stage"]) == ("ready", "ready")
     assert frontend.http.post("/ping").status_code == 200
     assert frontend.http.head("/health").status_code == 200
+
+
+def test_openapi_describes_every_route_and_field(frontend: FrontendProcess) -> None:
+    document = frontend.http.get("/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    paths = document["paths"]
+    assert {"/v1/models", "/readyz", "/openapi.json"} <= paths.keys()
+    assert set(paths["/ping"]) == {"get", "post"}
+    assert paths["/replicas/{index}/{action}"]["post"]["parameters"][0]["name"] == "action"
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    schema = document["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
+    assert {"messages", "max_tokens", "seed"} <= schema["properties"].keys()
+    assert "requestBody" in paths["/detokenize"]["post"]
+    body = paths["/invocations"]["post"]["requestBody"]["content"]["application/json"]
+    names = {choice["$ref"].rpartition("/")[2] for choice in body["schema"]["anyOf"]}
+    assert names == {"ChatCompletionRequest", "CompletionRequest"}
+
+
+def test_docs_page_shows_every_route_and_loads_nothing(frontend: FrontendProcess) -> None:
+    answer = frontend.http.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path in frontend.http.get("/openapi.json").json()["paths"]:
+        assert f"<code>{path}</code>" in answer.text
+    for reference in ("<script", "src=", "href=", "url(", "@import"):
+        assert reference not in answer.text
 
 
 def test_not_ready_without_an_engine() -> None:
@@ -160,13 +187,13 @@ def test_request_id_is_echoed_or_made(frontend: FrontendProcess) -> None:
 def test_an_offer_of_another_protocol_is_ignored(frontend: FrontendProcess, protocol: str) -> None:
     """As Java's client makes with every request, unless it is told not to."""
     content = b'{"prompt": "One two three", "max_tokens": 2}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n"
     whole = (
         f"{head}HTTP2-Settings: AAEAAEAA\r\nContent-Length: {len(content)}\r\n\r\n".encode()
         + content
     )
     chunks = f"{head}Transfer-Encoding: chunked\r\n\r\n{len(content):x}\r\n".encode() + content
-    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
     requests = whole + chunks + b"\r\n0\r\n\r\n" + whole + last
     for size in (len(requests), 40):
         with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as connection:
@@ -179,11 +206,12 @@ def test_an_offer_of_another_protocol_is_ignored(frontend: FrontendProcess, prot
 
 
 def test_origins(frontend: FrontendProcess) -> None:
-    preflight = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    page = "http://localhost:3000"
+    preflight = {"origin": page, "access-control-request-method": "POST"}
     response = frontend.http.options("/v1/completions", headers=preflight)
-    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == page
     failed = frontend.http.post("/v1/completions", content=b"{", headers=preflight)
-    assert failed.status_code == 400 and failed.headers["access-control-allow-origin"] == "*"
+    assert failed.status_code == 400 and failed.headers["access-control-allow-origin"] == page
 
 
 def test_api_keys_origins_and_root_path() -> None:
@@ -291,12 +319,59 @@ def test_drain_with_a_client_that_never_reads() -> None:
     ) as frontend:
         connection = socket.create_connection(("127.0.0.1", frontend.port))
         body = b'{"prompt": "a b", "max_tokens": 8000, "stream": true}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: %d\r\n\r\n"
         connection.sendall(head % len(body) + body)
         while frontend.http.get("/load").json()["server_load"] == 0:
             assert not frontend.core.received or frontend.process.poll() is None
         assert frontend.stop() == 0
         connection.close()
+
+
+def test_drain_with_a_request_that_never_comes_whole_is_silent() -> None:
+    with FrontendProcess() as frontend:
+        with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            client.sendall(head + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+            assert frontend.stop() == 0
+            assert client.recv(100) == b""
+        assert "Traceback" not in frontend.log and "without completing" not in frontend.log
+
+
+def test_a_tls_handshake_has_as_long_as_a_request(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout {key} -out {certificate}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    with FrontendProcess(
+        slow_client_s=1.0, ssl_keyfile=str(key), ssl_certfile=str(certificate)
+    ) as frontend:
+        url = f"https://127.0.0.1:{frontend.port}/health"
+        with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as silent:
+            assert httpx.get(url, verify=False).status_code == 200
+            begun = time.monotonic()
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(100) == b""
+            assert time.monotonic() - begun < 10
+        assert frontend.stop() == 0 and "Traceback" not in frontend.log
+
+
+def test_probes_are_answered_when_clients_have_taken_every_descriptor() -> None:
+    with (
+        FrontendProcess(slow_client_s=60.0, max_open_files=256) as frontend,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(400):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", frontend.port))
+        for path, status in (("/livez", 200), ("/health", 200), ("/v1/models", 503)) * 3:
+            response = httpx.get(f"http://127.0.0.1:{frontend.port}{path}", timeout=20)
+            assert response.status_code == status and response.headers["connection"] == "close"
+        stack.close()
+        wait_until(lambda: frontend.http.get("/v1/models").status_code == 200, what="room")
+        assert frontend.stop() == 0 and "Traceback" not in frontend.log, frontend.log
 
 
 def test_second_signal_exits_at_once() -> None:
@@ -351,3 +426,51 @@ def test_garbage_from_the_supervisors_address_is_dropped_and_counted() -> None:
 
             wait_until(has_counted, what="it tells the supervisor")
         assert frontend.http.get("/readyz").status_code == 200
+
+
+def test_routes_without_v1_and_invocations_answer_as_the_others(frontend: FrontendProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "One two"}], "max_tokens": 2}
+    for path in ("/chat/completions", "/invocations"):
+        answer = frontend.post(path, **chat).json()
+        assert answer["choices"][0]["message"]["content"] == "One two"
+        assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+        events = sse_events(frontend.post(path, stream=True, **chat).text)
+        assert events[0]["object"] == "chat.completion.chunk"
+    for path in ("/completions", "/invocations"):
+        answer = frontend.post(path, prompt="One two", max_tokens=2).json()
+        assert answer["choices"][0]["text"] == "One two" and answer["id"].startswith("cmpl-")
+    assert frontend.http.get("/models").json() == frontend.http.get("/v1/models").json()
+    assert frontend.http.get(f"/models/{MODEL}").json()["id"] == MODEL
+    for body, param in ((b"", None), (b'{"messages": 5}', "messages"), (b"{}", "prompt")):
+        response = frontend.http.post("/invocations", content=body)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_defaults_of_usage_and_token_names_and_the_tokenizers_configuration(
+    frontend: FrontendProcess,
+) -> None:
+    refused = frontend.http.get("/tokenizer_info")
+    assert refused.status_code == 404
+    assert "--enable-tokenizer-info-endpoint" in refused.json()["error"]["message"]
+    flags = {"force_include_usage": True, "return_tokens_as_token_ids": True}
+    with FrontendProcess(enable_tokenizer_info=True, **flags) as other:
+        for options in (None, {"include_usage": False}):
+            events = sse_events(
+                other.post(
+                    "/v1/completions",
+                    prompt="One",
+                    max_tokens=2,
+                    stream=True,
+                    stream_options=options,
+                ).text
+            )
+            assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+        for asked_for, is_id in ((None, True), (False, False), (True, True)):
+            answer = other.complete(
+                "One", max_tokens=1, logprobs=0, return_tokens_as_token_ids=asked_for
+            )
+            [token] = answer["choices"][0]["logprobs"]["tokens"]
+            assert token.startswith("token_id:") is is_id
+        info = other.http.get("/tokenizer_info").json()
+        assert info["tokenizer_class"] and info["chat_template"] == ECHO_TEMPLATE
+        assert info["eos_token"] == other.tokenizer.eos_token

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from engine.frontend.api.event_stream import EventStream
 from engine.frontend.api.generation import raise_if_failed
-from engine.frontend.engine_client import Sequence, SequenceRequest
+from engine.frontend.api.streaming.event_stream import EventStream
+from engine.frontend.client.engine_client import Sequence, SequenceRequest
 from engine.protocol.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -49,7 +49,7 @@ def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> so
     connection.settimeout(20)
     connection.connect(("127.0.0.1", port))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
     return connection
 
@@ -84,7 +84,7 @@ def test_a_client_that_goes_away_is_aborted_with_its_next_request_waiting(stream
         connection = raw_request(frontend.port, COMPLETIONS, body)
         until(lambda: frontend.core.requests, "the request did not start")
         content = json.dumps(body | {"prompt": "Six"}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         before = running(frontend)[0].num_generated
         until(lambda: running(frontend)[0].num_generated > before + 2, "it does not go on")
@@ -134,7 +134,7 @@ def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProce
     ):
         for fields in ({"stream": True}, {}):
             body = json.dumps({"max_tokens": 5, **prompt, **fields}).encode()
-            head = f"POST {path} HTTP/1.0\r\ncontent-length: {len(body)}\r\n"
+            head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             # Even who keeps connections knows no chunks.
             head += "connection: keep-alive\r\n\r\n"
             with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as client:
@@ -235,8 +235,8 @@ def test_a_failure_before_the_first_token_has_its_status(
 class _Texts:
     """The simplest encoder: the text itself."""
 
-    def encode(self, news: list[Sequence]) -> bytes:
-        return "".join(sequence.read_text() for sequence in news).encode()
+    def encode(self, update: list[Sequence]) -> bytes:
+        return "".join(sequence.read_text() for sequence in update).encode()
 
     def closing(self) -> bytes:
         return b""
@@ -302,8 +302,8 @@ async def test_a_refusal_after_the_headers_says_when_to_come_back(tmp_path: Path
         await asyncio.Event().wait()
 
     class Refused(_Texts):
-        def encode(self, news: list[Sequence]) -> bytes:
-            for sequence in news:
+        def encode(self, update: list[Sequence]) -> bytes:
+            for sequence in update:
                 raise_if_failed(sequence.read())
             return b""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from engine.frontend.api.schema import ChatCompletionRequest
-from engine.frontend.api.tool_choice import parse_tool_choice
-from engine.protocol.grammar import grammar_text
+from engine.frontend.api.tools.tool_choice import parse_tool_choice
+from engine.protocol.grammars.grammar import grammar_text
 from llguidance import LLMatcher, LLTokenizer
 from support.engine_fixtures import smollm2_tokenizer
 

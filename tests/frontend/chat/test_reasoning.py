@@ -187,5 +187,5 @@ def test_without_parsers_all_is_content() -> None:
 
 
 def test_unknown_parser() -> None:
-    with pytest.raises(ConfigError, match="--reasoning-parser 'x' is not known; choose one of dee"):
+    with pytest.raises(ConfigError, match="--reasoning-parser 'x' is unknown; choose one of dee"):
         reasoning_parser("x")

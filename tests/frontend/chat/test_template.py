@@ -193,6 +193,36 @@ def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
     assert json.dumps(messages) == given
 
 
+CALLS = "{% for m in messages %}{{ m.role }} {{ m.tool_call_id }} {{ m.tool_calls | default([]) | tojson }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("arguments", ['{"a', "", "null", "[1]", "NaN", '"x"', None, 5, ["x"]])
+def test_arguments_that_are_no_object_are_an_empty_one(arguments: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    text = ChatTemplate(CALLS).render([{"role": "assistant", "tool_calls": [call]}])
+    assert '"function": {"name": "f", "arguments": {}}' in text
+
+
+def test_calls_of_custom_tools_are_calls_of_the_functions_that_stand_for_them() -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "sh", "input": 'ls "a"'}}
+    text = ChatTemplate(CALLS).render([{"role": "assistant", "tool_calls": [call]}])
+    function = {"name": "sh", "arguments": {"input": 'ls "a"'}}
+    assert json.dumps([{"id": "1", "type": "function", "function": function}]) in text
+
+
+def test_calls_and_results_of_functions_are_those_of_tools() -> None:
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{"}},
+        {"role": "function", "name": "f", "content": "done"},
+    ]
+    function = {"name": "f", "arguments": {}}
+    [_, call, result] = ChatTemplate(CALLS).render(messages).splitlines()
+    made = [{"id": "call00001", "type": "function", "function": function}]
+    assert call == f"assistant  {json.dumps(made)}"
+    assert result.startswith("tool call00001 ")
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -233,11 +263,11 @@ def test_reasoning_of_earlier_turns() -> None:
     ("message", "param", "problem"),
     [
         ({"content": "x"}, "messages[1].role", "must be a string"),
-        ({"role": "user", "content": 5}, "messages[1].content", "list of parts, got 5"),
+        ({"role": "user", "content": 5}, "messages[1].content", "array of parts, got 5"),
         (
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
             "messages[1].content[1].type",
-            "'image_url' is not supported",
+            'must be "text", because this model reads only text; got "image_url"',
         ),
         (
             {"role": "user", "content": [{"type": "text", "text": 3}]},
@@ -245,9 +275,14 @@ def test_reasoning_of_earlier_turns() -> None:
             "must be a string",
         ),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[1].tool_calls[0].function.arguments",
-            "not valid JSON",
+            {"role": "assistant", "function_call": "f"},
+            "messages[1].function_call",
+            "must be an object",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"custom": {"name": "f", "input": 3}}]},
+            "messages[1].tool_calls[0].custom.input",
+            "must be a string",
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {}}]},
@@ -269,12 +304,14 @@ def test_no_messages() -> None:
 
 def test_the_templates_own_errors() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
+    refusal = r"^the chat template rejected the messages: roles must alternate$"
+    with pytest.raises(ChatTemplateError, match=refusal):
         template.render(CONVERSATIONS[0])
     with pytest.raises(ChatTemplateError, match="line 2"):
         ChatTemplate("fine\n{% if %}")
-    with pytest.raises(ChatTemplateError, match="the chat template failed"):
-        ChatTemplate("{{ messages[0].content + 1 }}").render(CONVERSATIONS[0])
+    for broken in ("{{ messages[0].content + 1 }}", "{{ messages[0].no.such }}", "{{ 2 ** 3 }}"):
+        with pytest.raises(ChatTemplateError, match=r"^the chat template failed: ."):
+            ChatTemplate(broken).render(CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
@@ -321,9 +358,24 @@ def test_the_template_for_tool_use_is_for_tool_use(tmp_path) -> None:
     assert prompt(True) is None
 
 
+@pytest.mark.parametrize(
+    ("source", "shows"),
+    [
+        (CHATML, False),
+        (HEADERS_AND_TOOLS, True),
+        ("{% if tools and messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}", True),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}", False),
+        ("{# tools #}{{ messages[0].content }}", False),
+        ("{% for tool in tools %}{{ tool.function.description }}{% endfor %}", True),
+    ],
+)
+def test_a_template_that_does_not_show_tools_is_recognized(source: str, shows: bool) -> None:
+    assert ChatTemplate(source).shows_tools is shows
+
+
 def test_template_from_a_file_or_as_given(tmp_path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text(CHATML, encoding="utf-8")
     assert load_chat_template(str(file)) == load_chat_template(CHATML) == CHATML
-    with pytest.raises(ChatTemplateError, match="neither a template nor a readable file"):
+    with pytest.raises(ChatTemplateError, match="neither a Jinja template nor a readable file"):
         load_chat_template(str(tmp_path / "absent.jinja"))

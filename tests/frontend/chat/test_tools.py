@@ -337,5 +337,5 @@ def test_ids_are_fit_for_the_templates() -> None:
 
 
 def test_unknown_parser() -> None:
-    with pytest.raises(ConfigError, match="--tool-call-parser 'x' is not known; choose one of her"):
+    with pytest.raises(ConfigError, match="--tool-call-parser 'x' is unknown; choose one of her"):
         tool_parser("x")

@@ -371,6 +371,18 @@ def test_conversion_is_cached_until_the_file_changes(tmp_path: Path) -> None:
     assert tokenizer_json_path(path) != first
 
 
+def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
+    path = byte_level_file(tmp_path / "c.gguf", pre="gpt-2")
+    directory = tokenizer_json_path(path).parent
+    whole = (directory / "tokenizer.json").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", None):
+        if damaged is None:
+            (directory / "tokenizer.json").unlink()
+        else:
+            (directory / "tokenizer.json").write_bytes(damaged)
+        assert tokenizer_json_path(path).read_bytes() == whole
+
+
 def test_unwritable_cache_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ENGINE_CACHE", str(tmp_path / "file"))

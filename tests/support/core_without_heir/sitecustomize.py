@@ -8,7 +8,7 @@ import os
 import signal
 
 from engine.core.engine_core import EngineCore
-from engine.frontend import recovery
+from engine.frontend.supervisor import recovery
 from engine.protocol.config import FIRST_EPOCH
 
 

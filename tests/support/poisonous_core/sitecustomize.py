@@ -8,8 +8,8 @@ import os
 import signal
 
 from engine.core.engine_core import EngineCore
-from engine.core.requirements import Requirements
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler.limits import Requirements
+from engine.core.scheduler.scheduler import Scheduler
 
 KILLS_BY_ARRIVING = 49_001
 KILLS_WHEN_SCHEDULED = 49_002
@@ -43,11 +43,11 @@ def schedule(scheduler, now, schedule=Scheduler.schedule):
     return step
 
 
-def refuse(requirements, request, *args, refuse=Requirements.refuse):
+def refuse(requirements, request, *args, refuse=Requirements.find_refusal):
     raise_for(RAISES_WHEN_READ, request.prompt_token_ids)
     return refuse(requirements, request, *args)
 
 
 EngineCore._add_requests = add_requests
 Scheduler.schedule = schedule
-Requirements.refuse = refuse
+Requirements.find_refusal = refuse

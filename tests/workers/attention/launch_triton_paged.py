@@ -6,8 +6,8 @@ import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec
 from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
-from engine.workers.models.layers import HeadNorm
-from engine.workers.models.rope import RotaryTables
+from engine.workers.layers.layers import HeadNorm
+from engine.workers.layers.rope import RotaryTables
 from support.batches import Scheduled, attention_batch
 
 

@@ -121,7 +121,7 @@ def attend_new(
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("part", range(3))
-def test_a_token_that_is_not_finite_tells(poison, part):
+def test_nonfinite_query_gives_nonfinite_output(poison, part):
     qkv = [torch.ones(4, heads, 8) for heads in (2, 1, 1)]
     qkv[part][2, 0, 3] = poison
     out, kv_cache = attend_new(*qkv, torch.float32)

@@ -11,11 +11,11 @@ import torch
 from engine.protocol.errors import ConfigError
 from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
 from engine.workers.attention.kernels.tiles import max_splits
+from engine.workers.layers.layers import HeadNorm
+from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
+from engine.workers.layers.spec import LayerSpec, ModelSpec
 from engine.workers.models.decoder import Decoder
-from engine.workers.models.layers import HeadNorm
-from engine.workers.models.rope import RopeSpec, RotaryEmbedding
-from engine.workers.models.shard import ModelShard
-from engine.workers.models.spec import LayerSpec, ModelSpec
+from engine.workers.parallel.shard import ModelShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch

@@ -7,7 +7,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from engine.protocol.gguf import GGMLQuantizationType as SourceType
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.library import native_library
 from engine.workers.cpu.weights import (
     ActivationKind,

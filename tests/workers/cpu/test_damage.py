@@ -6,16 +6,16 @@ import struct
 import numpy as np
 import pytest
 import torch
+from engine.protocol.checkpoint.gguf import BLOCK_SIZES
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
-from engine.protocol.gguf import BLOCK_SIZES
-from engine.protocol.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.weights import (
     WeightFormat,
     WeightMemory,
     allocate_packed,
     pack_rows,
 )
-from engine.workers.models.spec import LayerSpec
+from engine.workers.layers.spec import LayerSpec
 from support.decoders import Runner
 from support.isas import ISAS, select_isa
 from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
@@ -36,7 +36,7 @@ def spoiled(path, spec, name, value, index=5):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("cache_dtype", CACHES)
-def test_what_attention_cannot_use_makes_the_tokens_logits_nan(isa, cache_dtype, tmp_path):
+def test_nonfinite_attention_input_makes_logits_nan(isa, cache_dtype, tmp_path):
     select_isa(isa)
     spec = small_spec(qkv_bias=True, layers=(LayerSpec(ROPE),) * 2)
     for part in "qkv":
@@ -99,7 +99,7 @@ def test_keys_and_values_beyond_a_format_become_its_largest(tmp_path):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_what_is_quantized_must_be_finite(quantization, value, tmp_path):
+def test_quantization_rejects_nonfinite_weights(quantization, value, tmp_path):
     spec = small_spec()
     checkpoint = spoiled(tmp_path, spec, "layers.1.mlp.down_proj.weight", value)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight.*NaN"):

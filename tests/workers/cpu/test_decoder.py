@@ -11,12 +11,12 @@ from engine.protocol.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.loaders.checkpoint import open_checkpoint
-from engine.workers.model_loader import load_model
+from engine.workers.execution.model_loader import load_model
+from engine.workers.execution.parallel_state import ParallelState
+from engine.workers.layers.rope import LinearScaling, RopeSpec
+from engine.workers.layers.spec import LayerSpec, NormNames
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
-from engine.workers.models.rope import LinearScaling, RopeSpec
-from engine.workers.models.spec import LayerSpec, NormNames
-from engine.workers.parallel_state import ParallelState
 from support.decoders import Runner
 from support.native_decoders import (
     BLOCK_SIZE,

@@ -54,7 +54,7 @@ def expected(tokens: list[int], most: int, shortest: int) -> list[int]:
     st.integers(1, 20),
     st.integers(1, 4),
 )
-def test_drafts_are_what_followed_the_longest_match(rows, most, shortest):
+def test_drafts_follow_the_longest_match(rows, most, shortest):
     batch = PersistentBatch(len(rows), MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
     drafts = Drafts(SpeculativeConfig(most, prompt_lookup_min=shortest), batch)
     for slot, tokens in enumerate(rows):
@@ -95,7 +95,7 @@ PARAMS = {
         GREEDY,
         SamplingParams(temperature=0.7, seed=1),
         SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=2),
-        SamplingParams(temperature=0.6, min_p=0.05, seed=3),
+        SamplingParams(temperature=0.6, min_p=0.05, typical_p=0.8, seed=3),
     ],
     "with wishes": [
         SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
@@ -117,21 +117,21 @@ PROMPTS = [list(range(20, 20 + length)) for length in (3, 15, 16, 29)]
 NUM_OUTPUT = 40
 
 
-class Told(NamedTuple):
+class ClientReport(NamedTuple):
     """A token, and its log-probabilities if they are wanted."""
 
     token: int
     logprobs: tuple[bytes, bytes, bytes] | None = None
 
 
-def prefill(steps: Steps, params: list[SamplingParams]) -> list[list[Told]]:
+def prefill(steps: Steps, params: list[SamplingParams]) -> list[list[ClientReport]]:
     """All requests have their first token."""
     new = [steps.new(slot, PROMPTS[slot], params[slot]) for slot in range(4)]
     chunks = [(slot, len(PROMPTS[slot])) for slot in range(4)]
     return rows_of(steps.run(slots=list(range(4)), new=new, chunks=chunks), list(range(4)))
 
 
-def tokens_of(row: list[Told]) -> list[int]:
+def tokens_of(row: list[ClientReport]) -> list[int]:
     return [told.token for told in row]
 
 
@@ -140,7 +140,7 @@ def params(request) -> list[SamplingParams]:
     return PARAMS[request.param]
 
 
-def generate(checkpoint, params: list[SamplingParams]) -> list[list[Told]]:
+def generate(checkpoint, params: list[SamplingParams]) -> list[list[ClientReport]]:
     """What comes without drafts."""
     steps = make_steps(checkpoint)
     outputs = prefill(steps, params)
@@ -151,7 +151,7 @@ def generate(checkpoint, params: list[SamplingParams]) -> list[list[Told]]:
 
 
 @pytest.fixture(scope="module")
-def outputs(checkpoint, params) -> list[list[Told]]:
+def outputs(checkpoint, params) -> list[list[ClientReport]]:
     return generate(checkpoint, params)
 
 
@@ -173,7 +173,7 @@ def verify(steps: Steps, slots: list[int], drafts: list[list[int]], **step) -> M
     )
 
 
-def rows_of(result: ModelRunnerOutput, slots: list[int]) -> list[list[Told]]:
+def rows_of(result: ModelRunnerOutput, slots: list[int]) -> list[list[ClientReport]]:
     tokens = iter(int32_view(result.sampled_token_ids).tolist())
     counts = int32_view(result.num_sampled).tolist() or [1] * len(slots)
     logprobs = {row.slot: row for row in result.logprobs}
@@ -186,7 +186,7 @@ def rows_of(result: ModelRunnerOutput, slots: list[int]) -> list[list[Told]]:
                 tuple(cut(part, count, k) for part in (row.token_ids, row.logprobs, row.ranks))
                 for k in range(count)
             ]
-        rows.append([Told(next(tokens), each[k]) for k in range(count)])
+        rows.append([ClientReport(next(tokens), each[k]) for k in range(count)])
     assert next(tokens, None) is None
     return rows
 
@@ -231,9 +231,7 @@ def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(
     assert num_steps < 25
 
 
-def test_what_the_worker_has_found_itself_is_verified_as_far_as_it_goes(
-    checkpoint, params, outputs
-):
+def test_drafts_found_by_the_worker_are_verified_within_limits(checkpoint, params, outputs):
     """The core asks for more than there is: only it knows that the match has ended."""
     steps = make_steps(checkpoint)
     told = prefill(steps, params)
@@ -278,7 +276,7 @@ def test_beside_a_prompt_drafts_are_left_out_and_not_proposed(checkpoint, plain)
     assert rows == [output[3:7] for output in plain[:3]]
 
 
-def test_a_grammar_says_what_its_slot_may_sample_after_each_draft(checkpoint, params, outputs):
+def test_grammar_limits_tokens_after_each_draft(checkpoint, params, outputs):
     steps = make_steps(checkpoint)
     prefill(steps, params)
     slots = [0, 1, 2, 3]
@@ -303,7 +301,7 @@ def test_a_grammar_says_what_its_slot_may_sample_after_each_draft(checkpoint, pa
     assert num_proposed
 
 
-def test_a_grammar_limits_what_the_worker_has_found_itself(checkpoint):
+def test_grammar_limits_drafts_found_by_the_worker(checkpoint):
     steps = make_steps(checkpoint)
     vocab_size = checkpoint[1].config.vocab_size
     start, wanted = [7, 9, 11] * 4, iter([7, 9, 11] * 8)
@@ -323,7 +321,7 @@ def test_a_grammar_limits_what_the_worker_has_found_itself(checkpoint):
     assert num_steps < 4
 
 
-def test_what_a_grammar_forces_is_drafted_as_long_as_it_comes(checkpoint):
+def test_tokens_forced_by_a_grammar_are_drafted(checkpoint):
     vocab_size = checkpoint[1].config.vocab_size
     steps = make_steps(checkpoint)
     steps.run(slots=[0], chunks=[(0, 3)], new=[steps.new(0, [20, 21, 22])])
@@ -353,7 +351,7 @@ def test_what_a_grammar_forces_is_drafted_as_long_as_it_comes(checkpoint):
     assert drafted(run([61], [])) == []
 
 
-def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):
+def test_nan_is_reported_for_its_own_request(checkpoint, plain):
     steps = make_steps(checkpoint)
     prefill(steps, PARAMS["plain"])
     blocks_per_slot = steps.blocks_per_row * steps.num_groups
@@ -367,7 +365,7 @@ def test_not_a_number_is_told_of_whom_it_happened_to(checkpoint, plain):
     assert set(int32_view(result.nan_slots).tolist()) == {1}
 
 
-def test_who_takes_a_slot_has_none_of_the_drafts_before(checkpoint, plain):
+def test_new_request_in_a_slot_has_no_drafts_of_the_previous_one(checkpoint, plain):
     steps = make_steps(checkpoint)
     steps.run(slots=[0], chunks=[(0, 12)], new=[steps.new(0, [5, 6, 7, 8] * 3)])
     first = steps.new(0, PROMPTS[0])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from engine.workers.models.rope import RopeSpec
-from engine.workers.models.spec import LayerSpec
+from engine.workers.layers.rope import RopeSpec
+from engine.workers.layers.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
 from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
 from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec
@@ -210,7 +210,7 @@ def test_one_long_context_beside_many_short_ones(decoders):
             assert_same_bits(state, whole_state[start + i : start + i + 1])
 
 
-def test_what_blocks_held_before_has_no_effect(decoders):
+def test_previous_block_contents_have_no_effect(decoders):
     tokens = prompt(100)
     engine = Engine(decoders[1])
     for cache in engine.kv_caches:

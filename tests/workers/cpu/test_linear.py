@@ -8,8 +8,8 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from engine.protocol.gguf import BLOCK_SIZES
-from engine.protocol.gguf import GGMLQuantizationType as SourceType
+from engine.protocol.checkpoint.gguf import BLOCK_SIZES
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.library import native_library
 from engine.workers.cpu.weights import (
     ActivationKind,
@@ -369,7 +369,7 @@ def test_blocks_of_rows_pass_over_cached_parts_of_many_columns(isa: int) -> None
 @pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_reaches_every_output_of_its_row_and_no_other(
+def test_nonfinite_input_affects_every_output_of_its_row_only(
     bad: float, isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     select_isa(isa)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from engine.protocol.gguf import GGMLQuantizationType as T
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as T
 from engine.workers.loaders import open_checkpoint
 from engine.workers.models.families import model_spec
 from support.decoders import Runner

@@ -31,6 +31,8 @@ PARAMS: list[dict[str, Any]] = [
     {"min_p": 0.1},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
     {"top_p": 0.9, "min_p": 0.05},
+    {"typical_p": 0.9},
+    {"typical_p": 0.3, "temperature": 2.0, "top_p": 0.8},
 ]
 
 
@@ -77,6 +79,7 @@ def test_the_same_tokens_as_the_torch_sampler(
     top_k=st.sampled_from([0, 1, 2, 7, 40, 1000, 4000]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.3, 1.0]),
+    typical_p=st.sampled_from([1.0, 0.7]),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
     seed=st.integers(0, 2**63 - 1),
     levels=st.sampled_from([1, 3, 50]),
@@ -88,13 +91,19 @@ def test_ties_and_masks_make_no_difference(
     top_k: int,
     top_p: float,
     min_p: float,
+    typical_p: float,
     temperature: float,
     seed: int,
     levels: int,
     masked: bool,
 ) -> None:
     params = SamplingParams(
-        top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, seed=seed
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        temperature=temperature,
+        seed=seed,
     )
     logits = torch.round(random_logits(4096, seed % 2**32, 4) * levels / 3) / levels
     if masked:
@@ -105,7 +114,7 @@ def test_ties_and_masks_make_no_difference(
     assert native == expected
 
 
-def test_rows_that_cannot_be_sampled_are_told_apart(decoders: dict[int, NativeDecoder]) -> None:
+def test_unsampled_rows_report_distinct_reasons(decoders: dict[int, NativeDecoder]) -> None:
     logits = random_logits(97, 2, 5)
     logits[0, 50] = torch.nan
     logits[1, 96] = torch.inf

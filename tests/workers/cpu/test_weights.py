@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
-from engine.protocol.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightMemory
 from engine.workers.loaders import Checkpoint, open_checkpoint
@@ -231,7 +231,7 @@ def test_weight_memory_is_zero_aligned_and_not_shared() -> None:
         assert part[0] == part[-1] == number + 1
 
 
-def test_what_a_matrix_does_not_need_is_there_for_the_next_one() -> None:
+def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
     memory = WeightMemory()
     first = memory.allocate(1000)
     first[:] = 1

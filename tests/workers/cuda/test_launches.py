@@ -15,11 +15,11 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.workers import model_loader
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.cuda.layers import TritonKernels
+from engine.workers.execution import model_loader
+from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
-from engine.workers.model_runner import ModelRunner
 from support.host_accelerator import HostAccelerator
 from support.launches import META, launches
 from support.taped_graphs import TapedGraphs

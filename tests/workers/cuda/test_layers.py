@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.protocol.gguf import GGMLQuantizationType
+from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.cuda.quantized_linear import QuantizedLinear
 from support.decoders import CPU, Runner, load_decoder

@@ -173,7 +173,7 @@ def test_activations_are_rounded_with_the_largest_number_as_large_as_it_can_be(
         assert (is_close | (is_carried & (DEVICE.type == "cpu"))).all()
 
 
-def test_what_is_too_large_for_a_scale_becomes_the_largest_number() -> None:
+def test_values_too_large_for_a_scale_are_clamped() -> None:
     x = torch.tensor([[1.0, -50.0, 50.0, 44.8]], device=DEVICE)
     rows = Rounding(None, 0.1)(x)
     assert rows.scale_TG is None

@@ -5,7 +5,7 @@ import torch
 from engine.workers.cuda.float8 import Float8Rows, Rounding
 from engine.workers.cuda.gated_activation import gated_activation
 from engine.workers.cuda.norm import rms_norm
-from engine.workers.models.layers import GATED_ACTIVATIONS
+from engine.workers.layers.layers import GATED_ACTIVATIONS
 from support.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()

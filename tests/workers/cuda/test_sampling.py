@@ -12,7 +12,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.workers import sampling as torch_sampling
 from engine.workers.cuda import sampling
 from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
-from engine.workers.models.layers import LayerKernels
+from engine.workers.layers.layers import LayerKernels
 from engine.workers.sampling.random import Stream, uniforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +38,8 @@ PARAMS: list[dict[str, Any]] = [
     {"min_p": 0.1},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
     {"top_p": 0.9, "min_p": 0.05},
+    {"typical_p": 0.7, "top_k": 40},
+    {"top_p": 0.0},
 ]
 
 
@@ -119,7 +121,7 @@ def test_rows_without_a_token(kwargs: dict[str, Any]) -> None:
     assert [slot for slot, _ in output.failed_slots] == [2]
 
 
-def test_no_mask_hides_what_is_not_a_number() -> None:
+def test_masks_do_not_hide_nan_logits() -> None:
     logits = random_logits(100, num_rows=3)
     logits[0, 7] = float("nan")
     logits[1, 7] = float("inf")

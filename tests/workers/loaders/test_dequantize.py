@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from engine.protocol.gguf import BLOCK_SIZES, GGMLQuantizationType
+from engine.protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType
 from engine.workers.loaders.dequantize import (
     BLOCK_TYPES,
     DEQUANTIZABLE,

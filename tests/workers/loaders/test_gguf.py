@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine.protocol.checkpoint.gguf import BLOCK_SIZES, GGUFFile
+from engine.protocol.checkpoint.gguf_config import gguf_to_hf_config
 from engine.protocol.errors import CheckpointError
-from engine.protocol.gguf import BLOCK_SIZES, GGUFFile
-from engine.protocol.gguf_config import gguf_to_hf_config
 from engine.workers.loaders import open_checkpoint
 from engine.workers.loaders.dequantize import DEQUANTIZABLE, dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint

@@ -3,8 +3,8 @@
 import pytest
 import transformers
 from engine.protocol.errors import CheckpointError
+from engine.workers.layers.rope import LinearScaling
 from engine.workers.models.families import model_spec
-from engine.workers.models.rope import LinearScaling
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 from support.decoders import Runner, load_decoder
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from engine.protocol.errors import CheckpointError
-from engine.workers.loaders.checkpoint import open_checkpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.weights import WeightReader
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder

@@ -36,9 +36,22 @@ def grammar_of(slots: list[int], bitmask: np.ndarray) -> Grammar:
     return Grammar(np.array(slots, np.int32), np.arange(len(slots)), bitmask)
 
 
+def typical_set(p: torch.Tensor, typical_p: float) -> torch.Tensor:
+    """The tokens that locally typical sampling keeps, as its definition says: bool [V]."""
+    surprise = -p.log()
+    entropy = (p * surprise).nansum()
+    distance = (surprise - entropy).abs()
+    order = distance.argsort(stable=True)
+    last = int((p[order].cumsum(0) < typical_p).sum())
+    return distance <= distance[order[min(last, len(p) - 1)]] + 1e-6
+
+
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The filtered distribution in float64, by sorting and summing."""
     p = (logits.double() / params.temperature).softmax(0)
+    if params.typical_p < 1:
+        p[~typical_set(p, params.typical_p)] = 0
+        p /= p.sum()
     p[p < params.min_p * p.max()] = 0
     order = p.argsort(descending=True, stable=True)
     if params.top_k > 0:
@@ -61,6 +74,11 @@ RANDOM_PARAMS = [
     {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
     {"top_p": 0.9, "min_p": 0.05},
     {"top_p": 1e-9},
+    {"typical_p": 0.2},
+    {"typical_p": 0.7, "temperature": 2.0},
+    {"typical_p": 0.95, "temperature": 0.5},
+    {"typical_p": 1e-9, "temperature": 3.0},
+    {"typical_p": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
 ]
 
 
@@ -89,6 +107,53 @@ def test_tokens_follow_the_filtered_distribution(
     assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom) + 8
 
 
+@pytest.mark.parametrize("kind", ["peaked", "flat", "tied", "masked"])
+def test_typical_sampling_keeps_what_transformers_keeps(new_rows: NewRows, kind: str) -> None:
+    from transformers.generation.logits_process import TypicalLogitsWarper
+
+    logits = logits_of(*range(6))
+    if kind == "peaked":
+        logits[:, 0] += 9
+    if kind == "flat":
+        logits /= 50
+    if kind == "tied":
+        logits = logits.round()
+    if kind == "masked":
+        logits[:, ::3] = -INF
+    for typical_p in (0.1, 0.5, 0.9, 0.999):
+        batch = new_rows(V)
+        for slot in range(6):
+            batch.add(slot, SamplingParams(typical_p=typical_p, top_k=1, seed=1))
+        warped = TypicalLogitsWarper(typical_p)(None, logits.double())
+        assert batch.tokens(logits, list(range(6))) == warped.argmax(1).tolist()
+        slots = list(range(80))
+        random = new_rows(V)
+        for slot in slots:
+            random.add(slot, SamplingParams(typical_p=typical_p, seed=slot))
+        same = logits[:1].expand(80, -1)
+        drawn = {token for _ in range(20) for token in random.tokens(same, slots)}
+        assert drawn <= {int(token) for token in warped[0].isfinite().nonzero()}
+
+
+def test_typical_sampling_can_leave_out_the_most_likely_token(new_rows: NewRows) -> None:
+    p = torch.full((V,), 0.6 / (V - 1))
+    p[10] = 0.4
+    batch = new_rows(V)
+    for slot in range(50):
+        batch.add(slot, SamplingParams(typical_p=0.5, seed=slot))
+    assert 10 not in batch.tokens(p.log().expand(50, -1), list(range(50)))
+    batch.add(50, SamplingParams(typical_p=0.5, temperature=0))
+    assert batch.tokens(p.log()[None], [50]) == [10], "greedy requests ignore typical_p"
+
+
+def test_top_p_of_zero_is_greedy(new_rows: NewRows) -> None:
+    logits = logits_of(*range(20))
+    batch = new_rows(V)
+    for slot in range(20):
+        batch.add(slot, SamplingParams(top_p=0.0, seed=slot, temperature=2.0))
+    assert batch.tokens(logits, list(range(20))) == logits.argmax(1).tolist()
+
+
 def test_greedy_takes_the_lowest_id_among_equals(new_rows: NewRows) -> None:
     logits = torch.zeros(3, 200)
     logits[0, [70, 180]] = 5
@@ -104,6 +169,7 @@ def test_greedy_takes_the_lowest_id_among_equals(new_rows: NewRows) -> None:
     top_k=st.sampled_from([0, 1, 2, 7, 40, 5000]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.3]),
+    typical_p=st.sampled_from([1.0, 0.8, 0.05]),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
     seed=st.integers(0, 2**63 - 1),
     company=st.integers(0, 2**32),
@@ -116,6 +182,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
     top_k: int,
     top_p: float,
     min_p: float,
+    typical_p: float,
     temperature: float,
     seed: int,
     company: int,
@@ -124,7 +191,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
 ) -> None:
     params = SamplingParams(
         top_k=min(top_k, vocab_size), top_p=top_p, min_p=min_p, temperature=temperature, seed=seed,
-        logprobs=3, repetition_penalty=1.2, frequency_penalty=0.3,
+        typical_p=typical_p, logprobs=3, repetition_penalty=1.2, frequency_penalty=0.3,
     )  # fmt: skip
     rng = np.random.default_rng(company)
     others = [
@@ -133,6 +200,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
             top_k=int(rng.choice([0, 3, 90])),
             top_p=float(rng.choice([0.4, 0.99, 1])),
             min_p=float(rng.choice([0, 0.1])),
+            typical_p=float(rng.choice([0.5, 1])),
             presence_penalty=float(rng.choice([0, 1])),
             logprobs=int(rng.choice([0, 20])),
             seed=int(rng.integers(2**60)),
@@ -163,7 +231,13 @@ def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads(
 ) -> None:
     vocab_size = 49155
     logits = logits_of(*range(9), vocab_size=vocab_size, scale=3.0)
-    kinds = [{}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.01}, {"min_p": 0.01}, {"top_k": 30}]
+    kinds = [
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.9, "min_p": 0.01},
+        {"typical_p": 0.9},
+        {"top_k": 30, "typical_p": 0.4},
+    ]
     params = [
         SamplingParams(temperature=0.5 + 0.1 * slot, seed=slot, logprobs=2, **kinds[slot % 5])
         for slot in range(9)
@@ -185,7 +259,7 @@ def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads(
 def test_a_seeded_request_continues_after_preemption_in_another_slot(new_rows: NewRows) -> None:
     params = SamplingParams(
         seed=5, temperature=1.3, repetition_penalty=1.5, presence_penalty=0.5,
-        frequency_penalty=0.7, min_tokens=6, bad_words_token_ids=((1, 2, 3), (7,), (9, 9)),
+        frequency_penalty=0.7, min_tokens=6, typical_p=0.9, bad_words_token_ids=((1, 2, 3), (7,), (9, 9)),
     )  # fmt: skip
     logits = logits_of(4, scale=1.0)
     undisturbed = new_rows(V)
@@ -342,9 +416,7 @@ def test_rows_of_nans_are_reported_and_leave_the_others_alone(
 
 @pytest.mark.parametrize("value", [float("nan"), INF])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_mask_hides_what_is_not_a_number(
-    new_rows: NewRows, value: float, temperature: float
-) -> None:
+def test_masks_do_not_hide_nan_logits(new_rows: NewRows, value: float, temperature: float) -> None:
     masks: list[dict[str, Any]] = [
         {"allowed_token_ids": (3, 4)},
         {"bad_words_token_ids": ((50,),)},

@@ -11,17 +11,17 @@ from typing import NamedTuple
 import torch
 
 MIN_DOT_ROWS = 16
-"""The fewest rows that a matrix product can have."""
+"""The fewest rows of a matrix product."""
 
 SPLIT_KEYS = 256
-"""How many keys of a decoding request make a split; with more than `max_splits` of them, splits are longer."""
+"""Keys of a decoding request in a split; splits are longer if there would be more than `max_splits`."""
 
 _PROGRAMS = 132
-"""How many share a sequence: one a multiprocessor of an H100 or H200. Short sequences would leave more of them idle."""
+"""Programs that share a sequence: one for each multiprocessor of an H100 or H200."""
 
 
 class Tile(NamedTuple):
-    """M rows (queries and the heads that share a key) by N keys, and how the compiler is to lay it out."""
+    """A tile of M rows (queries and the heads that share a key) by N keys, and its compiler options."""
 
     rows: int
     keys: int
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """The more rows, the fewer times a key is read; four warps do 64 of them at a time."""
+    """Return the tile for prompts. More rows read a key fewer times; four warps compute 64 rows at a time."""
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(128 if head_dim <= 128 else 64, power_of_2(heads_per_kv_head))
@@ -42,7 +42,7 @@ def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> T
 
 
 def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """For prompts and single queries alike: as few rows as a product of four warps has."""
+    """Return the tile for prompts and single queries alike: as few rows as a product of four warps has."""
     tile = prefill_tile(head_dim, heads_per_kv_head, dtype)
     if dtype == torch.float32:
         return tile
@@ -50,7 +50,7 @@ def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dty
 
 
 def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Bound by memory: small, so that several are on a multiprocessor, and enough loads in flight."""
+    """Return the tile for decoding, which memory bounds: small, so that several run on a multiprocessor."""
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
@@ -58,12 +58,12 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """A power of two: the fewer heads a rank has, the more programs share the keys of each."""
+    """Return the most splits, a power of two: the fewer heads a rank has, the more programs share each head's keys."""
     return min(64, max(16, power_of_2(_PROGRAMS // num_kv_heads + 1) // 2))
 
 
 def _float32_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
-    """There are no exact matrix units for it, so a product takes its operands from registers, too."""
+    """Return the tile for float32, which has no exact matrix units, so operands use registers too."""
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
     return Tile(rows, 32 if head_dim <= 128 else 16, 8, 2)
 

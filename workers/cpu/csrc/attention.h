@@ -59,7 +59,7 @@ inline int first_key(int position, int window) {
 }
 
 struct AttentionKernels {
-  // Of a query as the kernels read it, in the format of the keys.
+  // Words of a query in the kernels' format, which matches that of the keys.
   int (*query_words)(const KVLayout&);
   // Begins to fetch the first keys that `task` reads.
   void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);

@@ -26,7 +26,7 @@ struct KVLayout {
   int padded_head_dim() const { return (head_dim + 15) / 16 * 16; }
   // Where the scales of a head's keys, or values, follow them.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
-  // Of one head's keys, or values, in a block.
+  // Bytes of one head's keys, or values, in a block.
   size_t head_bytes() const {
     return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
   }

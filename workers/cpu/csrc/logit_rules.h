@@ -1,7 +1,7 @@
-// What requests want changed in their logits before a token is chosen, by the rules of workers/sampling.
+// Changes to the logits of a request before its token is chosen, by the rules of workers/sampling.
 //
-// Everything is found in the tokens so far: nothing is remembered from token to token, so a draft is verified with
-// those before it, and left again, at no cost.
+// They are computed from the tokens so far, without state between tokens, so that drafts can be verified and dropped at
+// no cost.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@ struct History {
   int32_t num_prompt_tokens, num_tokens;
 };
 
-// Of a slot. A null pointer stands for what its request does not want.
+// The logit changes of one slot. A null pointer means that its request does not use the feature.
 struct LogitRules {
   const uint32_t* allowed;      // bit t % 32 of word t / 32 for each token t
   const int32_t* bad_words;     // the length of each, and its tokens
-  const int64_t* end_tokens;    // not before the request has so many tokens:
+  const int64_t* end_tokens;    // forbidden until the request has min_length tokens
   const int64_t* bias_tokens;
   const float* biases;
   int32_t bad_words_size, num_end_tokens, min_length, num_biases;

@@ -23,9 +23,9 @@ enum class SourceType : int32_t {
   bf16 = 30,
 };
 
-// Whether weights of a type can be packed in a format. Quantised types have one format, which holds their values: those
-// of the K types with the product of their two scales rounded to fp16, and what is left of an offset when codes are
-// centred rounded to bf16. Float types also pack into u4_offset and u8, quantised to the nearest.
+// Returns whether weights of a type can be packed in a format. Each quantized type has one format, which keeps its
+// values; for K types the product of their two scales is rounded to fp16, and offsets of centered codes to bf16. Float
+// types also pack into u4_offset and u8, rounded to the nearest value.
 bool can_pack(SourceType type, WeightFormat format);
 
 // Bytes to pack a matrix [n, k] into. Padding rows are to be zero: allocate zeroed memory.
@@ -41,7 +41,7 @@ constexpr int kRowsTogether = 64;
 bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
                int first_row, int rows);
 
-// To follow when all rows are packed: returns how many of the packed_bytes, from the first, are needed still.
+// Call it when all rows are packed. Returns how many of the packed_bytes, from the first, the matrix needs.
 size_t finish_packing(const PackedWeight& w);
 
 }  // namespace engine

@@ -23,7 +23,7 @@
 
 namespace engine {
 
-// What this rank has of a model: of the heads and of the intermediate size its share.
+// The sizes of a rank's part of a model; heads and intermediate size are its share.
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
@@ -54,10 +54,10 @@ constexpr int kMaxParts = 3;
 constexpr int kSliceTokens = 512;
 
 constexpr int kTilesPerThread = 4;
-// What a thread has for the sums of a tile.
+// Floats in a thread's buffer for the sums of a tile.
 constexpr int kTileFloats = 16384;
 
-// Of the processor's last cache, or 0 if that is not known.
+// Bytes of the processor's last-level cache, or 0 if unknown.
 ptrdiff_t last_cache_bytes();
 
 struct Op {
@@ -99,11 +99,11 @@ struct Step {
   const SamplingRows* sampling;  // null for the most likely tokens
 };
 
-// Requests that each compute their last token and sample the next, and go on as long as that is what they have
-// drafted, with the worker's state of every slot, which the step reads and advances.
+// A step in which each request computes its last token and drafts, and samples one token after each verified draft.
+// It reads and advances the worker's state of every slot.
 struct DecodeBatch {
   int32_t num_slots, num_groups;
-  int32_t chooses_later;  // when it is known what `sampling` allows
+  int32_t chooses_later;  // tokens are chosen by `choose`, once the grammar is known
   const int64_t* slots;  // [num_slots]
   int64_t max_model_len;
   int32_t* token_ids;            // [slots, max_model_len]
@@ -127,7 +127,7 @@ class Program final : private Phases {
   void add(const Op& op);
   // Angles are position * inverse_frequencies[half]; `factor` multiplies their sines and cosines.
   void add_rope(const float* inverse_frequencies, int half, float factor);
-  // Of the memory that `num_ranks` programs with the same operations need to be ranks of one model.
+  // Bytes of memory that `num_ranks` programs with the same operations share to be ranks of one model.
   size_t exchange_bytes(int num_ranks) const;
   // The memory must outlive the program. From then on all ranks run the same steps.
   void join(void* memory, int rank, int num_ranks);
@@ -137,7 +137,7 @@ class Program final : private Phases {
   // Appends the tokens it samples, token 0 where that could not be, and returns how often it could not;
   // or -1, having done nothing, if a slot has no room or its last token is not in the vocabulary.
   int decode(const DecodeBatch& batch);
-  // Goes on with a batch that `chooses_later`.
+  // Chooses the tokens of a batch that `chooses_later`.
   int choose(const DecodeBatch& batch);
   // Seconds spent in each operation so far, and in the choice of tokens after the last.
   std::vector<double> profile() const;
@@ -188,7 +188,7 @@ class Program final : private Phases {
     float logit;
     int32_t index;
   };
-  // Of the best of neighbours, the first one if they are equal.
+  // Returns the better of two neighbors, the first one if they are equal.
   static Best likelier(const Best& first, const Best& second) {
     return first.index >= 0 && (second.index < 0 || second.logit > first.logit) ? second : first;
   }
@@ -207,7 +207,7 @@ class Program final : private Phases {
     size_t bytes_ = 0;
   };
 
-  // What lies between operations, for rows of the slice from `first` on.
+  // Intermediate results between operations, for rows of the slice from `first` on.
   struct Rows {
     explicit Rows(const ModelShape& shape);
     void reserve(int rows);
@@ -243,7 +243,7 @@ class Program final : private Phases {
     int part, begin, end;
     int size() const { return end - begin; }
   };
-  // How an operation is shared out, until the next slice.
+  // How an operation is divided into tiles, until the next slice.
   struct Shares {
     int row_tiles;
     int row_blocks, column_tiles[kMaxParts];

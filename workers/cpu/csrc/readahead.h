@@ -9,12 +9,12 @@ namespace engine {
 
 constexpr int kLineBytes = 64;
 
-// What lies together, from the beginning of a buffer.
+// A contiguous range of a buffer, in bytes.
 struct Run {
   ptrdiff_t offset, bytes;
 };
 
-// Some, of one buffer.
+// Several runs of one buffer.
 struct Runs {
   const uint8_t* buffer = nullptr;
   const Run *next = nullptr, *end = nullptr;

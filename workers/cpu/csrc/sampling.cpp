@@ -77,6 +77,12 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
     change(rows, row, logits);
     sampling_kernels().block_maxima(logits, vocab_size_, maxima);
     look_at(logits, maxima);
+    if (rows.changes_logits[slot] && rows.typical_p[slot] < 1 && std::isfinite(peak_)) {
+      inverse_temperature_ = rows.inverse_temperature[slot];
+      mask_atypical(rows.typical_p[slot], logits);
+      sampling_kernels().block_maxima(logits, vocab_size_, maxima);
+      look_at(logits, maxima);
+    }
   }
   const int32_t token = pick(rows, row);
   if (logprobs) write_chosen(*logprobs, row, raw_logits, std::max(token, 0));
@@ -99,6 +105,32 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
     const int64_t num_drafts_before = rows.positions[row] - rows.num_tokens[slot];
     changer_.limit(rows.grammar[slot] + num_drafts_before * *rows.grammar_words, logits);
   }
+}
+
+// Keeps the tokens whose surprise is closest to the expected one, as many as hold the share `typical_p`, and those that
+// are as close as the last of them; see workers/sampling/typical.py. Of (logit - peak) / temperature, the distance from
+// its mean is that of a token's surprise from the expected surprise.
+void TokenChooser::mask_atypical(double typical_p, float* logits) {
+  reserve_candidates();
+  sampling_kernels().weigh(logits, vocab_size_, -INFINITY, peak_, inverse_temperature_, weights_.data());
+  int64_t total = 0, depth = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    values_[token] = (logits[token] - peak_) * inverse_temperature_;
+    total += weights_[token];
+    depth += int64_t(std::min(-values_[token], kDeepest) * float(weights_[token]));
+  }
+  const float mean = float(-(double(depth) / double(total)));
+  int n = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    values_[token] = std::abs(values_[token] - mean);
+    // The largest key is that of the token closest to the mean.
+    candidates_[n] = {uint64_t(ordered(-values_[token])) << 32 | ~uint32_t(token), weights_[token]};
+    n += weights_[token] > 0;
+  }
+  num_candidates_ = n;
+  const float farthest = values_[nth_of_candidates(share(total, typical_p) - 1).token];
+  for (int token = 0; token < vocab_size_; token++)
+    if (values_[token] > farthest) logits[token] = -INFINITY;
 }
 
 int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
@@ -176,14 +208,16 @@ TokenChooser::Candidate TokenChooser::candidate(int32_t token, int64_t weight) c
   return {uint64_t(ordered(logits_[token])) << 32 | ~uint32_t(token), weight};
 }
 
+void TokenChooser::reserve_candidates() {
+  tokens_.resize(vocab_size_);
+  values_.resize(vocab_size_);
+  weights_.resize(vocab_size_);
+  candidates_.resize(vocab_size_);
+}
+
 // Makes candidates of all tokens whose logit reaches the floor; returns their weight.
 int64_t TokenChooser::gather(float floor) {
-  if (tokens_.empty()) {
-    tokens_.resize(vocab_size_);
-    values_.resize(vocab_size_);
-    weights_.resize(vocab_size_);
-    candidates_.resize(vocab_size_);
-  }
+  reserve_candidates();
   int n = 0;
   for (int block = 0; block < num_blocks_; block++) {
     if (maxima_[block] < floor) continue;

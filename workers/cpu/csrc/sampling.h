@@ -1,5 +1,5 @@
-// The next token of each row of logits: the most likely one, or one drawn at random under temperature,
-// top-k, top-p and min-p, after what its request wants changed; and log-probabilities.
+// Sampling of the next token of each row of logits, and log-probabilities. The token is the most likely one or drawn at
+// random under temperature, typical-p, top-k, top-p and min-p, after the request's logit changes.
 //
 // The rules, the integer weights and the random numbers are those of workers/sampling: a row's token is
 // a function of its logits, its parameters, its seed and the tokens before it alone. The vocabulary is never
@@ -16,11 +16,11 @@ namespace engine {
 
 inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) / kLogitBlock; }
 
-// In place of a token.
+// Returned instead of a token.
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
 constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
-// Of the logits that the model gave: of the chosen token first, and then of the most likely ones.
+// Log-probabilities from the model's unchanged logits: of the chosen token first, then of the most likely ones.
 struct LogprobRows {
   const bool* is_wanted;   // by slot
   const int64_t* num_top;  // by slot
@@ -39,6 +39,7 @@ struct SamplingRows {
   const float* inverse_temperature;
   const int64_t* top_k;       // the vocabulary's size where there is none
   const double* top_p;        // 1 where there is none
+  const double* typical_p;    // 1 where there is none
   const float* min_p_margin;  // how far below the largest a logit may be; -infinity where there is no min-p
   const int64_t* seed;
   const bool* changes_logits;
@@ -75,6 +76,7 @@ class TokenChooser {
 
   void look_at(const float* logits, const float* maxima);
   void change(const SamplingRows& rows, int row, float* logits);
+  void mask_atypical(double typical_p, float* logits);
   int32_t pick(const SamplingRows& rows, int row);
   void write_most_likely(const LogprobRows& logprobs, int row, int64_t count);
   void write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const;
@@ -83,6 +85,7 @@ class TokenChooser {
   int32_t first_of(float logit) const;
   int32_t draw_in_order(float floor, double uniform);
   int64_t weigh_blocks(float floor);
+  void reserve_candidates();
   int64_t gather(float floor);
   void gather_level(int level);
   void weigh_levels(float floor);
@@ -101,7 +104,7 @@ class TokenChooser {
   std::vector<float> raw_logits_;
   LogitChanger changer_;
 
-  // Of the row at hand.
+  // State of the current row.
   const float* logits_ = nullptr;
   const float* maxima_ = nullptr;
   float peak_ = 0, inverse_temperature_ = 1;

@@ -1,0 +1,263 @@
+"""Allocate, free, cache and evict KV-cache blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from .block_lifetimes import BlockLifetimes
+from .event_log import KVEventLog
+
+NULL_BLOCK: Final = 0
+"""Fills unused entries of block tables; never allocated."""
+
+
+class BlockPool:
+    """Blocks 1 … num_blocks - 1, with reference counts and a map from content hashes to blocks.
+
+    A block is held (`ref_counts` > 0) or free. A free block whose content is in the map is
+    evictable: free blocks without content are allocated first, then evictable ones, least recently
+    freed first. Each hash maps to one block. Further blocks with the same content are its copies,
+    one of which takes its place when it leaves the map. A copy is only useful while it is held, so
+    of several equal blocks at most one is evictable.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        events: KVEventLog | None = None,
+        on_evict: Callable[[bytes, int], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._events = events
+        self._on_evict = on_evict
+        self.ref_counts = [0] * num_blocks
+        self.lifetimes = BlockLifetimes(self.ref_counts)
+        self.num_changes = 0
+        """Increases whenever an allocation that failed before might succeed now."""
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
+        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        # Entry i of `_freed` has the serial number `_first_serial` + i. It becomes stale when its block is held or
+        # freed again, so that holding an evictable block needs no search here.
+        self._freed: deque[int] = deque()
+        self._first_serial = 0
+        self._serial_of = [-1] * num_blocks
+        self._num_evictable = 0
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that can be allocated, including evictable ones."""
+        return len(self._blank) + self._num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Number of different contents in the cache."""
+        return len(self._block_of)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of cached blocks beyond the first of each content."""
+        return sum(map(len, self._copies.values()))
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks that are held, from 0 to 1."""
+        return 1.0 - self.num_free / (self.num_blocks - 1)
+
+    def allocate_blocks(self, count: int) -> list[int]:
+        """Allocate `count` free blocks, evicting cached ones only when no others are free.
+
+        `count` must not exceed `num_free`.
+        """
+        blank = self._blank
+        blocks = blank[: -count - 1 : -1]
+        del blank[len(blank) - len(blocks) :]
+        if len(blocks) < count:
+            self._evict(count - len(blocks), blocks)
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
+        return blocks
+
+    def adopt_blocks(self, blocks: Iterable[int]) -> None:
+        """Add one reference for each mention of a block. Called while nothing is allocated or cached."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+        self._blank = [block for block in self._blank if not ref_counts[block]]
+
+    def get_cached_block(self, digest: bytes) -> int | None:
+        """Return the block with this content hash, if any."""
+        return self._block_of.get(digest)
+
+    def get_key(self, block: int) -> bytes | None:
+        """Return the content hash under which a block is cached."""
+        return self._hash_of[block]
+
+    def find_cached_blocks(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of `hashes`."""
+        if not hashes or hashes[0] not in self._block_of:
+            return []
+        found = list(map(self._block_of.get, hashes))
+        if None in found:
+            del found[found.index(None) :]
+        return found  # type: ignore[return-value]
+
+    def count_free(self, blocks: Sequence[int]) -> int:
+        """Return how many of these cached blocks are free, so that holding them lowers `num_free`."""
+        return list(map(self.ref_counts.__getitem__, blocks)).count(0)
+
+    def hold_blocks(self, blocks: Sequence[int], num_free: int) -> None:
+        """Add a reference to each of these cached blocks, `num_free` of which are free."""
+        self._num_evictable -= num_free
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+        if num_free:
+            self.lifetimes.record_held()
+
+    def release_blocks(self, blocks: Sequence[int]) -> None:
+        """Remove a reference from each block of a request, given in the order of its tokens.
+
+        The last blocks become evictable before the first, so that shared prefixes stay cached
+        longest.
+        """
+        self.num_changes += 1
+        ref_counts, hash_of, serial_of = self.ref_counts, self._hash_of, self._serial_of
+        freed, copies = self._freed, self._copies
+        first = serial = self._first_serial + len(freed)
+        for block in reversed(blocks):
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                digest = hash_of[block]
+                if digest is None:
+                    self._blank.append(block)
+                elif copies and digest in copies:
+                    self._drop_copy(block, digest)
+                    self._blank.append(block)
+                else:
+                    serial_of[block] = serial
+                    freed.append(block)
+                    serial += 1
+        if serial > first:
+            self._num_evictable += serial - first
+            self.lifetimes.record_released(blocks)
+            if len(freed) > 4 * self.num_blocks:
+                self._drop_stale()
+
+    def count_cached(self) -> int:
+        """Recount `num_cached` plus `num_copies`, block by block."""
+        return self.num_blocks - self._hash_of.count(None)
+
+    def is_cached(self, digest: bytes) -> bool:
+        """Return whether a block with this content hash is cached."""
+        return digest in self._block_of
+
+    def cache_blocks(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Make full, held blocks findable; they are copies if their content is cached already."""
+        self.num_changes += 1
+        block_of, hash_of = self._block_of, self._hash_of
+        for index, block in enumerate(blocks):
+            digest = hashes[index]
+            if block_of.setdefault(digest, block) == block:
+                hash_of[block] = digest
+            elif hash_of[block] is None:
+                hash_of[block] = digest
+                self._copies.setdefault(digest, []).append(block)
+        lifetimes = self.lifetimes
+        lifetimes.num_until_sample -= len(blocks)
+        if lifetimes.num_until_sample <= 0:
+            lifetimes.sample_cached(blocks, hash_of)
+
+    def uncache_blocks(self, hashes: Iterable[bytes]) -> None:
+        """Make every block with this content unfindable, because the content may be wrong."""
+        for digest in hashes:
+            first = self._block_of.pop(digest, None)
+            if first is None:
+                continue
+            for block in (first, *self._copies.pop(digest, ())):
+                self._hash_of[block] = None
+                self.lifetimes.stop_following(block)
+                # Invalidates entries from before the block was held, even if it is held now.
+                self._serial_of[block] = -1
+                if not self.ref_counts[block]:
+                    self._num_evictable -= 1
+                    self._blank.append(block)
+            if self._events is not None:
+                self._events.record_removed(digest)
+
+    def reset_cache(self) -> bool:
+        """Remove all cached content. Returns False, and changes nothing, while any block is held."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        self._blank += [block for block, digest in enumerate(self._hash_of) if digest is not None]
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._copies.clear()
+        self._freed.clear()
+        self._num_evictable = 0
+        self.lifetimes.reset()
+        if self._events is not None:
+            self._events.record_cleared()
+        return True
+
+    def _drop_stale(self) -> None:
+        serial_of, ref_counts = self._serial_of, self.ref_counts
+        serials = enumerate(self._freed, self._first_serial)
+        fresh = [
+            block
+            for serial, block in serials
+            if serial_of[block] == serial and not ref_counts[block]
+        ]
+        self._freed.clear()
+        self._freed += fresh
+        for serial, block in enumerate(fresh, self._first_serial):
+            serial_of[block] = serial
+
+    def _evict(self, count: int, blocks: list[int]) -> None:
+        """Evict the `count` least recently freed cached blocks and append them to `blocks`."""
+        serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
+        hash_of, block_of, copies = self._hash_of, self._block_of, self._copies
+        is_watched = self._on_evict is not None or self._events is not None
+        self._num_evictable -= count
+        serial = self._first_serial
+        while count:
+            block = freed.popleft()
+            if serial_of[block] == serial and not ref_counts[block]:
+                digest = hash_of[block]
+                assert digest is not None
+                blocks.append(block)
+                count -= 1
+                if copies and digest in copies:
+                    self._drop_copy(block, digest)
+                    serial += 1
+                    continue
+                del block_of[digest]
+                hash_of[block] = None
+                if is_watched:
+                    self._report_evicted(digest, block)
+            serial += 1
+        self._first_serial = serial
+        self.lifetimes.record_evicted(blocks)
+
+    def _report_evicted(self, digest: bytes, block: int) -> None:
+        if self._on_evict is not None:
+            self._on_evict(digest, block)
+        if self._events is not None:
+            self._events.record_removed(digest)
+
+    def _drop_copy(self, block: int, digest: bytes) -> None:
+        """Uncache one of several blocks with the same content. The content stays findable."""
+        copies = self._copies[digest]
+        if self._block_of[digest] == block:
+            self._block_of[digest] = copies.pop(0)
+        else:
+            copies.remove(block)
+        if not copies:
+            del self._copies[digest]
+        self._hash_of[block] = None
+        self._serial_of[block] = -1
+        self.lifetimes.stop_following(block)

@@ -1,0 +1,147 @@
+"""Find the longest prefix of a request that is cached in every KV-cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from .block_pool import BlockPool
+
+Lookup: TypeAlias = Callable[[bytes], int | None]
+
+
+ON_CPU: Final = -1
+"""Stands for a block number: the content is in CPU memory."""
+
+
+class Load(NamedTuple):
+    """A cached block in CPU memory, to be copied to `blocks[group][position]`."""
+
+    group: int
+    position: int
+    key: bytes
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
+    """The first `num_blocks` blocks of a request, which need not be computed.
+
+    `blocks[group]` are those of them that later tokens attend to, in order. `loads` are those that
+    must be copied from CPU memory.
+    """
+
+    num_blocks: int
+    blocks: tuple[list[int], ...]
+    loads: Sequence[Load] = ()
+
+    @property
+    def num_present(self) -> int:
+        """Number of first blocks before the first one that must be copied from CPU memory."""
+        if not self.loads:
+            return self.num_blocks
+        firsts = (
+            self.num_blocks - len(self.blocks[load.group]) + load.position for load in self.loads
+        )
+        return min(firsts)
+
+
+def group_key(digest: bytes, group: int) -> bytes:
+    """Return the cache key of a block: its digest, followed by the group number except in group 0."""
+    return digest + bytes((group,)) if group else digest
+
+
+def group_keys(digests: Sequence[bytes], group: int) -> Sequence[bytes]:
+    """Return the cache keys of several blocks in a group."""
+    if not group:
+        return digests
+    number = bytes((group,))
+    return [digest + number for digest in digests]
+
+
+def find_cached_prefix(
+    pool: BlockPool,
+    groups: Sequence[KVCacheGroup],
+    block_size: int,
+    digests: Sequence[bytes],
+    lookup: Lookup,
+) -> CachedPrefix:
+    """Return the longest prefix that is cached in every group.
+
+    Full attention needs every block of the prefix; windowed attention and states need only what the
+    next token uses. Cross attention needs nothing, because the encoder's input is part of every
+    digest.
+    """
+    num_blocks = len(digests)
+    found: dict[int, list[int]] = {}
+    windowed: list[tuple[int, KVCacheGroup]] = []
+    for number, group in enumerate(groups):
+        if group.kind is AttentionKind.FULL:
+            found[number] = _find_all(pool, group_keys(digests[:num_blocks], number), lookup)
+            num_blocks = len(found[number])
+        elif group.kind is AttentionKind.CROSS:
+            found[number] = []
+        else:
+            windowed.append((number, group))
+    settled = not windowed
+    while not settled:
+        settled = True
+        for number, group in windowed:
+            tail = _find_tail(group, number, block_size, digests[:num_blocks], lookup)
+            found[number] = tail.blocks
+            if tail.num_blocks < num_blocks:
+                num_blocks, settled = tail.num_blocks, False
+    blocks = tuple(
+        found[number][:num_blocks] if group.kind is AttentionKind.FULL else found[number]
+        for number, group in enumerate(groups)
+    )
+    return CachedPrefix(num_blocks, blocks, _find_loads(num_blocks, blocks, digests))
+
+
+def _find_all(pool: BlockPool, keys: Sequence[bytes], lookup: Lookup) -> list[int]:
+    """Return the blocks of the longest cached prefix of `keys`."""
+    found = pool.find_cached_blocks(keys)
+    for key in keys[len(found) :]:
+        block = lookup(key)
+        if block is None:
+            break
+        found.append(block)
+    return found
+
+
+def _find_loads(
+    num_blocks: int, blocks: tuple[list[int], ...], digests: Sequence[bytes]
+) -> list[Load]:
+    return [
+        Load(number, position, group_key(digests[num_blocks - len(found) + position], number))
+        for number, found in enumerate(blocks)
+        if ON_CPU in found
+        for position, block in enumerate(found)
+        if block == ON_CPU
+    ]
+
+
+class _Tail(NamedTuple):
+    num_blocks: int
+    blocks: list[int]
+
+
+def _find_tail(
+    group: KVCacheGroup, number: int, block_size: int, digests: Sequence[bytes], lookup: Lookup
+) -> _Tail:
+    """Return the longest prefix whose blocks seen by the next token are cached, with those blocks."""
+    num_blocks = len(digests)
+    while True:
+        first = group.first_visible(num_blocks * block_size) // block_size
+        blocks: list[int] = []
+        for index in range(num_blocks - 1, first - 1, -1):
+            block = lookup(group_key(digests[index], number))
+            if block is None:
+                # A shorter prefix that covers this block needs it as well, so end before it.
+                num_blocks = index
+                break
+            blocks.append(block)
+        else:
+            blocks.reverse()
+            return _Tail(num_blocks, blocks)

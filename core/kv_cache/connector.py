@@ -1,0 +1,130 @@
+"""The scheduler's half of a KV connector, which loads KV-cache blocks from elsewhere or sends them there.
+
+The half in the workers moves the bytes. The two communicate by
+`SchedulerOutput.kv_connector_metadata` and `ModelRunnerOutput.kv_connector_output`, which identify
+a transfer by its request's `transfer_id`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Final, NamedTuple, TypeAlias
+
+from ...protocol.config import KVTransferConfig
+from ...protocol.errors import ConfigError
+from ...protocol.kv_events import KVCacheEvent
+from ...protocol.messages import FinishReason, SchedulerOutput
+from ..state.request import Request
+
+
+class ExternalMatch(NamedTuple):
+    """The number of tokens that can be loaded beyond those already computed.
+
+    A synchronous load runs in the step that admits the request; until that step starts, earlier
+    steps may still use its blocks. An asynchronous load may start as soon as the workers receive
+    the metadata, because no step in flight uses its blocks. It may take any time, and may include
+    the last token.
+    """
+
+    num_tokens: int
+    is_async: bool = False
+
+
+class RequestEnd(NamedTuple):
+    """`delays_free` keeps the blocks until the transfer is reported as sent; `params` are sent to the client."""
+
+    delays_free: bool = False
+    params: dict[str, object] | None = None
+
+
+class KVConnector(ABC):
+    """The scheduler's half of a KV connector, called between steps.
+
+    An exception fails the request concerned. Methods that concern no request must not raise:
+    `build_connector_meta`, `transfer_expired`, `take_events` and `take_stats`.
+    """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        """Return what can be loaded after the first `num_computed_tokens` tokens.
+
+        None defers the answer; the request waits and the method is called again later.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Receive the blocks into which the last `num_external_tokens` matched tokens are to be loaded.
+
+        `block_ids` are all blocks of the request. For an asynchronous load this is called once no
+        step in flight uses the blocks, which may be some steps after the match, or never if the
+        request finishes first. The metadata of the next step starts the load in the workers.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the metadata for the workers. Called once per step."""
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> RequestEnd:
+        """Handle the end of a request that holds these blocks; without blocks nothing can be delayed."""
+        return RequestEnd()
+
+    def transfer_expired(self, transfer_id: int) -> None:  # noqa: B027
+        """Handle the timeout of a delayed transfer. The next step ends it and may overwrite its blocks."""
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events of the connector's own cache since the last call."""
+        return []
+
+    def take_stats(self) -> dict[str, float]:
+        """Return counts since the last call, for the statistics of the step."""
+        return {}
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Release resources. The connector is not called afterwards."""
+
+
+ConnectorFactory: TypeAlias = Callable[[KVTransferConfig], KVConnector]
+
+_FACTORIES: Final[dict[str, ConnectorFactory]] = {}
+
+
+def register_connector(name: str, factory: ConnectorFactory) -> None:
+    """Register a connector under a name.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in _FACTORIES:
+        raise ValueError(f"KV connector {name!r} is registered already")
+    _FACTORIES[name] = factory
+
+
+def create_connector(config: KVTransferConfig) -> KVConnector:
+    """Create the configured connector.
+
+    Raises:
+        ConfigError: No connector has that name, or it is not a `KVConnector`.
+    """
+    name, path = config.kv_connector, config.kv_connector_module_path
+    if path is None:
+        factory = _FACTORIES.get(name)
+        if factory is None:
+            known = ", ".join(sorted(_FACTORIES)) or "none"
+            raise ConfigError(f"kv_connector={name!r} is not known; registered: {known}")
+        return factory(config)
+    try:
+        connector_class = getattr(import_module(path), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"kv_connector={name!r} is not in {path!r}: {error}") from error
+    if not (isinstance(connector_class, type) and issubclass(connector_class, KVConnector)):
+        raise ConfigError(f"kv_connector={name!r} in {path!r} is not a KVConnector")
+    connector: KVConnector = connector_class(config)  # type: ignore[call-arg]
+    return connector

@@ -1,0 +1,108 @@
+"""Keep blocks that were evicted from the workers' KV cache in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...protocol.arrays import int32_bytes
+
+
+class CPUOffload:
+    """A cache of blocks 0 … num_blocks - 1 in CPU memory, keyed by content, least recently used first.
+
+    Copies are collected for the next step, which first executes those out of the workers' KV cache,
+    then those into it, before anything else. Until then no CPU block that is part of a copy is
+    overwritten.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._num_copied_out = self._num_copied_in = 0
+        self._block_of: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._copies_out: list[tuple[int, int]] = []
+        self._copies_in: list[tuple[int, int]] = []
+        self._busy: set[int] = set()
+
+    @property
+    def num_cached(self) -> int:
+        """Number of blocks with content."""
+        return len(self._block_of)
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks without content."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks with content, from 0 to 1."""
+        return len(self._block_of) / self.num_blocks
+
+    def find_block(self, key: bytes) -> int | None:
+        """Return the CPU block with this content, if any."""
+        return self._block_of.get(key)
+
+    def store_block(self, key: bytes, device_block: int) -> None:
+        """Copy out a block that is about to be overwritten, unless every CPU block is part of a copy."""
+        block = self._block_of.pop(key, None)
+        if block is None:
+            block = self._take_block()
+            if block is None:
+                return
+            self._busy.add(block)
+            self._copies_out.append((device_block, block))
+            self._num_copied_out += 1
+        self._block_of[key] = block
+
+    def reserve_blocks(self, keys: Iterable[bytes]) -> None:
+        """Keep blocks that are about to be loaded from being overwritten in this step."""
+        for key in keys:
+            block = self._block_of.pop(key)
+            self._block_of[key] = block
+            self._busy.add(block)
+
+    def load_block(self, key: bytes, device_block: int) -> None:
+        """Copy a reserved block back into the workers' KV cache."""
+        self._copies_in.append((self._block_of[key], device_block))
+        self._num_copied_in += 1
+
+    def remove_blocks(self, keys: Iterable[bytes]) -> None:
+        """Remove content that may be wrong."""
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is not None:
+                self._free.insert(0, block)
+
+    def clear(self) -> None:
+        """Remove all content."""
+        self._block_of.clear()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._copies_out.clear()
+        self._busy.clear()
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return the numbers of blocks copied out and in since the last call."""
+        counts = self._num_copied_out, self._num_copied_in
+        self._num_copied_out = self._num_copied_in = 0
+        return counts
+
+    def take_copies(self) -> tuple[bytes, bytes]:
+        """Return the copies out and in for the next step, as int32 pairs (from, to)."""
+        if not self._busy:
+            return b"", b""
+        copies = int32_bytes(self._copies_out), int32_bytes(self._copies_in)
+        self._copies_out.clear()
+        self._copies_in.clear()
+        self._busy.clear()
+        return copies
+
+    def _take_block(self) -> int | None:
+        """Return a block to overwrite: a free one, or the least recently used one."""
+        if self._free and self._free[-1] not in self._busy:
+            return self._free.pop()
+        for key, block in self._block_of.items():
+            if block not in self._busy:
+                del self._block_of[key]
+                return block
+        return None

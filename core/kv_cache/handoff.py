@@ -1,0 +1,91 @@
+"""Hand the KV cache of a crashed core to the next one.
+
+The workers, and their KV cache, survive a crash of the core. A request that its client submits
+again continues with the blocks that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from ...protocol.arrays import int32_view
+from ...protocol.kv_cache_groups import AttentionKind
+from ...protocol.messages import HeldRequest
+from ..state.request import Request, RequestKey
+from .block_pool import NULL_BLOCK
+from .manager import KVCacheManager
+from .reservations import Reservations
+
+
+class _HeldBlocks(NamedTuple):
+    """Blocks of `num_tokens` tokens, reserved under a negative number that is no transfer id."""
+
+    number: int
+    arrival_time: float
+    num_tokens: int
+
+
+class KVHandoff:
+    """Holds the blocks found in the workers' slots until clients have resubmitted their requests."""
+
+    def __init__(self, manager: KVCacheManager, reservations: Reservations) -> None:
+        self._manager = manager
+        self._reservations = reservations
+        self._held_blocks: dict[RequestKey, _HeldBlocks] = {}
+
+    def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
+        """Hold the blocks that the workers report, before anything is allocated.
+
+        Models with a state or with cross attention recompute instead: a state is that of the last
+        computed token, which the client may not have, and cross attention has blocks of another
+        size.
+        """
+        manager = self._manager
+        without_parts = {AttentionKind.STATE_SPACE, AttentionKind.CROSS}
+        if not without_parts.isdisjoint(group.kind for group in manager.groups):
+            return
+        for number, request in enumerate(held, 1):
+            tables = tuple(int32_view(block_ids).tolist() for block_ids in request.block_ids)
+            manager.reserved[-number] = tables
+            self._held_blocks[request.request_id] = _HeldBlocks(
+                -number, request.arrival_time, request.num_computed_tokens
+            )
+        tables_of_all = chain.from_iterable(manager.reserved.values())
+        manager.pool.adopt_blocks(filter(None, chain.from_iterable(tables_of_all)))
+
+    def claim_blocks(self, request: Request, was_index: int) -> None:
+        """Let a resubmitted request continue with the blocks that it had as `was_index`, if they are held."""
+        key = request.client_index, was_index
+        held_blocks = self._held_blocks.get(key)
+        if held_blocks is None or held_blocks.arrival_time != request.arrival_time:
+            return
+        if request.scores_prompt:
+            return
+        del self._held_blocks[key]
+        reserved = self._manager.reserved
+        reserved[request.transfer_id] = reserved.pop(held_blocks.number)
+        self._reservations.add_reservation(request, self._num_usable(request, held_blocks))
+
+    def release_unclaimed(self, client_index: int) -> None:
+        """Release the blocks that no resubmitted request of a client has claimed."""
+        for key in [key for key in self._held_blocks if key[0] == client_index]:
+            self._manager.release_reserved(self._held_blocks.pop(key).number)
+
+    def _num_usable(self, request: Request, held_blocks: _HeldBlocks) -> int:
+        """Return how many computed tokens the request can keep.
+
+        It must be able to see their blocks, and to write to the last one.
+        """
+        manager = self._manager
+        tables = manager.reserved[request.transfer_id]
+        num_tokens = min(held_blocks.num_tokens, request.num_tokens - 1)
+        num_whole, num_more = divmod(num_tokens, manager.block_size)
+        if num_more and any(manager.pool.ref_counts[table[num_whole]] > 1 for table in tables):
+            num_tokens -= num_more
+        for group, table in zip(manager.groups, tables, strict=True):
+            first = group.first_visible(num_tokens) // manager.block_size
+            if NULL_BLOCK in table[first : -(-num_tokens // manager.block_size)]:
+                return 0
+        return num_tokens

@@ -1,0 +1,45 @@
+"""Track waiting requests whose computed blocks are kept for them."""
+
+from __future__ import annotations
+
+from ..state.request import Request
+from .manager import KVCacheManager
+
+
+class Reservations:
+    """Keeps the blocks of waiting requests until each runs, finishes, or another request needs the space."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._requests: dict[int, Request] = {}
+
+    def add_reservation(self, request: Request, num_tokens: int) -> None:
+        """Keep the reserved blocks of a waiting request's first `num_tokens` tokens for it."""
+        num_tokens = min(num_tokens, request.num_tokens)
+        self._manager.trim_reserved(request, num_tokens)
+        if num_tokens:
+            request.num_reserved_tokens = num_tokens
+            self._requests[request.transfer_id] = request
+
+    def end_reservation(self, request: Request) -> None:
+        """Release the reservation of a request, if it has one."""
+        if self._requests.pop(request.transfer_id, None) is not None:
+            self._give_back(request)
+
+    def reclaim_latest(self, but: Request | None = None) -> bool:
+        """Free the reserved blocks of the latest arrival except `but`. Returns False if there is none."""
+        request = max(
+            (request for request in self._requests.values() if request is not but),
+            key=lambda request: request.arrival,
+            default=None,
+        )
+        if request is None:
+            return False
+        del self._requests[request.transfer_id]
+        self._give_back(request)
+        request.computes_locally = True
+        return True
+
+    def _give_back(self, request: Request) -> None:
+        request.num_reserved_tokens = 0
+        self._manager.release_reserved(request.transfer_id)

@@ -1,0 +1,45 @@
+"""Track which blocks have left the attention windows of running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ...protocol.arrays import Int64Array
+from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from ..state.slots import SlotArray
+
+
+class Window:
+    """KV-cache groups with the same visible range. `first_held` is the first block that each slot keeps."""
+
+    def __init__(
+        self, spec: KVCacheGroup, groups: list[int], block_size: int, max_num_seqs: int
+    ) -> None:
+        self.groups = groups
+        self.first_held: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._spec = spec
+        self._block_size = block_size
+
+    def pop_passed_blocks(
+        self, slots: SlotArray, num_computed: Int64Array
+    ) -> Iterator[tuple[int, int, int]]:
+        """Advance to the next token of each slot. Yields (slot, start, end) of blocks that left the window."""
+        first = self._spec.first_visible(num_computed) // self._block_size
+        held = self.first_held[slots]
+        rows = (first > held).nonzero()[0]
+        self.first_held[slots[rows]] = first[rows]
+        yield from zip(slots[rows].tolist(), held[rows].tolist(), first[rows].tolist(), strict=True)
+
+
+def make_windows(
+    groups: Sequence[KVCacheGroup], block_size: int, max_num_seqs: int
+) -> list[Window]:
+    """Return one window per distinct kind of group that does not see every token."""
+    seeing_all = (AttentionKind.FULL, AttentionKind.CROSS)
+    alike: dict[KVCacheGroup, list[int]] = {}
+    for number, group in enumerate(groups):
+        if group.kind not in seeing_all:
+            alike.setdefault(group, []).append(number)
+    return [Window(spec, numbers, block_size, max_num_seqs) for spec, numbers in alike.items()]

@@ -1,0 +1,110 @@
+"""`engine replay FILE`: run a recorded scheduler again, prove that it decides the same, explain a request."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+
+from ...protocol.errors import EngineError
+from .dump import Dump, read_dump
+from .events import AddRequest, Decided, Update
+from .replayer import Difference, Replayer
+from .timeline import RequestTimeline, find_requests
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every decision is the recorded one. 1: one is not. 2: the file or the request cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="engine replay",
+        description="Run the scheduler again on its recorded events, and compare every decision.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a dump of the event log")
+    parser.add_argument(
+        "--why",
+        metavar="REQUEST_ID",
+        help="tell what happened to this request: the id in the x-request-id header, or CLIENT/INDEX",
+    )
+    parser.add_argument(
+        "--scheduler-cls",
+        metavar="MODULE.CLASS",
+        help="the scheduler class that the server ran with, if it was not Engine's own",
+    )
+    args = parser.parse_args(argv)
+    try:
+        dump = read_dump(args.file, args.scheduler_cls)
+        accounts = []
+        if args.why is not None:
+            policy = dump.setup.config.policy
+            accounts = [RequestTimeline(key, policy) for key in find_requests(dump, args.why)]
+            if not accounts:
+                raise EngineError(f"no request {args.why} arrived in this log; {_name_some(dump)}")
+        _describe(dump)
+        return _replay(dump, accounts)
+    except EngineError as error:
+        print(f"engine replay: {error}", file=sys.stderr)
+        return 2
+
+
+def _replay(dump: Dump, accounts: list[RequestTimeline]) -> int:
+    code = 0
+    for number, segment in enumerate(dump.segments, 1):
+        where = f"part {number} of {len(dump.segments)}"
+        if not segment.is_whole:
+            print(
+                f"{where}: {len(segment.events)} events without a state to start from, passed over"
+            )
+            continue
+        replayer = Replayer(dump.setup, segment)
+        for account in accounts:
+            account.begin(replayer.scheduler)
+        try:
+            for moment in replayer.run():
+                for account in accounts:
+                    account.watch(moment, replayer.scheduler)
+        except Difference as difference:
+            print(f"{where}: the first difference, after {replayer.num_decisions} equal decisions:")
+            print(f"  {difference}")
+            code = 1
+            continue
+        start = "a new scheduler" if segment.snapshot is None else "the state at its beginning"
+        print(f"{where}: {replayer.num_decisions} decisions from {start}, all as recorded")
+        if replayer.reproduced_error:
+            print(f"the error that ended it came again:\n{replayer.reproduced_error}")
+    for account in accounts:
+        account.finish()
+        client, index = account.key
+        print(f"\nrequest {client}/{index}")
+        print("\n".join(account.lines))
+        print(account.summary())
+    return code
+
+
+def _describe(dump: Dump) -> None:
+    decided = [e for s in dump.segments for e in s.events if isinstance(e, Decided)]
+    num_steps = sum(isinstance(event, Update) for event in decided)
+    arrivals = [e for s in dump.segments for e in s.events if isinstance(e, AddRequest)]
+    seconds = decided[-1].now - decided[0].now if decided else 0.0
+    at = datetime.fromtimestamp(dump.wall_time).isoformat(" ", "seconds")
+    print(
+        f"core {dump.setup.core_index} of engine {dump.engine_version}, {dump.reason} at {at}: "
+        f"{num_steps} steps in {seconds:.3f} s, {len(arrivals)} arrivals"
+    )
+    if dump.problem:
+        print(f"the log has no later state: {dump.problem}")
+
+
+def _name_some(dump: Dump) -> str:
+    arrivals = [e for s in dump.segments for e in s.events if isinstance(e, AddRequest)]
+    if not arrivals:
+        return "none did"
+    names = [
+        f"{event.client_index}/{event.message.request_index} {event.message.request_id}".rstrip()
+        for event in arrivals[-5:]
+    ]
+    return f"the last that did: {', '.join(names)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Connectors that record their answers, and stand-ins that give the recorded answers again.
+
+Answers are made well formed here, or become errors, so that a replay gets exactly what the scheduler got.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import index as as_integer
+from typing import Final
+
+import msgspec
+
+from ...protocol.errors import EngineError
+from ...protocol.kv_events import KVCacheEvent
+from ...protocol.messages import FinishReason, SchedulerOutput
+from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
+from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
+from ..state.external_dependency import ExternalDependency
+from ..state.request import Request
+from .events import Answer, CacheItemFound, ConnectorRaised, DelaysFree, Matched
+from .log import EventLog
+
+NO_TRANSFER: Final = -1
+"""In the place of a transfer's id, for a call that is about no request."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_params = msgspec.msgpack.Decoder(dict[str, object] | None).decode
+
+
+class RecordedError(EngineError):
+    """A connector raised an error when this was recorded."""
+
+
+class RecordedKVConnector(KVConnector, ExternalDependency):
+    def __init__(self, connector: KVConnector, log: EventLog) -> None:
+        self.connector = connector
+        self._log = log
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        with _noting_errors(self._log, "get_num_new_matched_tokens", request.transfer_id):
+            match = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            if match is not None:
+                num_tokens, is_async = match
+                match = ExternalMatch(as_integer(num_tokens), bool(is_async))
+        if match is None:
+            self._log.answer(Matched(request.transfer_id, None))
+        else:
+            # Impossible numbers are all alike, and some are too large to write down.
+            num_tokens = max(-1, min(match.num_tokens, request.num_tokens + 1))
+            self._log.answer(Matched(request.transfer_id, num_tokens, match.is_async))
+        return match
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        with _noting_errors(self._log, "update_state_after_alloc", request.transfer_id):
+            self.connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        with _noting_errors(self._log, "build_connector_meta", NO_TRANSFER):
+            return self.connector.build_connector_meta(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> RequestEnd:
+        with _noting_errors(self._log, "request_finished", request.transfer_id):
+            delays_free, params = self.connector.request_finished(request, block_ids, reason)
+            # What cannot be sent to the client must end this request alone.
+            params = _decode_params(_encode(params))
+        if delays_free:
+            self._log.answer(DelaysFree(request.transfer_id))
+        return RequestEnd(bool(delays_free), params)
+
+    def transfer_expired(self, transfer_id: int) -> None:
+        with _noting_errors(self._log, "transfer_expired", transfer_id):
+            self.connector.transfer_expired(transfer_id)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self.connector.take_events()
+
+    def take_stats(self) -> dict[str, float]:
+        return self.connector.take_stats()
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+
+
+class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
+    def __init__(self, connector: EncoderCacheConnector, log: EventLog) -> None:
+        self._connector = connector
+        self._log = log
+
+    def has_cache_item(self, request: Request, index: int) -> bool:
+        with _noting_errors(self._log, "has_cache_item", request.transfer_id):
+            found = bool(self._connector.has_cache_item(request, index))
+        self._log.answer(CacheItemFound(request.transfer_id, index, found))
+        return found
+
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
+    ) -> bytes:
+        with _noting_errors(self._log, "encoder build_connector_meta", NO_TRANSFER):
+            return self._connector.build_connector_meta(scheduler_output, loads)
+
+
+@contextmanager
+def _noting_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.answer(ConnectorRaised(call, transfer_id))
+        raise
+
+
+class ReplayedKVConnector(KVConnector, ExternalDependency):
+    """Takes its answers from the front of `answers`; for what was not asked in the recording it has none."""
+
+    def __init__(self, answers: deque[Answer]) -> None:
+        self._answers = answers
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        _raise_again(self._answers, "get_num_new_matched_tokens", request.transfer_id)
+        match self._answers:
+            case [Matched(request.transfer_id, num_tokens, is_async), *_]:
+                self._answers.popleft()
+                return None if num_tokens is None else ExternalMatch(num_tokens, is_async)
+        return ExternalMatch(0)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        _raise_again(self._answers, "update_state_after_alloc", request.transfer_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        _raise_again(self._answers, "build_connector_meta", NO_TRANSFER)
+        return b""
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> RequestEnd:
+        _raise_again(self._answers, "request_finished", request.transfer_id)
+        delays_free = _is_next(self._answers, DelaysFree(request.transfer_id))
+        return RequestEnd(delays_free)
+
+    def transfer_expired(self, transfer_id: int) -> None:
+        _raise_again(self._answers, "transfer_expired", transfer_id)
+
+
+class ReplayedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
+    def __init__(self, answers: deque[Answer]) -> None:
+        self._answers = answers
+
+    def has_cache_item(self, request: Request, index: int) -> bool:
+        _raise_again(self._answers, "has_cache_item", request.transfer_id)
+        if _is_next(self._answers, CacheItemFound(request.transfer_id, index, True)):
+            return True
+        _is_next(self._answers, CacheItemFound(request.transfer_id, index, False))
+        return False
+
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
+    ) -> bytes:
+        _raise_again(self._answers, "encoder build_connector_meta", NO_TRANSFER)
+        return b""
+
+
+def _is_next(answers: deque[Answer], answer: Answer) -> bool:
+    """Whether this was answered next; it is taken, then."""
+    if answers and answers[0] == answer:
+        answers.popleft()
+        return True
+    return False
+
+
+def _raise_again(answers: deque[Answer], call: str, transfer_id: int) -> None:
+    if _is_next(answers, ConnectorRaised(call, transfer_id)):
+        raise RecordedError(f"the connector's {call} raised an error, which is not recorded")

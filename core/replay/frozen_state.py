@@ -1,0 +1,272 @@
+"""The state of a scheduler at one moment, kept at little cost until it is to be read.
+
+What may change is copied, what never does is only referred to. The graph of objects is walked class by class
+instead of object by object, so that few calls do most of the work, and nothing is allocated for a single object
+that the garbage collector would have to look at. This relies on two rules. All items of a list, all keys or values of
+a dictionary, and all values of one field of a class have one type, or are None; and fields are assigned in `__init__`.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain, pairwise
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...protocol.messages import EncoderInput, FinishedRequest, RequestEvents, TokenLogprobs
+from ...protocol.sampling_params import SamplingParams
+from ..scheduler.features.speculative import Drafts
+from ..state.batch import ScheduledRow
+from ..state.external_dependency import ExternalDependency
+from ..state.request import Request
+from ..state.slots import Slots
+
+ROOT: Final = __name__.rpartition(".core.")[0]
+ATOMS: Final = frozenset({type(None), bool, int, float, bytes})
+
+CONTENT: Final[dict[type, frozenset[str]]] = {
+    Request: frozenset(
+        {"prompt_token_ids", "output_token_ids", "kv_transfer_params", "trace_headers"}
+    ),
+    EncoderInput: frozenset({"data"}),
+    Drafts: frozenset({"_token_ids", "_forced_token_ids"}),
+    ScheduledRow: frozenset({"draft_token_ids"}),
+    Slots: frozenset({"_output_token_ids"}),
+    TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
+}
+"""Fields that hold prompts, outputs and the like: decisions depend on their size alone."""
+
+CONSTANT: Final[dict[type, frozenset[str]]] = {
+    Request: frozenset(
+        {
+            "arrival",
+            "arrival_time",
+            "client_index",
+            "deadline",
+            "encoder_inputs",
+            "eos_token_ids",
+            "key",
+            "kv_transfer_params",
+            "lora_name",
+            "num_prompt_tokens",
+            "params",
+            "priority",
+            "prompt_block_hashes",
+            "prompt_token_ids",
+            "queued_at",
+            "request_id",
+            "request_index",
+            "root_hash",
+            "stop_token_ids",
+            "tenant",
+            "trace_headers",
+        }
+    )
+}
+"""Fields that are assigned once, with a value that does not change."""
+
+_IMMUTABLE: Final = ATOMS | {
+    str,
+    SamplingParams,
+    EncoderInput,
+    FinishedRequest,
+    RequestEvents,
+    TokenLogprobs,
+}
+_EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
+"""Kinds of containers, and what a copy of an empty one is."""
+
+Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
+"""Copies the changing parts of objects of one class. Returns columns of what these refer to."""
+
+
+class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
+    """Zeros: bytes for an empty `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+
+class FrozenState:
+    """Takes 1 µs a live request. The objects go on changing: ask this for what they held, never them."""
+
+    def __init__(self, root: object) -> None:
+        self.root = root
+        self._met: dict[int, Any] = {}
+        self._copies: dict[int, Any] = {}
+        self._columns: dict[type, list[list[Any]]] = {}
+        self._rows: dict[int, int] = {}
+        columns: list[Sequence[Any]] = [[root]]
+        while columns:
+            column = columns.pop()
+            kinds = set(map(type, column))
+            for kind in kinds:
+                if (freeze := _find_freezer(kind)) is not None:
+                    is_alike = len(kinds) == 1
+                    alike = column if is_alike else [o for o in column if type(o) is kind]
+                    columns += freeze(self, alike)
+
+    def copy_of(self, container: Any) -> Any:
+        """A list, dictionary or array as it was; itself if it does not change."""
+        return self._copies.get(id(container), container)
+
+    def fields_of(self, instance: Any) -> dict[str, Any]:
+        """What an instance's fields held, `Blank` for `CONTENT`."""
+        kind: type = type(instance)
+        row, columns = self._rows[id(instance)], self._columns[kind]
+        held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
+        content = CONTENT.get(kind, frozenset())
+        found = {}
+        for name in field_names(kind):
+            value = held[name] if name in held else getattr(instance, name)
+            found[name] = blank(value) if name in content else value
+        return found
+
+    def _add_new(self, items: Sequence[Any]) -> dict[int, Any]:
+        met = self._met
+        new = {id(item): item for item in items if id(item) not in met}
+        met.update(new)
+        return new
+
+    def _freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        new = self._add_new(items)
+        empty = _EMPTY[type(items[0])]
+        copy = type(empty)
+        copies = [copy(item) if item else empty for item in new.values()]
+        self._copies.update(zip(new, copies, strict=True))
+        for held in filter(None, copies):
+            if _may_refer(held):
+                yield list(held)
+            if copy is dict and _may_refer(held.values()):
+                yield list(held.values())
+
+    def _freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        self._copies.update((key, item.copy()) for key, item in self._add_new(items).items())
+        yield ()
+
+    def _freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        yield list(chain.from_iterable(items))
+
+    def _freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        kind: type = type(items[0])
+        for name in field_names(kind):
+            yield list(map(attrgetter(name), items))
+
+    def _freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        new = self._add_new(items)
+        kind: type = type(items[0])
+        content = CONTENT.get(kind, frozenset())
+        names = _changing_names(kind)
+        columns = self._columns.setdefault(kind, [[] for _ in names])
+        first_row = len(columns[0]) if columns else 0
+        self._rows.update(zip(new, range(first_row, first_row + len(new)), strict=True))
+        for name, column in zip(names, columns, strict=True):
+            added = list(map(attrgetter(name), new.values()))
+            column += added
+            if name not in content and _may_refer(added):
+                yield added
+
+
+def is_given(kind: type) -> bool:
+    """Whether such objects are what a scheduler was made with."""
+    return (
+        issubclass(kind, ExternalDependency | FunctionType | BuiltinFunctionType | MethodType)
+        or kind.__module__ == f"{ROOT}.protocol.config"
+    )
+
+
+def is_ours(kind: type) -> bool:
+    """Return whether this is a class of `core` or `protocol`, or derives from one."""
+    return class_of_ours(kind) is not None
+
+
+@cache
+def class_of_ours(kind: type) -> type | None:
+    """The first of a class and its bases that belongs to `core` or `protocol`."""
+    prefixes = (f"{ROOT}.core.", f"{ROOT}.protocol.")
+    return next((base for base in kind.__mro__ if base.__module__.startswith(prefixes)), None)
+
+
+def is_record(kind: type) -> bool:
+    """Whether its instances are values: they are made from their fields, and compared by them."""
+    return issubclass(kind, msgspec.Struct) or (
+        issubclass(kind, tuple) and hasattr(kind, "_fields")
+    )
+
+
+def is_mutable_record(kind: type) -> bool:
+    return issubclass(kind, msgspec.Struct) and not kind.__struct_config__.frozen
+
+
+def blank(value: object) -> Blank | None:
+    match value:
+        case np.ndarray():
+            return Blank(value.shape, value.dtype.str)
+        case bytes():
+            return Blank((len(value),))
+        case _:
+            return None
+
+
+def _may_refer(items: Iterable[Any]) -> bool:
+    """Whether items, which are of one type if they are not None, may change or refer to what does."""
+    first = next((item for item in items if item is not None), None)
+    kind: type = type(first)
+    return _find_freezer(kind) is not None
+
+
+@cache
+def _find_freezer(kind: type) -> Freezer | None:
+    """None for what never changes and refers to nothing that does."""
+    if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
+        return None
+    if kind in _EMPTY:
+        return FrozenState._freeze_containers
+    if kind is np.ndarray:
+        return FrozenState._freeze_arrays
+    if issubclass(kind, tuple | frozenset):
+        return FrozenState._freeze_values
+    if is_mutable_record(kind):
+        return FrozenState._freeze_rows
+    if issubclass(kind, msgspec.Struct):
+        return FrozenState._freeze_constants
+    if not is_ours(kind):
+        return None
+    return FrozenState._freeze_rows
+
+
+@cache
+def field_names(kind: type) -> tuple[str, ...]:
+    """The fields that every instance has: its slots, and what `__init__` assigns.
+
+    An instance is not asked for its `__dict__`: that would make it a slower object from then on.
+    """
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    names: dict[str, None] = {}
+    for base in reversed(kind.__mro__):
+        slots = vars(base).get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+        names.update(dict.fromkeys(_assigned_names(vars(base).get("__init__"))))
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _assigned_names(init: object) -> Iterator[str]:
+    if isinstance(init, FunctionType):
+        for load, store in pairwise(dis.get_instructions(init)):
+            if store.opname == "STORE_ATTR" and load.argval == "self":
+                yield store.argval
+
+
+@cache
+def _changing_names(kind: type) -> tuple[str, ...]:
+    constant = CONSTANT.get(kind, frozenset())
+    return tuple(name for name in field_names(kind) if name not in constant)

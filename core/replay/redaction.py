@@ -1,0 +1,224 @@
+"""What must not leave the process, taken out of a log so that it still replays exactly.
+
+Block hashes and names become numbers that are equal where they were. Sampled tokens are replaced unless some request
+stops at them. What is not listed here is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ...protocol.arrays import Int32Array, int32_bytes, int32_view
+from ...protocol.block_hash import HASH_BYTES
+from ...protocol.config import KVTransferConfig, SchedulerConfig
+from ...protocol.messages import (
+    DraftTokenIds,
+    EncoderWork,
+    EngineCoreRequest,
+    FinishedRequest,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from ...protocol.sampling_params import SamplingParams
+from . import snapshot as state
+from .events import AddRequest, ClientReport, Event, Hashed, Schedule, TakeOutputs, Update
+from .frozen_state import Blank
+from .snapshot import Node, Snapshot, without_content
+
+_NO_PARAMS: Final = SamplingParams()
+
+KEPT_STRINGS: Final = frozenset({"request_id"})
+"""Fields with strings that are not replaced."""
+
+
+class Pseudonyms:
+    """Numbers and names in the place of digests and names: equal ones for equal originals, in all of one dump."""
+
+    def __init__(self) -> None:
+        self._digests: dict[bytes, int] = {}
+        self._names: dict[str, str] = {"": ""}
+
+    def numbers(self, digests: bytes) -> bytes:
+        """A number for each of N digests: int32[N]."""
+        numbers = self._digests
+        starts = range(0, len(digests), HASH_BYTES)
+        pieces = (digests[start : start + HASH_BYTES] for start in starts)
+        return int32_bytes([numbers.setdefault(piece, len(numbers)) for piece in pieces])
+
+    def name(self, original: str) -> str:
+        return self._names.setdefault(original, f"name{len(self._names)}")
+
+
+def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerConfig:
+    weights = {pseudonyms.name(n): weight for n, weight in config.tenant_weights.items()}
+    return msgspec.structs.replace(config, tenant_weights=weights)
+
+
+def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
+    """Only the settings that the scheduler itself reads."""
+    return KVTransferConfig(
+        "recorded",
+        kv_load_failure_policy=config.kv_load_failure_policy,
+        transfer_timeout_s=config.transfer_timeout_s,
+    )
+
+
+def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
+    layouts = snapshot.layouts
+
+    def redact(node: Node) -> Node:
+        match node:
+            case state.Text(original):
+                return state.Text(pseudonyms.name(original))
+            case bytes() if len(node) == HASH_BYTES + 1:
+                return state.GroupKey(pseudonyms.numbers(node[:HASH_BYTES]), node[HASH_BYTES])
+            case bytes():
+                if len(node) % HASH_BYTES:
+                    return Blank((len(node),))
+                return state.Digests(pseudonyms.numbers(node)) if node else node
+            case state.Sequence(kind, items):
+                return state.Sequence(kind, [redact(item) for item in items])
+            case state.Mapping(kind, keys, values):
+                return state.Mapping(kind, [redact(k) for k in keys], [redact(v) for v in values])
+            case state.Instance(layout, fields):
+                names = layouts[layout].fields
+                pairs = zip(names, fields, strict=True)
+                kept = [node if n in KEPT_STRINGS else redact(node) for n, node in pairs]
+                return state.Instance(layout, kept)
+            case _:
+                return node
+
+    return Snapshot(layouts, redact(snapshot.root))
+
+
+def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
+    """The tokens of the events must be settled."""
+    redacted: list[Event] = []
+    for event in events:
+        match event:
+            case AddRequest():
+                message = _redact_request(event.message, pseudonyms)
+                event = msgspec.structs.replace(event, message=message)
+            case Schedule(step=SchedulerOutput() as step):
+                event = msgspec.structs.replace(event, step=redact_step(step))
+            case Update():
+                event = msgspec.structs.replace(
+                    event,
+                    result=_redact_result(event.result),
+                    told=[_redact_told(told) for told in event.told],
+                )
+            case TakeOutputs():
+                event = msgspec.structs.replace(
+                    event, told=[_redact_told(told) for told in event.told]
+                )
+            case Hashed(digests):
+                event = Hashed(pseudonyms.numbers(digests))
+        redacted.append(event)
+    return redacted
+
+
+def redact_step(step: SchedulerOutput) -> SchedulerOutput:
+    """A step in which int32 counts of tokens stand in the place of the tokens."""
+    work = step.encoders
+    return msgspec.structs.replace(
+        step,
+        new_requests=[_redact_new_request(data) for data in step.new_requests],
+        draft_token_ids=step.draft_token_ids and int32_bytes(len(step.draft_token_ids) // 4),
+        kv_connector_metadata=b"",
+        encoders=work and EncoderWork([b""] * len(work.freed_hashes), work.computed, work.loaded),
+    )
+
+
+def _redact_new_request(data: NewRequestData) -> NewRequestData:
+    return NewRequestData(
+        slot=data.slot,
+        request_id=data.request_id,
+        token_ids=int32_bytes(len(data.token_ids) // 4),
+        num_prompt_tokens=data.num_prompt_tokens,
+        num_computed_tokens=data.num_computed_tokens,
+        block_ids=data.block_ids,
+        sampling_params=_NO_PARAMS,
+    )
+
+
+def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_index=message.request_index,
+        prompt_token_ids=b"",
+        output_token_ids=bytes(len(message.output_token_ids)),
+        sampling_params=without_content(message.sampling_params),
+        arrival_time=message.arrival_time,
+        eos_token_ids=message.eos_token_ids,
+        block_hashes=pseudonyms.numbers(message.block_hashes),
+        root_hash=pseudonyms.numbers(message.root_hash),
+        priority=message.priority,
+        tenant=pseudonyms.name(message.tenant),
+        deadline=message.deadline,
+        request_id=message.request_id,
+        lora_name=pseudonyms.name(message.lora_name),
+        is_resubmitted=message.is_resubmitted,
+        is_suspect=message.is_suspect,
+        was_index=message.was_index,
+        encoder_inputs=[
+            msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
+            for item in message.encoder_inputs
+        ],
+    )
+
+
+def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        step=result.step,
+        num_sampled=result.num_sampled,
+        num_verified=result.num_verified,
+        nan_slots=result.nan_slots,
+        failed_slots=[(slot, "") for slot, _ in result.failed_slots],
+        kv_connector_output=result.kv_connector_output,
+        drafts=result.drafts,
+    )
+
+
+def _redact_told(told: ClientReport) -> ClientReport:
+    finished = [
+        FinishedRequest(end.request_index, end.reason, end.stop_reason) for end in told.finished
+    ]
+    return msgspec.structs.replace(told, finished=finished)
+
+
+def expand_request(event: AddRequest) -> EngineCoreRequest:
+    """The message of an arrival that was redacted. Its tokens are zeros."""
+    message = event.message
+    return msgspec.structs.replace(
+        message,
+        prompt_token_ids=bytes(event.num_prompt_bytes),
+        block_hashes=state.expand_digests(message.block_hashes),
+        root_hash=state.expand_digests(message.root_hash),
+        encoder_inputs=[
+            msgspec.structs.replace(item, content_hash=state.expand_digests(item.content_hash))
+            for item in message.encoder_inputs
+        ],
+    )
+
+
+def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
+    """The message of a redacted output. Every token that stops no request is `neutral_token`."""
+    token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
+    stops = int32_view(event.stops).reshape(-1, 2)
+    token_ids[stops[:, 0]] = stops[:, 1]
+    drafts = event.result.drafts
+    return msgspec.structs.replace(
+        event.result,
+        sampled_token_ids=int32_bytes(token_ids),
+        drafts=drafts and expand_drafts(drafts),
+    )
+
+
+def expand_drafts(drafts: DraftTokenIds) -> DraftTokenIds:
+    """Redacted drafts, with as many zeros as there were tokens."""
+    num_tokens = int(int32_view(drafts.token_ids)[0])
+    return msgspec.structs.replace(drafts, token_ids=bytes(4 * num_tokens))

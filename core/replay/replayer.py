@@ -1,0 +1,314 @@
+"""Running a recorded segment again, and finding where a scheduler decides otherwise."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.block_hash import PlacedInput
+from ...protocol.errors import EngineError
+from ...protocol.messages import EngineCoreOutputs, SchedulerOutput
+from ...protocol.sampling_params import StructuredOutput
+from ..scheduler.scheduler import Scheduler
+from ..state.external_dependency import ExternalDependency
+from ..state.request import RequestKey
+from .connectors import ReplayedEncoderCacheConnector, ReplayedKVConnector
+from .decision_hash import DecisionHash
+from .dump import DumpSegment
+from .events import (
+    AddClient,
+    AddRequest,
+    AdoptBlocks,
+    Answer,
+    EndAdoption,
+    Event,
+    FinishClient,
+    FinishRequests,
+    GrammarAccepts,
+    GrammarForces,
+    GrammarReady,
+    GrammarRefused,
+    Hashed,
+    MakeStats,
+    ResetPrefixCache,
+    Schedule,
+    TakeOutputs,
+    Update,
+    UpdateDrafts,
+)
+from .recorder import Setup
+from .redaction import expand_drafts, expand_request, expand_result, redact_step
+from .snapshot import expand_digests, restore
+
+
+class Difference(EngineError):
+    """The scheduler does not decide as the recorded one did; the message says where and how."""
+
+
+class Moment(NamedTuple):
+    """An event that was handled again. `step` is what it scheduled, `outputs` what it told clients."""
+
+    event: Event
+    step: SchedulerOutput | None = None
+    outputs: dict[int, EngineCoreOutputs] | None = None
+
+
+class Replayer(ExternalDependency):
+    """Feeds a scheduler what a segment recorded. `scheduler` is in the state after the last `Moment`.
+
+    Where the scheduler asks for hashes, a grammar's opinion or a connector, it hears the recorded answers.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        segment: DumpSegment,
+        scheduler_class: Callable[..., Scheduler] | None = None,
+    ) -> None:
+        if not segment.is_whole:
+            raise EngineError(
+                "this part of the log has no state to start from: too many requests were alive, "
+                "or the log names a problem"
+            )
+        self._segment = segment
+        self._answers: deque[Answer] = deque()
+        self._steps: dict[int, SchedulerOutput] = {}
+        self._chain = DecisionHash(segment.chain_start)
+        self.num_decisions = 0
+        self.reproduced_error = ""
+        """The traceback of the error that ended the recording, if it came again."""
+        self.scheduler = setup.make_scheduler(
+            _RecordedOpinions(self._answers) if setup.has_grammars else None,
+            self._hash_blocks,
+            scheduler_class=scheduler_class,
+            kv_connector=ReplayedKVConnector(self._answers) if setup.kv_transfer else None,
+            encoder_cache_connector=ReplayedEncoderCacheConnector(self._answers)
+            if setup.has_encoder_cache_connector
+            else None,
+        )
+        if segment.snapshot is not None:
+            restore(segment.snapshot, self.scheduler)
+        self._neutral_token = self._find_neutral_token(setup.vocab_size)
+
+    def run(self) -> Iterator[Moment]:
+        """Raises Difference at the first decision that is not the recorded one."""
+        events = self._segment.events
+        last = max((i for i, e in enumerate(events) if not isinstance(e, Answer)), default=0)
+        for index, event in enumerate(events):
+            if isinstance(event, Answer):
+                continue
+            self._answers.extend(_answers_after(events, index))
+            is_cut_short = (
+                index == last and isinstance(event, Schedule | Update) and not event.chain
+            )
+            try:
+                moment = self._handle(event)
+            except Difference as error:
+                raise Difference(f"{_place(index, event)}: {error}") from None
+            except Exception as error:
+                if is_cut_short:
+                    self.reproduced_error = traceback.format_exc()
+                    return
+                raise Difference(
+                    f"{_place(index, event)}: the scheduler raised {type(error).__name__}: {error}"
+                ) from error
+            if is_cut_short:
+                raise Difference(
+                    f"{_place(index, event)}: the recorded scheduler raised an error, this one did not"
+                )
+            self._compare(index, moment)
+            yield moment
+
+    def _find_neutral_token(self, vocab_size: int) -> int:
+        """A token at which no request stops."""
+        stops: set[int] = set()
+        for request in self.scheduler.requests.values():
+            stops.update(request.stop_token_ids)
+        for event in self._segment.events:
+            if isinstance(event, AddRequest):
+                stops.update(event.message.eos_token_ids)
+                stops.update(event.message.sampling_params.stop_token_ids)
+        return next((token for token in range(vocab_size) if token not in stops), 0)
+
+    def _handle(self, event: Event) -> Moment:
+        scheduler = self.scheduler
+        match event:
+            case AddClient(client_index):
+                scheduler.add_client(client_index)
+            case FinishClient(client_index):
+                scheduler.finish_client(client_index)
+            case AdoptBlocks(held):
+                scheduler.adopt_blocks(held)
+            case EndAdoption(client_index):
+                scheduler.end_adoption(client_index)
+            case AddRequest(client_index, _, _, now):
+                scheduler.add_request(client_index, expand_request(event), now)
+            case FinishRequests(keys, reason):
+                scheduler.finish_requests(keys, reason)
+            case GrammarReady(key, ok):
+                scheduler.grammar_ready(key, None if ok else "the grammar could not be compiled")
+            case ResetPrefixCache(reset_running_requests, now):
+                self._chain.answered(scheduler.reset_prefix_cache(reset_running_requests, now))
+            case UpdateDrafts(drafts):
+                scheduler.update_draft_token_ids(expand_drafts(drafts))
+            case MakeStats():
+                scheduler.make_stats()
+            case Schedule(now):
+                step = scheduler.schedule(now)
+                if step is not None:
+                    self._steps[step.step] = step
+                return Moment(event, step=step)
+            case Update(now):
+                result = expand_result(event, self._neutral_token)
+                step = self._steps.pop(result.step, None) or SchedulerOutput(result.step)
+                return Moment(event, outputs=scheduler.update_from_output(step, result, now))
+            case TakeOutputs(now):
+                return Moment(event, outputs=scheduler.take_outputs(now))
+        return Moment(event)
+
+    def _compare(self, index: int, moment: Moment) -> None:
+        event = moment.event
+        if self._answers:
+            raise Difference(
+                f"{_place(index, event)}: {len(self._answers)} more answers from outside were "
+                f"recorded here, beginning with {type(self._answers[0]).__name__}: "
+                f"{_readable(self._answers[0])}"
+            )
+        match event:
+            case Schedule(_, recorded, chain):
+                self._chain.scheduled(moment.step)
+                explain = partial(_compare_steps, recorded, moment.step)
+            case Update(told=recorded_told, chain=chain) | TakeOutputs(_, recorded_told, chain):
+                told = self._chain.told(moment.outputs or {})
+                explain = partial(_compare_values, "told", recorded_told, told)
+            case _:
+                return
+        self.num_decisions += 1
+        if self._chain.value != chain:
+            differences = explain() or [
+                "the statistics, or an answer since the last decision, are not the recorded ones"
+            ]
+            raise Difference("\n  ".join((f"{_place(index, event)}:", *differences)))
+
+    def _hash_blocks(
+        self,
+        token_ids: Int32Array,
+        block_size: int,
+        parent: bytes,
+        inputs: Sequence[PlacedInput] = (),
+    ) -> bytes:
+        answer = self._answers[0] if self._answers else None
+        num_blocks = len(token_ids) // block_size
+        if isinstance(answer, Hashed) and len(answer.digests) // 4 == num_blocks:
+            self._answers.popleft()
+            return expand_digests(answer.digests)
+        raise Difference(
+            f"a request of which {num_blocks} blocks of output are in the cache ended or was preempted"
+        )
+
+
+class _RecordedOpinions(ExternalDependency):
+    """Every grammar accepts every token but those that were recorded as refused, and forces what was recorded."""
+
+    def __init__(self, answers: deque[Answer]) -> None:
+        self._answers = answers
+
+    def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
+        pass
+
+    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
+        if self._answers and self._answers[0] == GrammarRefused(key):
+            self._answers.popleft()
+            return False
+        return True
+
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        answer = self._answers[0] if self._answers else None
+        if isinstance(answer, GrammarAccepts) and answer.key == key:
+            self._answers.popleft()
+            return answer.num_tokens
+        return len(token_ids)
+
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        answer = self._answers[0] if self._answers else None
+        if isinstance(answer, GrammarForces) and answer.key == key:
+            self._answers.popleft()
+            return [0] * answer.num_tokens
+        return []
+
+    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
+        return True
+
+    def find_error(self, key: RequestKey) -> str:
+        return ""
+
+    def fill_bitmask(self, keys: Sequence[RequestKey]) -> bytes:
+        return b""
+
+    def release(self, key: RequestKey) -> None:
+        pass
+
+
+def _answers_after(events: list[Event], index: int) -> Iterator[Answer]:
+    for event in events[index + 1 :]:
+        if not isinstance(event, Answer):
+            return
+        yield event
+
+
+def _place(index: int, event: Event) -> str:
+    what = type(event).__name__
+    match event:
+        case Schedule(step=SchedulerOutput() as step):
+            what = f"scheduling of step {step.step}"
+        case Update(result=result):
+            what = f"output of step {result.step}"
+    now = getattr(event, "now", None)
+    return f"event {index}, {what}" + (f", at {now:.6f} s" if now is not None else "")
+
+
+def _compare_steps(recorded: SchedulerOutput | None, now: SchedulerOutput | None) -> list[str]:
+    if recorded is None or now is None:
+        describe = {True: "nothing to do", False: "a step"}
+        return [f"recorded: {describe[recorded is None]}; now: {describe[now is None]}"]
+    now = redact_step(now)
+    lines = []
+    for name in recorded.__struct_fields__:
+        lines += _compare_values(name, getattr(recorded, name), getattr(now, name))
+    return lines
+
+
+def _compare_values(name: str, recorded: object, now: object) -> list[str]:
+    if recorded == now:
+        return []
+    return [f"{name}, recorded: {_readable(recorded)}", f"{name}, now:      {_readable(now)}"]
+
+
+def _readable(value: object) -> str:
+    """Bytes as the integers they are."""
+
+    def numbers(data: object) -> object:
+        if isinstance(data, bytes) and len(data) % 4 == 0:
+            return int32_view(data).tolist()
+        return data
+
+    def show(item: object) -> str:
+        match item:
+            case msgspec.Struct():
+                fields = ((n, getattr(item, n)) for n in item.__struct_fields__)
+                return ", ".join(
+                    f"{n}={show(v)}" for n, v in fields if v not in (b"", [], None, ())
+                )
+            case list() | tuple():
+                return "[" + "; ".join(map(show, item)) + "]"
+            case _:
+                return str(numbers(item))
+
+    text = show(value)
+    return text if len(text) <= 400 else text[:400] + " …"

@@ -1,0 +1,398 @@
+"""What happened to one request, and why it waited, in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ...protocol.config import SchedulingPolicy
+from ...protocol.messages import EventKind, FinishReason, RequestEvent
+from ..scheduler.queues.admission_stop import AdmissionStop
+from ..scheduler.queues.request_queue import WaitReason
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_rows import StepRows
+from ..state.request import Request, RequestKey, RequestStatus
+from .dump import Dump
+from .events import AddRequest, FinishClient, FinishRequests, ResetPrefixCache, Schedule
+from .replayer import Moment, Replayer
+from .step_timeline import StepTimeline, TimedStep
+
+MAX_CHUNKS_SHOWN: Final = 8
+MAX_OVERTAKERS_SHOWN: Final = 3
+
+COMPILING: Final = "its grammar was being compiled"
+MASKING: Final = "the mask of its next token was being computed"
+LOADING: Final = "its KV cache was being loaded"
+IN_FLIGHT: Final = "its tokens in flight were awaited"
+NEXT_STEP: Final = "until the next step was scheduled"
+IN_QUEUE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_PREEMPTED: Final = (
+    RequestStatus.PREEMPTED,
+    RequestStatus.PREEMPTED_IN_FLIGHT,
+    RequestStatus.WAITING_FOR_GRAMMAR,
+)
+"""Statuses of a request that ran until it was preempted."""
+
+REASONS: Final[dict[WaitReason | AdmissionStop, str]] = {
+    AdmissionStop.NONE_LEFT: "it came after the step was planned",
+    AdmissionStop.PREEMPTION: "no admission in a step that preempts",
+    AdmissionStop.TOKENS_IN_FLIGHT: "a preempted request before it waited for its tokens in flight",
+    AdmissionStop.SEQUENCES: "max_num_seqs requests were running",
+    AdmissionStop.TOKENS: "the step was full: max_num_batched_tokens",
+    AdmissionStop.MESSAGE: "the step was full: as many tokens as go to the workers at once",
+    AdmissionStop.ISOLATION: "a suspect of having killed a worker is tried alone",
+    AdmissionStop.ENCODERS: "the encoder budget of the step or the encoder cache was used up",
+    AdmissionStop.BLOCKS: "the next in the queue did not fit into the free KV-cache blocks",
+    AdmissionStop.DELAY: "held back by scheduler_delay_factor",
+    AdmissionStop.PARTIAL_PREFILLS: "max_num_partial_prefills prompts were being computed",
+    WaitReason.LONG_PREFILLS: "max_long_partial_prefills other long prompts were being computed",
+    WaitReason.LORA_SLOTS: "requests of max_loras other adapters were running",
+    WaitReason.LORA_TURN: "the next slot for an adapter was kept for a request that had waited longer",
+    WaitReason.CONNECTOR: "the KV connector did not know yet what it can load",
+    WaitReason.TENANT: "max_num_seqs_per_tenant requests of its tenant were running",
+}
+
+
+WHY_FIRST: Final = {
+    SchedulingPolicy.FCFS: "they could start when it could not",
+    SchedulingPolicy.PRIORITY: "the priority policy puts smaller values first",
+    SchedulingPolicy.FAIR: "the fair policy puts tenants first that were served less",
+    SchedulingPolicy.DEADLINE: "the deadline policy puts earlier deadlines first",
+}
+"""Why a policy admits requests before one that came earlier."""
+
+
+def find_requests(dump: Dump, name: str) -> list[RequestKey]:
+    """The requests called `name`: what clients know them by, its beginning, or "client/index"."""
+    ids: dict[RequestKey, str] = {}
+    for segment in dump.segments:
+        if segment.snapshot is not None:
+            alive = Replayer(dump.setup, segment).scheduler.requests
+            ids |= {key: request.request_id for key, request in alive.items()}
+        for event in segment.events:
+            if isinstance(event, AddRequest):
+                ids[event.client_index, event.message.request_index] = event.message.request_id
+    return [
+        (client_index, request_index)
+        for (client_index, request_index), request_id in ids.items()
+        if name == f"{client_index}/{request_index}" or (name and request_id.startswith(name))
+    ]
+
+
+class RequestTimeline:
+    """Watches a replay moment by moment; `lines` tell the story so far, `summary` where the time went."""
+
+    def __init__(self, key: RequestKey, policy: SchedulingPolicy) -> None:
+        self.key = key
+        self.lines: list[str] = []
+        self._start: float | None = None
+        self._now = 0.0
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        self._waiting_since: float | None = None
+        self._cause = ""
+        self._request: Request | None = None
+        self._was_running = False
+        self._policy = policy
+        self._steps = StepTimeline()
+        self._steps_at_arrival: list[TimedStep] = []
+        self._overtakers: list[RequestKey] = []
+        self._passed_aside: list[RequestKey] = []
+        self._chunks: list[tuple[int, TimedStep]] = []
+        self._num_decodes = 0
+        self._decoding_since = 0.0
+        self._num_beside = 0
+        self._num_skipped = 0
+        self._total_waits: defaultdict[str, float] = defaultdict(float)
+        self._running_s = 0.0
+        self._is_over = False
+        self._running_since = self._last_look = self._end = 0.0
+
+    def begin(self, scheduler: Scheduler) -> None:
+        """A replay begins, with the state that a segment begins with."""
+        self._rows = StepRows(scheduler.last_slots)
+        self._steps = StepTimeline()
+        self._request = scheduler.requests.get(self.key)
+        self._was_running = self._is_running()
+        if self._request is not None and self._start is None:
+            self._start = self._request.queued_at
+            self._say(self._start, "queued, before the log begins")
+            self._waiting_since = None if self._was_running else self._start
+            self._cause = "what was before the log"
+
+    def watch(self, moment: Moment, scheduler: Scheduler) -> None:
+        event = moment.event
+        counts: list[int] | None = None
+        if moment.step is not None:
+            counts = self._rows.read(moment.step).tolist()
+        timed = self._steps.watch(moment, counts)
+        if self._is_over:
+            return
+        self._now = self._end = getattr(event, "now", self._now)
+        if isinstance(event, AddRequest):
+            self._see_arrival(event, scheduler)
+        if self._request is None:
+            return
+        if self._was_running and self._request.status in _PREEMPTED:
+            self._see_preemption(event, scheduler)
+        if isinstance(event, Schedule) and not self._request.is_finished:
+            self._see_step(scheduler, moment, timed, counts)
+        for first_token in self._first_tokens(moment):
+            self._see_first_token(first_token)
+        if self._request.is_finished:
+            self._see_end(self._why_ended(event))
+        self._was_running = self._is_running()
+
+    def finish(self) -> None:
+        """The replay is over."""
+        if self._request is not None and not self._is_over:
+            self._close_wait()
+            self._close_steps()
+            self._say(self._now, f"still {self._request.status.name.lower()} where the log ends")
+
+    def summary(self) -> str:
+        if self._start is None:
+            return "the request is not in the log"
+        total = self._end - self._start
+        parts = [f"{self._running_s:.3f} s running"]
+        parts += [f"{s:.3f} s: {cause}" for cause, s in _largest_first(self._total_waits)]
+        return f"{total:.3f} s in all; " + "; ".join(parts)
+
+    def _see_arrival(self, event: AddRequest, scheduler: Scheduler) -> None:
+        if (event.client_index, event.message.request_index) != self.key:
+            return
+        self._request = scheduler.requests.get(self.key)
+        self._start = self._waiting_since = self._last_look = event.now
+        self._cause = NEXT_STEP
+        self._steps_at_arrival = list(self._steps.in_flight)
+        message = event.message
+        limit = message.sampling_params.max_tokens
+        tenant = f", tenant {message.tenant}" if message.tenant else ""
+        num_running, num_waiting = scheduler.get_request_counts()
+        self._say(
+            event.now,
+            f"queued: {event.num_prompt_bytes // 4} prompt tokens, at most {limit} to generate, priority "
+            f"{message.priority}{tenant}; {num_running} running, {max(0, num_waiting - 1)} others waiting",
+        )
+        if self._request is None:
+            self._say(event.now, "refused")
+            self._is_over = True
+
+    def _see_step(
+        self,
+        scheduler: Scheduler,
+        moment: Moment,
+        timed: TimedStep | None,
+        counts: list[int] | None,
+    ) -> None:
+        request = self._request
+        assert request is not None
+        if not self._is_running():
+            self._wait(scheduler)
+            self._see_overtakers(scheduler, moment)
+            return
+        if not self._was_running:
+            self._close_wait()
+            slots = scheduler.slots
+            cached = max(0, request.num_cached_tokens)
+            again = "again " if request.num_admissions > 1 else f"with {cached} tokens cached "
+            self._say(
+                self._now,
+                f"admitted {again}to slot {request.slot}; {slots.num_free} slots stay free",
+            )
+            self._running_since = self._now
+            self._decoding_since = self._now
+        if counts is None or timed is None:
+            return
+        positions = (self._rows.slots == request.slot).nonzero()[0]
+        if not len(positions):
+            self._num_skipped += 1
+            return
+        count = counts[int(positions[0])]
+        num_computed = int(scheduler.slots.num_computed_tokens[request.slot])
+        if num_computed - count < request.num_tokens:
+            self._chunks.append((count, timed))
+            self._decoding_since = self._now
+        else:
+            self._num_decodes += 1
+            self._num_beside += len(counts) - 1
+
+    def _wait(self, scheduler: Scheduler) -> None:
+        """Charge the time since the last step to its cause, and find the new one."""
+        assert self._request is not None
+        if self._waiting_since is None:
+            self._waiting_since = self._now
+        elif self._cause:
+            self._waits[self._cause] += self._now - self._last_look
+        self._last_look = self._now
+        if not self._request.is_finished:
+            self._cause = _find_cause(self._request, scheduler)
+
+    def _see_overtakers(self, scheduler: Scheduler, moment: Moment) -> None:
+        """Note the requests that came later and are in the step, while this one still waits."""
+        request = self._request
+        assert request is not None
+        if moment.step is None or request.status not in IN_QUEUE:
+            return
+        is_aside = isinstance(scheduler.why_waiting(request), WaitReason)
+        for data in moment.step.new_requests:
+            other = scheduler.requests.get(data.request_id)
+            if other is not None and other.arrival > request.arrival:
+                (self._passed_aside if is_aside else self._overtakers).append(data.request_id)
+
+    def _close_wait(self) -> None:
+        if self._waiting_since is None:
+            return
+        waited = self._now - self._waiting_since
+        known = sum(self._waits.values())
+        if self._cause and waited > known:
+            self._waits[self._cause] += waited - known
+        if waited > 0:
+            causes = [
+                f"{s:.3f} s {cause}" + (self._describe_steps() if cause is NEXT_STEP else "")
+                for cause, s in _largest_first(self._waits)
+                if s > 0
+            ]
+            self._say(
+                self._waiting_since,
+                f"waited {waited:.3f} s: " + "; ".join(causes),
+            )
+        for keys, why in (
+            (self._overtakers, WHY_FIRST[self._policy]),
+            (self._passed_aside, "those behind a request that is set aside pass it"),
+        ):
+            if keys:
+                self._say(self._now, f"overtaken by {_name_keys(keys)} that came later: {why}")
+                keys.clear()
+        for cause, seconds in self._waits.items():
+            self._total_waits[cause] += seconds
+        self._waits.clear()
+        self._waiting_since, self._cause = None, ""
+
+    def _describe_steps(self) -> str:
+        """The steps that were in flight at the arrival: the next one is scheduled when one of them ends."""
+        steps = self._steps_at_arrival
+        done = [(step.seconds, step) for step in steps if step.seconds is not None]
+        if not done:
+            return ""
+        seconds, slowest = max(done, key=lambda each: each[0])
+        return (
+            f" ({len(steps)} in flight, the slowest {seconds:.3f} s long with {slowest.num_tokens} tokens "
+            f"of {slowest.num_sequences} requests)"
+        )
+
+    def _see_preemption(self, event: object, scheduler: Scheduler) -> None:
+        self._close_steps()
+        why = "it was the one to give way: blocks were lacking"
+        if isinstance(event, ResetPrefixCache):
+            why = "the prefix cache was reset"
+        elif (
+            isinstance(event, Schedule) and scheduler.admission_stop is not AdmissionStop.PREEMPTION
+        ):
+            why = "a request of higher priority took its place"
+        assert self._request is not None
+        self._say(
+            self._now,
+            f"preempted with {self._request.num_tokens} tokens: {why}",
+        )
+        self._waiting_since = self._last_look = self._now
+        self._was_running = False
+
+    def _see_first_token(self, event: RequestEvent) -> None:
+        self._close_chunks()
+        assert self._start is not None
+        after = event.timestamp - self._start
+        self._say(event.timestamp, f"first token, {after:.3f} s after its arrival")
+        self._decoding_since = event.timestamp
+
+    def _see_end(self, reason: str) -> None:
+        self._close_wait()
+        self._close_steps()
+        self._say(self._now, f"ended: {reason}")
+        self._is_over = True
+
+    def _close_chunks(self) -> None:
+        if self._chunks:
+            shown = ", ".join(
+                f"{count}/{step.num_tokens} in "
+                + ("flight" if step.seconds is None else f"{1e3 * step.seconds:.1f} ms")
+                for count, step in self._chunks[:MAX_CHUNKS_SHOWN]
+            )
+            more = " …" if len(self._chunks) > MAX_CHUNKS_SHOWN else ""
+            self._say(
+                self._now,
+                f"computed its prompt in {len(self._chunks)} steps; tokens of it and of all: {shown}{more}",
+            )
+            self._chunks = []
+
+    def _close_steps(self) -> None:
+        """Tell of the steps since the last line."""
+        self._close_chunks()
+        if self._num_decodes:
+            beside = self._num_beside / self._num_decodes
+            milliseconds = 1e3 * (self._now - self._decoding_since) / self._num_decodes
+            self._say(
+                self._now,
+                f"{self._num_decodes} steps of one token, {milliseconds:.1f} ms each, "
+                f"beside {beside:.1f} others on average",
+            )
+        if self._num_skipped:
+            self._say(self._now, f"{self._num_skipped} steps went without it")
+        if self._was_running:
+            self._running_s += self._now - self._running_since
+            self._running_since = self._now
+        self._num_decodes = self._num_beside = self._num_skipped = 0
+        self._decoding_since = self._now
+
+    def _why_ended(self, event: object) -> str:
+        request = self._request
+        assert request is not None
+        if isinstance(event, FinishRequests | FinishClient):
+            return "by the client or its frontend"
+        reason = FinishReason(request.status - RequestStatus.FINISHED_STOPPED)
+        if reason is not FinishReason.EXPIRED:
+            return str(reason)
+        assert self._start is not None
+        did = "was running" if self._was_running else "waited"
+        after = max(request.deadline - self._start, 0.0)
+        return f"{reason}, its deadline passed {after:.3f} s after its arrival, while it {did}"
+
+    def _first_tokens(self, moment: Moment) -> Iterator[RequestEvent]:
+        client_index, request_index = self.key
+        message = (moment.outputs or {}).get(client_index)
+        if message is None:
+            return
+        for events in message.events:
+            if events.kind is EventKind.FIRST_TOKEN:
+                for event in events.split():
+                    if event.request_index == request_index:
+                        yield event
+
+    def _is_running(self) -> bool:
+        return self._request is not None and self._request.status is RequestStatus.RUNNING
+
+    def _say(self, at: float, text: str) -> None:
+        assert self._start is not None
+        self.lines.append(f"{at - self._start:10.3f} s  {text}")
+
+
+def _find_cause(request: Request, scheduler: Scheduler) -> str:
+    """Why a waiting request is not in the last step."""
+    if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+        return MASKING if request.awaits_mask else COMPILING
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return LOADING
+    if request.status is RequestStatus.PREEMPTED_IN_FLIGHT:
+        return IN_FLIGHT
+    return REASONS[scheduler.why_waiting(request)]
+
+
+def _name_keys(keys: list[RequestKey]) -> str:
+    """How many requests these are, and the names of some."""
+    names = ", ".join(f"{client}/{index}" for client, index in keys[:MAX_OVERTAKERS_SHOWN])
+    more = ", …" if len(keys) > MAX_OVERTAKERS_SHOWN else ""
+    return f"{len(keys)} request{'s' if len(keys) > 1 else ''} ({names}{more})"
+
+
+def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])

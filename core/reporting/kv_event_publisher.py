@@ -1,0 +1,91 @@
+"""Publishing what happens to cached blocks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from ...protocol.config import KVEventsConfig
+from ...protocol.errors import ConfigError
+from ...protocol.kv_events import END_OF_REPLAY, KVCacheEvent, KVEventBatch
+
+MAX_REQUEST_BYTES: Final = 1024
+"""A longer frame closes the connection that sent it; no subscriber asks for anything that long."""
+
+
+class KVEventPublisher:
+    """Publishes batches of events, and sends missed ones again to subscribers that ask for them.
+
+    A subscriber asks at the replay endpoint with the first sequence number it lacks (8 bytes, big-endian), and gets
+    (sequence number, batch) for each one kept, then `END_OF_REPLAY`. Ports are offset by the core's index.
+    Raises ConfigError for an endpoint that cannot be bound.
+    """
+
+    def __init__(self, context: zmq.Context[Any], config: KVEventsConfig, core_index: int) -> None:
+        self._core_index = core_index
+        self._topic = config.topic.encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._sequence = 0
+        self.num_dropped_frames = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUB)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, config.hwm)
+        _bind(self._socket, "endpoint", endpoint_of_core(config.endpoint, core_index))
+        self.replay_socket: zmq.Socket[bytes] | None = None
+        if config.replay_endpoint:
+            self.replay_socket = context.socket(zmq.ROUTER)
+            self.replay_socket.set(zmq.LINGER, 0)
+            self.replay_socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            # What exceeds it is lost. Up to half of it may have been read already and still count.
+            self.replay_socket.set(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
+            endpoint = endpoint_of_core(config.replay_endpoint, core_index)
+            _bind(self.replay_socket, "replay_endpoint", endpoint)
+
+    def publish(self, events: list[KVCacheEvent]) -> None:
+        """Send the events of one step. Never waits: a subscriber that is too slow must ask for a replay."""
+        batch = self._encode(KVEventBatch(time.time(), events, self._core_index))
+        sequence = self._sequence.to_bytes(8, "big")
+        self._sequence += 1
+        self._kept.append((sequence, batch))
+        self._socket.send_multipart((self._topic, sequence, batch))
+
+    def serve_replays(self) -> None:
+        """Answer the requests that have come."""
+        while self.replay_socket is not None and self.replay_socket.poll(0):
+            frames = self.replay_socket.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                self.num_dropped_frames += 1
+                continue
+            identity, _, first = frames
+            for sequence, batch in self._kept:
+                if sequence >= first:
+                    self.replay_socket.send_multipart((identity, b"", sequence, batch))
+            self.replay_socket.send_multipart((identity, b"", END_OF_REPLAY, b""))
+
+    def close(self) -> None:
+        self._socket.close()
+        if self.replay_socket is not None:
+            self.replay_socket.close()
+
+
+def _bind(socket: zmq.Socket[bytes], field: str, endpoint: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--kv-events-config: {field} {endpoint} cannot be bound: {error.strerror}; stop whatever "
+            "listens there, or choose another address (each core adds its index to the port)"
+        ) from error
+
+
+def endpoint_of_core(endpoint: str, core_index: int) -> str:
+    """Each core's own endpoint: the port plus its index, or a suffix where there is no port."""
+    address, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://") and port.isdigit():
+        return f"{address}:{int(port) + core_index}"
+    return f"{endpoint}.{core_index}" if core_index else endpoint

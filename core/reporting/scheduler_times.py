@@ -1,0 +1,53 @@
+"""How much time the scheduler spent on each request, measured by the core loop."""
+
+from __future__ import annotations
+
+from ...protocol.arrays import float32_bytes, int32_list
+from ...protocol.messages import F32, I32, SchedulerOutput
+from ..state.request import RequestKey
+
+
+class SchedulerTimes:
+    """The seconds that calls of `schedule` took while each request was running.
+
+    A call counts for every request that runs after it. The scheduler itself has no clock, so the core loop measures
+    the calls. A step that changes nothing in the batch costs one addition here.
+    """
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._spent: dict[RequestKey, float] = {}
+        """Seconds before a running request's current row, and all seconds of one without a row."""
+        self._started: dict[RequestKey, float] = {}
+        """`_total_s` when a running request got its row."""
+        self._rows: dict[int, RequestKey] = {}
+
+    def record(self, step: SchedulerOutput | None, seconds: float) -> None:
+        """Record a call of `schedule` and the step that it made."""
+        before = self._total_s
+        self._total_s += seconds
+        if step is None:
+            return
+        for slot in int32_list(step.removed_slots):
+            key = self._rows.pop(slot, None)
+            if key is not None and (started := self._started.pop(key, None)) is not None:
+                self._spent[key] += before - started
+        for data in step.new_requests:
+            key = self._rows[data.slot] = data.request_id
+            self._started[key] = before
+            self._spent.setdefault(key, 0.0)
+
+    def take(self, client_index: int, finished_set: I32) -> F32:
+        """Return the seconds of each of a client's requests that ended, float32, and forget them."""
+        return float32_bytes(
+            [self._end((client_index, index)) for index in int32_list(finished_set)]
+        )
+
+    def remove_client(self, client_index: int) -> None:
+        """Forget the requests of a client that is gone."""
+        for key in [key for key in self._spent if key[0] == client_index]:
+            self._end(key)
+
+    def _end(self, key: RequestKey) -> float:
+        started = self._started.pop(key, self._total_s)
+        return self._spent.pop(key, 0.0) + self._total_s - started

@@ -1,0 +1,231 @@
+"""Collect what happens to requests into messages to their clients."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ...protocol.arrays import Int64Array, int32_bytes, int32_view
+from ...protocol.messages import (
+    EngineCoreOutputs,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    RequestEvents,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from ..state.batch import Batch
+from ..state.request import Request
+
+_SCHEDULED: Final = EventKind.SCHEDULED
+_ABORT: Final = FinishReason.ABORT
+
+_TOO_MANY_LOGPROBS: Final = (
+    "the log-probabilities of this request exceed the largest message between processes: "
+    "ask for fewer logprobs or fewer tokens"
+)
+_FAILURE_BYTES: Final = 256
+"""Upper bound of the size of that error message, in bytes."""
+
+
+class _EventBatch(msgspec.Struct):
+    """Requests to which the same event happened at the same time."""
+
+    kind: EventKind
+    timestamp: float
+    request_indices: list[int]
+    num_cached_tokens: list[int]
+
+    def to_message(self) -> RequestEvents:
+        return RequestEvents(
+            self.kind,
+            self.timestamp,
+            array("i", self.request_indices).tobytes(),
+            array("i", self.num_cached_tokens).tobytes(),
+        )
+
+
+class Outbox:
+    """Collects the events of one client between two messages to it."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+        self.aborted: list[int] = []
+        """Requests that the client aborted. They are reported as finished, without a reason."""
+        self.event_batches: list[_EventBatch] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._sequence = 0
+
+    def get_event_batch(self, kind: EventKind, now: float) -> _EventBatch:
+        """Return the batch of this kind and time, to which requests are added."""
+        moment = self.event_batches[-1] if self.event_batches else None
+        if moment is None or moment.kind is not kind or moment.timestamp != now:
+            moment = _EventBatch(kind, now, [], [])
+            self.event_batches.append(moment)
+        return moment
+
+    def flush(
+        self, core_index: int, now: float, request_indices: bytes = b"", token_ids: bytes = b""
+    ) -> EngineCoreOutputs:
+        """Return the next message, with the given tokens and everything collected, and start an empty one."""
+        outputs = EngineCoreOutputs(core_index, self._sequence, now, request_indices, token_ids)
+        self._sequence += 1
+        if self.event_batches:
+            outputs.events = [moment.to_message() for moment in self.event_batches]
+            self.event_batches = []
+        if self.finished or self.aborted:
+            ended = [end.request_index for end in self.finished] + self.aborted
+            outputs.finished_set = array("i", ended).tobytes()
+            outputs.finished, self.finished, self.aborted = self.finished, [], []
+        if self.logprobs:
+            outputs.logprobs, self.logprobs = self.logprobs, []
+        if self.prompt_logprobs:
+            outputs.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        return outputs
+
+
+class ClientOutputs:
+    """The outboxes of all clients. The client with the lowest index receives the statistics."""
+
+    def __init__(self, core_index: int) -> None:
+        self._core_index = core_index
+        self._outboxes: dict[int, Outbox] = {}
+
+    def add_client(self, client_index: int) -> None:
+        """Add an outbox for a client, unless it has one."""
+        if client_index not in self._outboxes:
+            self._outboxes[client_index] = Outbox()
+            self._outboxes = dict(sorted(self._outboxes.items()))
+
+    def remove_client(self, client_index: int) -> None:
+        """Delete the outbox of a client, and what it holds."""
+        self._outboxes.pop(client_index, None)
+
+    def __getitem__(self, client_index: int) -> Outbox:
+        return self._outboxes[client_index]
+
+    def record_event(self, request: Request, kind: EventKind, now: float) -> None:
+        """Record an event of one request."""
+        moment = self._outboxes[request.client_index].get_event_batch(kind, now)
+        moment.request_indices.append(request.request_index)
+        if kind is _SCHEDULED:
+            moment.num_cached_tokens.append(request.num_cached_tokens)
+
+    def record_events(self, requests: Sequence[Request], kind: EventKind, now: float) -> None:
+        """Record the same event of several requests."""
+        if len(self._outboxes) != 1 or not requests:
+            for request in requests:
+                self.record_event(request, kind, now)
+            return
+        (outbox,) = self._outboxes.values()
+        moment = outbox.get_event_batch(kind, now)
+        moment.request_indices += [request.request_index for request in requests]
+        if kind is _SCHEDULED:
+            moment.num_cached_tokens += [request.num_cached_tokens for request in requests]
+
+    def finish_request(self, client_index: int, finished: FinishedRequest) -> None:
+        """Record that a request finished. The client gets no reason for one that it aborted itself."""
+        outbox = self._outboxes[client_index]
+        if finished.reason is _ABORT and not finished.message:
+            outbox.aborted.append(finished.request_index)
+        else:
+            outbox.finished.append(finished)
+
+    def make_step_outputs(
+        self,
+        sampling: Batch,
+        token_ids: bytes,
+        counts: Int64Array | None,
+        now: float,
+        make_stats: Callable[[], SchedulerStats] | None,
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return the messages after a step: its tokens, finished requests, and statistics if they are due.
+
+        `token_ids` are int32; `counts` is the number of tokens of each row, None for one each.
+        """
+        outputs = (
+            self._split(sampling, token_ids, now)
+            if counts is None
+            else self._split_counted(sampling, token_ids, counts, now)
+        )
+        if len(outputs) < len(self._outboxes):
+            outputs.update(self.take_finished_outputs(now))
+        if make_stats is not None and self._outboxes:
+            stats_client = next(iter(self._outboxes))
+            if stats_client not in outputs:
+                outputs[stats_client] = self._outboxes[stats_client].flush(self._core_index, now)
+            outputs[stats_client].stats = make_stats()
+        return outputs
+
+    def _split(self, sampling: Batch, token_ids: bytes, now: float) -> dict[int, EngineCoreOutputs]:
+        outputs = {}
+        for client_index, positions, request_indices in sampling.clients:
+            theirs = token_ids
+            if len(request_indices) < len(token_ids):
+                theirs = int32_view(token_ids)[positions].tobytes()
+            outputs[client_index] = self._outboxes[client_index].flush(
+                self._core_index, now, request_indices, theirs
+            )
+        return outputs
+
+    def _split_counted(
+        self, sampling: Batch, token_ids: bytes, counts: Int64Array, now: float
+    ) -> dict[int, EngineCoreOutputs]:
+        row_of_token = np.repeat(np.arange(len(counts)), counts)
+        outputs = {}
+        for rows in sampling.clients:
+            is_included = np.zeros(len(counts), np.bool_)
+            is_included[rows.positions] = True
+            message = self._outboxes[rows.client_index].flush(
+                self._core_index,
+                now,
+                rows.request_indices,
+                int32_view(token_ids)[is_included[row_of_token]].tobytes(),
+            )
+            message.num_tokens = int32_bytes(counts[rows.positions])
+            outputs[rows.client_index] = message
+        return outputs
+
+    def take_finished_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """Return messages about finished requests, which must not wait for the next tokens."""
+        outputs = {}
+        for client_index, outbox in self._outboxes.items():
+            if outbox.finished or outbox.aborted:
+                outputs[client_index] = outbox.flush(self._core_index, now)
+        return outputs
+
+
+def drop_logprobs(outputs: EngineCoreOutputs, num_bytes: int) -> list[int]:
+    """Shrink outputs by `num_bytes` by failing the requests with the most log-probabilities.
+
+    Returns the failed requests that had not finished.
+    """
+    sizes: Counter[int] = Counter()
+    for message in (*outputs.logprobs, *outputs.prompt_logprobs):
+        sizes[message.request_index] += (
+            len(message.token_ids) + len(message.logprobs) + len(message.ranks)
+        )
+    failed: set[int] = set()
+    for request_index, size in sizes.most_common():
+        if num_bytes <= 0:
+            break
+        failed.add(request_index)
+        num_bytes -= size - _FAILURE_BYTES
+    ended = {done.request_index for done in outputs.finished}
+    outputs.logprobs, outputs.prompt_logprobs = (
+        [message for message in messages if message.request_index not in failed]
+        for messages in (outputs.logprobs, outputs.prompt_logprobs)
+    )
+    outputs.finished = [done for done in outputs.finished if done.request_index not in failed]
+    outputs.finished += [
+        FinishedRequest(request_index, FinishReason.ERROR, message=_TOO_MANY_LOGPROBS)
+        for request_index in failed
+    ]
+    return sorted(failed - ended)

@@ -1,0 +1,183 @@
+"""Schedule encoder inputs when the decoder reaches them, within the step's budget and the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....protocol.arrays import Int64Array, int32_bytes
+from ....protocol.config import SchedulerConfig
+from ....protocol.messages import EncoderInput, EncoderWork, SchedulerOutput
+from ...state.request import Request
+from .encoder_cache import EncoderCacheManager
+from .encoder_cache_connector import EncoderCacheConnector
+
+
+class _Need(NamedTuple):
+    """An input that a request will hold, with the cache space and compute budget that it takes."""
+
+    request: Request
+    input_index: int
+    room: int
+    budget: int
+    is_external: bool
+
+
+class EncoderPlan:
+    """The encoder inputs planned for a step, and the remaining budget and space. Planning changes no state."""
+
+    def __init__(self, budget: int, room: int) -> None:
+        self.budget = budget
+        self.room = room
+        self.needs: list[_Need] = []
+        self.hashes: set[bytes] = set()
+        self.failed: dict[Request, str] = {}
+
+    def add_input(self, need: _Need) -> None:
+        """Add an input to the plan."""
+        self.needs.append(need)
+        self.hashes.add(need.request.encoder_inputs[need.input_index].content_hash)
+        self.room -= need.room
+        self.budget -= need.budget
+
+    def undo(self, num_needs: int) -> None:
+        """Remove all but the first `num_needs` inputs."""
+        for need in self.needs[num_needs:]:
+            self.room += need.room
+            self.budget += need.budget
+        del self.needs[num_needs:]
+        self.hashes = {
+            need.request.encoder_inputs[need.input_index].content_hash for need in self.needs
+        }
+
+
+class EncoderInputs:
+    """Holds the encoder inputs of running requests until their computed tokens have passed them."""
+
+    def __init__(
+        self, config: SchedulerConfig, connector: EncoderCacheConnector | None = None
+    ) -> None:
+        self.cache = EncoderCacheManager(config.encoder_cache_capacity)
+        self.connector = connector
+        self.are_in_use = False
+        """Whether any request has had an encoder input."""
+        self._budget = config.encoder_budget
+        self._may_split = not config.disable_chunked_mm_input
+        self._held: dict[Request, set[int]] = {}
+        self._to_compute: list[tuple[int, int]] = []
+        self._to_load: list[tuple[Request, int]] = []
+
+    def begin_plan(self) -> EncoderPlan:
+        """Return an empty plan for the next step."""
+        return EncoderPlan(self._budget, self.cache.num_available)
+
+    def fit_inputs(
+        self, plan: EncoderPlan, request: Request, start: int, end: int, most: int
+    ) -> int:
+        """Return up to which token of [start, end) the request can compute; `start` if none.
+
+        The result may exceed `end`, but not `most`, where an input must not be split. Adds the
+        inputs to the plan.
+        """
+        num_needs = len(plan.needs)
+        for index, item in enumerate(request.encoder_inputs):
+            first, last = item.position, item.position + item.num_tokens
+            if _is_passed(item, start):
+                continue
+            if first >= end:
+                break
+            if last > end and not self._may_split:
+                if last > most:
+                    end = max(start, first)
+                    break
+                end = last
+            if not self._take(plan, request, index):
+                end = max(start, first)
+                break
+        if end == start:
+            plan.undo(num_needs)
+        return end
+
+    def apply_plan(self, plan: EncoderPlan) -> None:
+        """Hold the planned inputs. Their requests must have slots."""
+        for need in plan.needs:
+            self.cache.keep_output(need.request.encoder_inputs[need.input_index].content_hash)
+        for request, index, _, _, is_external in plan.needs:
+            item = request.encoder_inputs[index]
+            if self.cache.add_reference(item.content_hash, item.size):
+                if is_external:
+                    self._to_load.append((request, index))
+                else:
+                    self._to_compute.append((request.slot, index))
+            self._held.setdefault(request, set()).add(index)
+        plan.needs.clear()
+        plan.hashes.clear()
+
+    def release_computed(self, num_computed_tokens: Int64Array) -> None:
+        """Release inputs that computed tokens have passed. `num_computed_tokens` is indexed by slot."""
+        for request, held in list(self._held.items()):
+            num_computed = int(num_computed_tokens[request.slot])
+            for index in sorted(held):
+                item = request.encoder_inputs[index]
+                if _is_passed(item, num_computed):
+                    held.remove(index)
+                    self.cache.remove_reference(item.content_hash)
+            if not held:
+                del self._held[request]
+
+    def release_request(self, request: Request) -> None:
+        """Release all inputs of a request that loses its slot."""
+        for index in sorted(self._held.pop(request, ())):
+            self.cache.remove_reference(request.encoder_inputs[index].content_hash)
+
+    def invalidate_inputs(self, request: Request, num_found_tokens: int) -> None:
+        """Invalidate the inputs after the first `num_found_tokens` tokens, which may be wrong."""
+        for item in request.encoder_inputs:
+            if not _is_passed(item, num_found_tokens):
+                self.cache.invalidate_output(item.content_hash)
+
+    def add_work(self, step: SchedulerOutput) -> None:
+        """Add the evicted and the needed encoder outputs to a step."""
+        work = EncoderWork(self.cache.take_freed(), int32_bytes(self._to_compute))
+        self._to_compute = []
+        if self.connector is not None:
+            loads, self._to_load = self._to_load, []
+            work.loaded = int32_bytes([(request.slot, index) for request, index in loads])
+            work.connector_metadata = self.connector.build_connector_meta(step, loads)
+        step.encoders = work
+
+    def _take(self, plan: EncoderPlan, request: Request, index: int) -> bool:
+        """Plan to hold an input. Returns False if there is no budget or no space."""
+        if index in self._held.get(request, ()):
+            return True
+        item = request.encoder_inputs[index]
+        content_hash = item.content_hash
+        if content_hash in plan.hashes:
+            plan.add_input(_Need(request, index, 0, 0, False))
+            return True
+        room = 0
+        if not self.cache.is_referenced(content_hash):
+            room = self.cache.get_size(content_hash, item.size)
+        if room > plan.room:
+            return False
+        if self.cache.has_output(content_hash):
+            plan.add_input(_Need(request, index, room, 0, False))
+            return True
+        is_external = False
+        if self.connector is not None:
+            try:
+                is_external = self.connector.has_cache_item(request, index)
+            except Exception as error:
+                plan.failed[request] = f"encoder-cache connector: {error}"
+                return False
+        budget = 0 if is_external else item.size
+        if budget > plan.budget:
+            return False
+        plan.add_input(_Need(request, index, room, budget, is_external))
+        return True
+
+
+def _is_passed(item: EncoderInput, num_computed_tokens: int) -> bool:
+    """Return whether no remaining token needs the input itself."""
+    if item.num_tokens == 0:
+        return num_computed_tokens > 0
+    return item.position + item.num_tokens <= num_computed_tokens

@@ -1,0 +1,189 @@
+"""Draft tokens of running requests, from their proposal until a step verifies them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ....protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
+from ....protocol.config import SpeculativeConfig
+from ....protocol.errors import EngineError
+from ....protocol.messages import DraftTokenIds
+from ...state.batch import Batch, StepInFlight
+from ...state.request import Request
+from ...state.running_requests import RunningRequests
+from ...state.slots import SlotArray
+from .grammars import Grammars
+
+MAX_FORCED_REQUESTS: Final = 32
+"""Steps with more requests draft no forced tokens, because it would take the core too long."""
+
+
+class Drafts:
+    """The last drafts of each slot.
+
+    With `uses_placeholders` (asynchronous scheduling), steps are scheduled before their drafts are
+    known. Each decoding request is then assumed to have as many as it had last, and the workers
+    insert the actual ones.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        running: RunningRequests,
+        grammars: Grammars,
+        *,
+        uses_placeholders: bool,
+    ) -> None:
+        max_num_seqs = len(running.slots.requests)
+        self.num_lookahead_tokens = config.num_lookahead_tokens
+        self._most = config.num_speculative_tokens
+        self._running = running
+        self._slots = running.slots
+        self._grammars = grammars
+        self._uses_placeholders = uses_placeholders
+        self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
+        self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
+        # With placeholders the next step is scheduled already, with the last drafts. If it accepts them all and samples
+        # the forced token after them, `_num_forced` tokens that a grammar forces are drafts of the step after it.
+        # `_forced_token_ids` has all of these: drafts, sampled token, forced drafts.
+        self._num_forced: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._forced_token_ids: Int32Array = np.zeros((max_num_seqs, 2 * self._most + 1), np.int32)
+        self.has_drafts = False
+        """Whether a running request may have drafts."""
+
+    def count_drafts(
+        self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array
+    ) -> Int64Array:
+        """Return how many drafts of each decoding slot are verified, at most `room`."""
+        is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
+        counts = np.maximum(self._num_tokens[slots], self._num_forced[slots])
+        return np.clip(np.where(is_known, counts, 0), 0, room)
+
+    def take_drafts(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
+        """Return the first `counts` drafts of each slot for a step, and drop the rest."""
+        if self._uses_placeholders:
+            return np.zeros(0, np.int32)
+        self.drop_drafts(slots)
+        taken: Int32Array = self._token_ids[slots][np.arange(self._most) < counts[:, None]]
+        return taken
+
+    def drop_drafts(self, slots: SlotArray) -> None:
+        """Drop the drafts of slots whose last tokens have changed."""
+        if self.has_drafts:
+            is_other = self._generation != self._slots.generation
+            for counts in (self._num_tokens, self._num_forced):
+                counts[slots] = counts[is_other] = 0
+            self.has_drafts = bool(self._num_tokens.any() or self._num_forced.any())
+
+    def get_drafts(self, slot: int) -> list[int]:
+        """Return the last drafts of a slot."""
+        if self._generation[slot] != self._slots.generation[slot]:
+            return []
+        found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
+        return found
+
+    def draft_forced_tokens(self, step: StepInFlight) -> None:
+        """Append tokens that grammars force after a step's tokens and their drafts, as drafts."""
+        if len(step.sampling) <= MAX_FORCED_REQUESTS:
+            for row in step.constrained:
+                if row.is_alive:
+                    self._force(row.request)
+
+    def _force(self, request: Request) -> None:
+        slot, drafts = request.slot, self.get_drafts(request.slot)
+        if not self._uses_placeholders and not self._are_usable(np.array([slot])).all():
+            return
+        forced = self._grammars.forced_tokens(request, drafts)
+        if not forced:
+            return
+        self._generation[slot] = self._slots.generation[slot]
+        self.has_drafts = True
+        if self._uses_placeholders:
+            # The next step is scheduled already, and samples the first of them.
+            following = (drafts + forced)[: len(drafts) + 1 + self._most]
+            self._forced_token_ids[slot, : len(following)] = following
+            self._num_forced[slot] = len(following) - len(drafts) - 1
+        else:
+            following = (drafts + forced)[: self._most]
+            self._token_ids[slot, : len(following)] = following
+            self._num_tokens[slot] = len(following)
+
+    def _are_usable(self, slots: SlotArray) -> BoolArray:
+        """Return whether drafts can follow the known tokens, that is, no token is in flight."""
+        is_usable: BoolArray = self._slots.num_expected_tokens[
+            slots
+        ] == self._slots.num_known_tokens(slots)
+        return is_usable
+
+    def get_forced_tokens(self, step: StepInFlight) -> DraftTokenIds | None:
+        """Return the tokens forced after the last tokens of a step's constrained requests."""
+        slots = [row.request.slot for row in step.constrained if row.is_alive]
+        is_known = self._generation == self._slots.generation
+        slots = [slot for slot in slots if self._num_forced[slot] and is_known[slot]]
+        if not slots:
+            return None
+        counts = [len(self.get_drafts(slot)) + 1 + int(self._num_forced[slot]) for slot in slots]
+        rows = zip(slots, counts, strict=True)
+        token_ids = [self._forced_token_ids[slot, :count] for slot, count in rows]
+        return DraftTokenIds(
+            step.step, int32_bytes(slots), int32_bytes(counts), np.concatenate(token_ids).tobytes()
+        )
+
+    def store_drafts(self, batch: Batch, drafts: DraftTokenIds) -> None:
+        """Store the drafts proposed after a step.
+
+        Raises:
+            EngineError: The arrays do not match each other.
+        """
+        state = self._slots
+        slots = int32_view(drafts.slots).astype(np.intp)
+        counts = int32_view(drafts.num_tokens).astype(np.int64)
+        token_ids = int32_view(drafts.token_ids)
+        if len(slots) != len(counts) or (counts < 0).any() or counts.sum() != len(token_ids):
+            raise EngineError(
+                f"step {drafts.step} returned {len(token_ids)} drafts, "
+                f"{counts.tolist()} for slots {slots.tolist()}"
+            )
+        first = np.cumsum(counts) - counts
+        is_usable = np.isin(slots, batch.slots[batch.is_alive(state)])
+        slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+        if not self._uses_placeholders:
+            is_usable = self._are_usable(slots)
+            slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
+        columns = np.arange(self._most)
+        is_filled = columns < counts[:, None]
+        rows = np.zeros(is_filled.shape, np.int32)
+        rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
+        self._token_ids[slots] = rows
+        self._num_tokens[slots] = np.minimum(counts, self._most)
+        self._generation[slots] = state.generation[slots]
+        self.has_drafts = True
+        if self._running.num_constrained:
+            self._validate(slots)
+
+    def store_late_drafts(self, batch: Batch, drafts: DraftTokenIds) -> None:
+        """Store drafts that arrived after the output of their step.
+
+        Raises:
+            EngineError: The arrays do not match each other, or drafts are placeholders: a
+                worker that verified
+            drafts that the core does not have might sample what a grammar forbids.
+        """
+        if self._uses_placeholders:
+            raise EngineError(
+                f"the drafts that follow step {drafts.step} came after its output; with asynchronous "
+                "scheduling a worker must send them with it: do so, or use --no-async-scheduling"
+            )
+        self.store_drafts(batch, drafts)
+
+    def _validate(self, slots: SlotArray) -> None:
+        """Drop drafts that the grammars of constrained requests forbid."""
+        for slot in slots.tolist():
+            request = self._running[slot]
+            if request.params.structured_output is not None:
+                self._num_tokens[slot] = self._grammars.num_acceptable(
+                    request, self.get_drafts(slot)
+                )

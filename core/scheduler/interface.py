@@ -1,0 +1,160 @@
+"""The interface between the core loop and a scheduler; `--scheduler-cls` may name another implementation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from ...protocol.kv_events import KVCacheEvent
+from ...protocol.messages import (
+    DraftTokenIds,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    HeldRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from ..kv_cache.connector import KVConnector
+from ..state.request import RequestKey
+from .features.poison_isolation import CrashSuspects
+
+
+class SchedulerInterface(ABC):
+    """A pure state machine that decides what each step computes.
+
+    Its only clock is the argument `now`, in seconds of CLOCK_MONOTONIC. Steps may be scheduled
+    before the outputs of earlier ones arrive. Outputs arrive in the order of the steps.
+    """
+
+    invariant_violations: list[str]
+    """Descriptions of violated invariants. The core loop logs them and empties the list."""
+
+    @abstractmethod
+    def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
+        """Keep the blocks of requests that a previous core left in the workers' KV cache.
+
+        A request that its client submits again continues with them. Called before any other method.
+        """
+
+    @abstractmethod
+    def end_adoption(self, client_index: int) -> None:
+        """Release the adopted blocks that no resubmitted request of a client has claimed."""
+
+    @abstractmethod
+    def add_client(self, client_index: int) -> None:
+        """Prepare to send outputs to a client. The client with the lowest index receives the statistics."""
+
+    @abstractmethod
+    def finish_client(self, client_index: int) -> None:
+        """Abort all requests of a client that has disconnected, and send it nothing more."""
+
+    @abstractmethod
+    def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        """Queue a request. A request that can never run finishes immediately, with the reason."""
+
+    @abstractmethod
+    def finish_requests(
+        self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
+    ) -> None:
+        """Finish requests before their last token. Unknown and finished ones are ignored."""
+
+    @abstractmethod
+    def get_kv_cache_usage(self) -> float:
+        """Return the fraction of KV-cache blocks in use, from 0 to 1."""
+
+    @abstractmethod
+    def find_crash_suspects(self) -> CrashSuspects:
+        """Return the requests in the steps in flight.
+
+        If a worker crashes before it returns their output, one of them may be the cause.
+        """
+
+    @abstractmethod
+    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        """Record that the grammar of a request is compiled, or failed to compile with `error`."""
+
+    @abstractmethod
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step. Returns None if there is nothing to compute or to send to the workers."""
+
+    @abstractmethod
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the token bitmasks of the step's `grammar_slots`.
+
+        Called when the outputs of all earlier steps have been applied.
+        """
+
+    @abstractmethod
+    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        """Return the tokens that grammars force after the last tokens of the step's `grammar_slots`.
+
+        Called after `get_grammar_bitmask`.
+        """
+
+    @abstractmethod
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        now: float,
+    ) -> dict[int, EngineCoreOutputs]:
+        """Apply the output of the oldest step in flight. Returns the messages to each client.
+
+        Raises:
+            EngineError: The output belongs to another step, or its arrays have the wrong shape.
+        """
+
+    @abstractmethod
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Apply drafts that arrived separately from the output of the last applied step.
+
+        Raises:
+            EngineError: The arrays have the wrong shape, or scheduling is asynchronous, which
+                requires drafts to
+            arrive with the output.
+        """
+
+    @abstractmethod
+    def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """Return the messages to each client about requests that finished outside of a step."""
+
+    @abstractmethod
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """Return the KV-cache events since the last call; empty unless they are enabled."""
+
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of waiting and running requests."""
+
+    @abstractmethod
+    def has_finished_requests(self) -> bool:
+        """Return whether slots were vacated that no step has reported to the workers."""
+
+    @abstractmethod
+    def has_requests(self) -> bool:
+        """Return whether there is anything to compute, or to send to the workers."""
+
+    @abstractmethod
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return the numbers of running and of waiting requests."""
+
+    @abstractmethod
+    def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        """Remove all cached prefixes.
+
+        Returns False, and changes nothing, while any block is in use.
+        """
+
+    @abstractmethod
+    def make_stats(self) -> SchedulerStats:
+        """Return current gauges, and counts since the last call."""
+
+    @abstractmethod
+    def get_kv_connector(self) -> KVConnector | None:
+        """Return the scheduler's half of the KV connector, if there is one."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release external resources. The scheduler is not used afterwards."""

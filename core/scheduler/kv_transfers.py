@@ -1,0 +1,301 @@
+"""Track KV transfers: asynchronous loads, blocks kept until another process has fetched them, and failures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import Final, NamedTuple
+
+from ...protocol.arrays import int32_view
+from ...protocol.config import KVTransferConfig, LoadFailurePolicy
+from ...protocol.errors import EngineError
+from ...protocol.messages import (
+    FinishReason,
+    KVConnectorOutput,
+    KVConnectorStats,
+    SchedulerOutput,
+)
+from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
+from ..kv_cache.manager import Prefix
+from ..state.batch import StepInFlight
+from ..state.request import Request, RequestStatus
+from .lifecycle import RequestLifecycle
+
+NOTHING_TO_LOAD: Final = ExternalMatch(0)
+
+
+class ConnectorError(EngineError):
+    """The KV connector returned an invalid answer about a request."""
+
+
+class _HeldLoad(NamedTuple):
+    """An asynchronous load that may start once the output of step `last_step` has arrived."""
+
+    request: Request
+    num_external: int
+    num_tokens: int
+    last_step: int
+
+
+class _Load(NamedTuple):
+    """An asynchronous load. `num_tokens` counts local and loaded tokens."""
+
+    request: Request
+    num_tokens: int
+    invalid_blocks: set[int]
+
+
+class KVTransfers:
+    """Connects the scheduler to its `KVConnector`. An error of the connector fails only the request concerned."""
+
+    def __init__(
+        self, connector: KVConnector, config: KVTransferConfig, lifecycle: RequestLifecycle
+    ) -> None:
+        self.connector = connector
+        self._policy = config.kv_load_failure_policy
+        self._timeout_s = config.transfer_timeout_s
+        self._lifecycle = lifecycle
+        self._manager = lifecycle.manager
+        self.stats = KVConnectorStats()
+        self._loads: dict[int, _Load] = {}
+        self._held_loads: dict[int, _HeldLoad] = {}
+        self._in_use: dict[int, int] = {}
+        """Released blocks that steps in flight may still use, with the number of the last such step."""
+        self._reservations = lifecycle.reservations
+        self._sends: set[int] = set()
+        self._new_sends: list[int] = []
+        self._deadlines: deque[tuple[float, int]] = deque()
+        self._has_updates = False
+        self._has_unanswered = False
+
+    @property
+    def are_outstanding(self) -> bool:
+        """Whether a transfer is pending, or the connector has deferred an answer."""
+        return bool(self._loads or self._sends or self._has_unanswered)
+
+    def expire_sends(self, now: float) -> None:
+        """Free the blocks that were kept to be fetched and were not fetched before the timeout."""
+        self._has_unanswered = False
+        for transfer_id in self._new_sends:
+            self._deadlines.append((now + self._timeout_s, transfer_id))
+        self._new_sends.clear()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            transfer_id = self._deadlines.popleft()[1]
+            if transfer_id in self._sends:
+                self._sends.remove(transfer_id)
+                self._mark_in_use(self._manager.reserved[transfer_id])
+                self._manager.release_reserved(transfer_id)
+                self._has_updates = True
+                self.stats.num_expired_transfers += 1
+                self.connector.transfer_expired(transfer_id)
+
+    def needs_step(self, is_anything_in_flight: bool) -> bool:
+        """Return whether the workers must get a step although there is nothing to compute."""
+        return self._has_updates or (self.are_outstanding and not is_anything_in_flight)
+
+    def add_metadata(self, step: SchedulerOutput) -> None:
+        """Add the connector's metadata for the workers to a step."""
+        self._has_updates = False
+        step.kv_connector_metadata = self.connector.build_connector_meta(step)
+
+    def take_stats(self) -> KVConnectorStats:
+        """Return counts since the last call."""
+        stats, self.stats = self.stats, KVConnectorStats()
+        stats.counts = self.connector.take_stats()
+        return stats
+
+    # before admission
+
+    def match_external_prefix(self, request: Request, prefix: Prefix) -> ExternalMatch | None:
+        """Return what the connector can load after a request's local prefix.
+
+        Returns None if the connector has no answer yet, or if the request failed.
+        """
+        if prefix.is_reserved:
+            return NOTHING_TO_LOAD
+        self._reservations.end_reservation(request)
+        if request.computes_locally or request.scores_prompt:
+            return NOTHING_TO_LOAD
+        try:
+            match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)
+            if match is None:
+                self._has_unanswered = True
+                return None
+            num_tokens, is_async = match
+            most = request.num_tokens - prefix.num_tokens
+            if not (isinstance(num_tokens, int) and 0 <= num_tokens <= most):
+                raise ConnectorError(
+                    f"get_num_new_matched_tokens returned {num_tokens!r}, expected 0 to {most} tokens"
+                )
+        except Exception as error:
+            self._fail(request, error)
+            return None
+        if not is_async:
+            num_tokens = min(num_tokens, request.num_tokens - prefix.num_tokens - 1)
+        return ExternalMatch(num_tokens, is_async and num_tokens > 0)
+
+    def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
+        """Pass the blocks allocated for a load to the connector.
+
+        Returns False if that failed the request, whose blocks are then free again.
+        """
+        try:
+            self.connector.update_state_after_alloc(request, blocks, num_tokens)
+        except Exception as error:
+            self._manager.pool.release_blocks(blocks)
+            self._fail(request, error)
+            return False
+        self._has_updates = True
+        return True
+
+    def start_load(
+        self, request: Request, blocks: list[int], num_external: int, num_tokens: int
+    ) -> bool:
+        """Start an asynchronous load, after which `num_tokens` tokens are computed.
+
+        The load is held back while a step in flight may use one of its blocks. Returns False if it
+        failed the request.
+        """
+        first = (num_tokens - num_external) // self._manager.block_size
+        last_step = max((self._in_use.get(block, 0) for block in blocks[first:]), default=0)
+        if last_step:
+            held = _HeldLoad(request, num_external, num_tokens, last_step)
+            self._held_loads[request.transfer_id] = held
+        elif self.update_after_alloc(request, blocks, num_external):
+            self._loads[request.transfer_id] = _Load(request, num_tokens, set())
+        else:
+            return False
+        self._manager.reserve_blocks(request, blocks)
+        self._lifecycle.wait_for_load(request)
+        return True
+
+    def record_vacated(self, slot: int, last_step: int) -> None:
+        """Record that steps up to `last_step` still use the blocks of a slot about to be vacated; 0 for none."""
+        if last_step:
+            self._in_use.update(dict.fromkeys(self._manager.blocks[0][slot], last_step))
+
+    def _mark_in_use(self, tables: Iterable[Iterable[int]]) -> None:
+        """Record that the workers may send these blocks until the next step ends the transfer."""
+        if steps := self._lifecycle.in_flight.steps:
+            self._in_use.update(dict.fromkeys(chain.from_iterable(tables), steps[-1].step))
+
+    def _begin_held_loads(self, step: int) -> None:
+        """Start the loads that waited for the output of a step."""
+        if self._in_use:
+            self._in_use = {block: last for block, last in self._in_use.items() if last > step}
+        for held in [held for held in self._held_loads.values() if held.last_step <= step]:
+            request = held.request
+            (blocks,) = self._manager.reserved[request.transfer_id]
+            try:
+                self.connector.update_state_after_alloc(request, blocks, held.num_external)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            del self._held_loads[request.transfer_id]
+            self._loads[request.transfer_id] = _Load(request, held.num_tokens, set())
+            self._has_updates = True
+
+    # when a request finishes
+
+    def finish_request(self, request: Request, reason: FinishReason) -> RequestEnd:
+        """Report a request to the connector before its blocks are freed. Raises what the connector raises."""
+        was = request.status
+        blocks: list[int] = []
+        if was is RequestStatus.RUNNING:
+            blocks = self._manager.blocks[0][request.slot]
+        elif self._held_loads.pop(request.transfer_id, None) is not None:
+            self._manager.release_reserved(request.transfer_id)
+        elif was is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            (blocks,) = self._manager.reserved[request.transfer_id]
+        self._has_updates = True
+        end = self.connector.request_finished(request, list(blocks), reason)
+        if end.delays_free and was is RequestStatus.RUNNING and blocks:
+            self._manager.keep_blocks(request, len(blocks))
+            self._sends.add(request.transfer_id)
+            self._new_sends.append(request.transfer_id)
+        return end
+
+    # what the workers report
+
+    def apply_report(
+        self, step: StepInFlight, report: KVConnectorOutput | None, now: float
+    ) -> None:
+        """Apply the workers' transfer results, before the tokens of the same step."""
+        self._begin_held_loads(step.step)
+        if report is not None:
+            if report.invalid_block_ids:
+                self._take_invalid(step, set(int32_view(report.invalid_block_ids).tolist()), now)
+            for transfer_id in report.finished_sending:
+                if transfer_id in self._sends:
+                    self._sends.remove(transfer_id)
+                    self._manager.release_reserved(transfer_id)
+            for transfer_id in report.finished_recving:
+                load = self._loads.pop(transfer_id, None)
+                if load is not None:
+                    self._end_load(load)
+        for row in step.loading:
+            if row.is_alive:
+                row.request.has_untrusted_blocks = False
+                slot = row.request.slot
+                num_computed = int(self._lifecycle.running.slots.num_computed_tokens[slot])
+                self._manager.cache_blocks(row.request, num_computed)
+
+    def _end_load(self, load: _Load) -> None:
+        request, num_tokens, invalid_blocks = load
+        if request.is_finished:
+            self._manager.release_reserved(request.transfer_id)
+            return
+        (blocks,) = self._manager.reserved[request.transfer_id]
+        num_valid = _num_valid_blocks(blocks, invalid_blocks)
+        if num_valid < len(blocks):
+            self.stats.num_failed_loads += 1
+            if self._policy is LoadFailurePolicy.FAIL:
+                self._manager.release_reserved(request.transfer_id)
+                self._fail_load(request, blocks[num_valid])
+                return
+            request.computes_locally = True
+            num_tokens = min(num_tokens, num_valid * self._manager.block_size)
+        self._lifecycle.requeue_loaded(request)
+        self._reservations.add_reservation(request, num_tokens)
+
+    def _take_invalid(self, step: StepInFlight, invalid_blocks: set[int], now: float) -> None:
+        """Truncate every affected request to the tokens before its first invalid block."""
+        for load in self._loads.values():
+            load.invalid_blocks.update(invalid_blocks)
+        lifecycle, manager = self._lifecycle, self._manager
+        preempted = lifecycle.in_flight.preempted
+        if bad := [row for row in preempted if not invalid_blocks.isdisjoint(row.blocks)]:
+            lifecycle.drop_tokens_in_flight(bad)
+        for slot, request in step.batch.get_live_requests(lifecycle.running.slots).items():
+            blocks = manager.blocks[0][slot]
+            num_valid = _num_valid_blocks(blocks, invalid_blocks)
+            if num_valid == len(blocks):
+                continue
+            self.stats.num_failed_loads += 1
+            bad_block = blocks[num_valid]
+            manager.invalidate_blocks(request, num_valid)
+            if self._policy is LoadFailurePolicy.FAIL:
+                self._fail_load(request, bad_block)
+                continue
+            manager.keep_blocks(request, num_valid)
+            lifecycle.preempt(slot, now, keeps_tokens=False)
+            request.has_untrusted_blocks = False
+            request.computes_locally = True
+            self._reservations.add_reservation(request, num_valid * manager.block_size)
+
+    def _fail_load(self, request: Request, block: int) -> None:
+        message = f"loading the KV cache of the request failed at block {block}"
+        self._lifecycle.finish_request(request, FinishReason.ERROR, message=message)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._lifecycle.finish_request(
+            request, FinishReason.ERROR, message=f"KV connector: {error}"
+        )
+
+
+def _num_valid_blocks(blocks: list[int], invalid_blocks: set[int]) -> int:
+    """Return how many blocks precede the first invalid one."""
+    if invalid_blocks.isdisjoint(blocks):
+        return len(blocks)
+    return next(index for index, block in enumerate(blocks) if block in invalid_blocks)

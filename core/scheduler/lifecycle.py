@@ -1,0 +1,520 @@
+"""Move requests through their states: queued, running, preempted, finished.
+
+A preempted or finished request loses its slot and blocks in `RequestLifecycle._vacate`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...protocol.arrays import float32_bytes, int32_bytes
+from ...protocol.messages import (
+    EngineCoreRequest,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    KVConnectorStats,
+    NewRequestData,
+    SchedulerStats,
+)
+from ..kv_cache.connector import RequestEnd
+from ..kv_cache.handoff import KVHandoff
+from ..kv_cache.manager import Claim, KVCacheManager, Prefix
+from ..kv_cache.reservations import Reservations
+from ..state.request import FINISHED, RUNNING, Request, RequestKey, RequestStatus
+from ..state.running_requests import RunningRequests
+from ..state.slots import as_array
+from ..state.steps_in_flight import PreemptedRow, StepsInFlight
+from .client_outputs import ClientOutputs
+from .features.encoder_inputs import EncoderInputs
+from .features.grammars import Grammars
+from .features.poison_isolation import PoisonIsolation
+from .limits import Refusal, Requirements
+from .queues.backlog import AdmissionRate, TenantLimits
+from .queues.request_queue import RequestQueue
+
+End: TypeAlias = tuple[Request, FinishReason, int | None, str]
+"""(request, finish reason, stop token unless it is an end-of-sequence token, error message)."""
+
+_QUEUED: Final = EventKind.QUEUED
+_SCHEDULED: Final = EventKind.SCHEDULED
+
+_MIN_ENDED = 64
+"""Entries of finished requests are removed when there are this many more of them than of others."""
+
+
+class Start(msgspec.Struct, frozen=True, gc=False):
+    """An admitted request that is about to get its slot.
+
+    After its cached prefix, `num_external` tokens are loaded by a KV connector in the same step,
+    and `granted` tokens are computed.
+    """
+
+    claim: Claim
+    num_external: int
+    granted: int
+
+
+class Transfers(Protocol):
+    """The part of `KVTransfers` that finishing a request and the statistics need."""
+
+    stats: KVConnectorStats
+
+    def finish_request(self, request: Request, reason: FinishReason) -> RequestEnd: ...
+
+    def take_stats(self) -> KVConnectorStats: ...
+
+    def record_vacated(self, slot: int, last_step: int) -> None: ...
+
+
+class RequestLifecycle:
+    """Owns every unfinished request, and applies each change of state to all structures that hold it."""
+
+    def __init__(
+        self,
+        *,
+        requirements: Requirements,
+        manager: KVCacheManager,
+        running: RunningRequests,
+        queue: RequestQueue,
+        clients: ClientOutputs,
+        grammars: Grammars,
+        encoders: EncoderInputs,
+        tenants: TenantLimits | None,
+        verifies_drafts: bool = False,
+    ) -> None:
+        self._verifies_drafts = verifies_drafts
+        self.requests: dict[RequestKey, Request] = {}
+        self.stats = SchedulerStats()
+        self.step_tokens: list[int] = []
+        """Number of prompt and output tokens of each step since the last statistics."""
+        self.queue = queue
+        self.poison_isolation = PoisonIsolation(queue)
+        self.running = running
+        self.clients = clients
+        self.grammars = grammars
+        self._encoders = encoders
+        self.manager = manager
+        self.tenants = tenants
+        self.reservations = Reservations(manager)
+        self.handoff = KVHandoff(manager, self.reservations)
+        self.transfers: Transfers | None = None
+        self.in_flight = StepsInFlight()
+        self._requirements = requirements
+        self._max_total_tokens = requirements.max_total_tokens
+        self._max_num_seqs = len(running.slots.requests)
+        self._num_arrivals = 0
+        self._num_queued_tokens = 0
+        self._rate = AdmissionRate()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._blocked: Request | None = None
+        self._blocked_at = 0, 0
+
+    def record_blocked(self, request: Request) -> None:
+        """Record that too few blocks are free for a waiting request."""
+        pool = self.manager.pool
+        self._blocked, self._blocked_at = request, (pool.num_changes, pool.num_free)
+
+    def is_blocked(self, request: Request) -> bool:
+        """Return whether the request did not fit, and no block was freed or cached since."""
+        return self._blocked is request and self._blocked_at[0] == self.manager.pool.num_changes
+
+    def is_probably_blocked(self, request: Request) -> bool:
+        """Return whether the request did not fit, and no more blocks are free than then."""
+        return self._blocked is request and self._blocked_at[1] >= self.manager.pool.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a slot."""
+        return len(self.requests) - len(self.running)
+
+    def add_request(
+        self, client_index: int, message: EngineCoreRequest, now: float
+    ) -> Request | None:
+        """Queue a request. Returns None if it is refused or was added before."""
+        self.clients.add_client(client_index)
+        if (client_index, message.request_index) in self.requests:
+            return None
+        # The first `max_num_seqs` requests count as running, even before they have slots.
+        num_queued = len(self.requests) - self._max_num_seqs
+        if num_queued < 0:
+            num_queued = 0
+        num_queued_of_tenant = 0
+        if self.tenants is not None:
+            num_queued_of_tenant = self.tenants.count_queued(message.tenant, num_queued)
+        try:
+            refusal = self._requirements.find_refusal(
+                message, num_queued, self._num_queued_tokens, num_queued_of_tenant
+            )
+        except Exception as error:
+            # No state has changed yet, so only this request fails.
+            refusal = Refusal(FinishReason.ERROR, f"the request is malformed: {error!r}")
+        if refusal is not None:
+            reason, text = refusal
+            retry_after_s = 0.0
+            if reason is FinishReason.REJECTED:
+                retry_after_s = self._rate.estimate_seconds(num_queued)
+            elif reason is FinishReason.THROTTLED and self.tenants is not None:
+                retry_after_s = self.tenants.estimate_seconds(message.tenant, num_queued_of_tenant)
+            finished = FinishedRequest(
+                message.request_index,
+                reason,
+                message=text,
+                retry_after_s=retry_after_s,
+                trace_headers=message.trace_headers,
+            )
+            self.clients.finish_request(client_index, finished)
+            return None
+        request = Request(client_index, message, self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._num_queued_tokens += request.num_tokens
+        self.requests[request.key] = request
+        if message.was_index >= 0:
+            self.handoff.claim_blocks(request, message.was_index)
+        if self.tenants is not None:
+            self.tenants.record_arrival(request.tenant)
+        self.clients.record_event(request, _QUEUED, now)
+        if message.is_suspect:
+            self.poison_isolation.add_suspect(request)
+        if request.deadline:
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        if request.encoder_inputs:
+            self._encoders.are_in_use = True
+        if request.params.structured_output is not None and self.grammars.start(request):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        else:
+            self.queue.add_request(request)
+        return request
+
+    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        """Queue a request whose grammar, or whose next mask, is ready; finish it if that failed."""
+        request = self.requests.get(key)
+        if request is None:
+            return
+        if error is not None:
+            self.finish_request(request, FinishReason.ERROR, message=error)
+        elif not request.has_grammar:
+            request.has_grammar = True
+            if not self.grammars.accept_output(request):
+                self.finish_request(
+                    request,
+                    FinishReason.ERROR,
+                    message="the output tokens that the request was resubmitted with do not match its grammar",
+                )
+            elif request.output_token_ids and self.grammars.is_isolated(request):
+                request.awaits_mask = True
+            else:
+                request.status = RequestStatus.WAITING
+                self.queue.requeue(request)
+        elif request.awaits_mask:
+            self._end_mask_wait(request)
+
+    def _end_mask_wait(self, request: Request) -> None:
+        """Let a request with an isolated grammar go on: the mask of its next token is there."""
+        request.awaits_mask = False
+        if request.status is RUNNING:
+            self.running.awaiting_masks.discard(request.slot)
+        elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            if request.num_admissions:
+                self._restore_preempted(request)
+            else:
+                request.status = RequestStatus.WAITING
+                self.queue.requeue(request)
+
+    def is_deadline_past(self, now: float) -> bool:
+        """Return whether `finish_expired` may have something to do."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
+
+    def finish_expired(self, now: float) -> None:
+        """Finish the requests that are past their deadline."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
+            deadline, _, request = heapq.heappop(deadlines)
+            if request.is_finished:
+                continue
+            self.finish_request(
+                request,
+                FinishReason.EXPIRED,
+                message=_describe_expiry(request, deadline),
+                retry_after_s=self._rate.estimate_seconds(
+                    max(len(self.requests) - self._max_num_seqs, 0)
+                ),
+            )
+        if len(deadlines) > 2 * len(self.requests) + _MIN_ENDED:
+            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
+
+    def wait_for_load(self, request: Request) -> None:
+        """Remove the first request from the queue until a KV connector has loaded its blocks."""
+        self.queue.pop_request()
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def requeue_loaded(self, request: Request) -> None:
+        """Put a request back into the queue after its asynchronous load has ended."""
+        was_running = request.num_admissions > 0
+        request.status = RequestStatus.PREEMPTED if was_running else RequestStatus.WAITING
+        self.queue.requeue(request)
+
+    def count_lookup(self, request: Request, prefix: Prefix, num_external: int) -> None:
+        """Count the cache hits of a request's first lookup; later lookups are not counted."""
+        if request.num_cached_tokens >= 0:
+            return
+        request.num_cached_tokens = 0
+        if self.manager.prefix_cache.may_read(request) and not prefix.is_reserved:
+            self.stats.prefix_cache_queries += request.num_tokens
+            self.stats.prefix_cache_hits += prefix.num_tokens
+            if prefix.blocks.loads:
+                num_present = prefix.num_cached_blocks * self.manager.block_size
+                self.stats.cpu_offload_hits += prefix.num_tokens - num_present
+        if self.transfers is not None:
+            stats = self.transfers.stats
+            stats.prefix_cache_queries += request.num_tokens - prefix.num_tokens
+            stats.prefix_cache_hits += num_external
+
+    def start_requests(self, starts: Sequence[Start], now: float) -> list[NewRequestData]:
+        """Give admitted requests their slots and blocks. Returns the messages to the workers."""
+        claims = [start.claim for start in starts]
+        requests = [claim.request for claim in claims]
+        self.manager.allocate_claimed(claims)
+        num_cached: list[int] = []
+        num_computed: list[int] = []
+        token_ids: list[bytes] = []
+        for start, request in zip(starts, requests, strict=True):
+            prefix, num_external = start.claim.prefix, start.num_external
+            cached = prefix.num_tokens + num_external
+            num_cached.append(cached)
+            num_computed.append(cached + start.granted)
+            token_ids.append(request.prompt_token_ids + request.output_token_ids)
+            self._num_queued_tokens -= request.num_tokens
+            if not request.num_admissions:
+                if request.num_cached_tokens < 0:
+                    self.count_lookup(request, prefix, num_external)
+                request.num_cached_tokens = cached
+            request.has_untrusted_blocks = num_external > 0
+            request.status = RUNNING
+            self._rate.record_admission(request.queued_at, now)
+            if self.tenants is not None:
+                self.tenants.record_start(request.tenant, request.queued_at, now)
+        self.running.add_requests(
+            requests, num_computed, list(map(self.max_output_tokens, requests))
+        )
+        self.manager.assign_slots(claims, num_computed)
+        self.queue.record_scheduled(requests, num_cached)
+        self.clients.record_events(requests, _SCHEDULED, now)
+        return [
+            NewRequestData(
+                slot=request.slot,
+                request_id=request.key,
+                token_ids=tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=cached,
+                block_ids=(array("i", claim.tables[0]).tobytes(),)
+                if len(claim.tables) == 1
+                else tuple([array("i", table).tobytes() for table in claim.tables]),
+                sampling_params=request.params,
+                eos_token_ids=request.eos_token_ids,
+                lora_name=request.lora_name,
+                encoder_inputs=request.encoder_inputs,
+                arrival_time=request.arrival_time,
+            )
+            for request, claim, tokens, cached in zip(
+                requests, claims, token_ids, num_cached, strict=True
+            )
+        ]
+
+    def max_output_tokens(self, request: Request) -> int:
+        """Return the maximum number of output tokens of a request."""
+        max_output = self._max_total_tokens - request.num_prompt_tokens
+        max_tokens = request.params.max_tokens
+        return max_output if max_tokens is None or max_tokens > max_output else max_tokens
+
+    def preempt(self, slot: int, now: float, *, keeps_tokens: bool = True) -> None:
+        """Free the slot and blocks of a running request and put it back in its place in the queue.
+
+        With `keeps_tokens` the request first waits for its tokens in flight and keeps them, so that
+        it makes progress each time it runs, however scarce blocks are.
+        """
+        request = self.running[slot]
+        if self._verifies_drafts and request.params.structured_output is not None:
+            # The grammar state after drafts can be computed only while the slot still holds the drafts.
+            keeps_tokens = False
+        row: PreemptedRow | None = None
+        if keeps_tokens:
+            generation = int(self.running.slots.generation[slot])
+            last_step = self.in_flight.find_last_sampling_step(slot, generation)
+            if last_step:
+                blocks = list(self.manager.blocks[0][slot]) if self.transfers is not None else []
+                row = PreemptedRow(request, slot, generation, last_step, blocks)
+        output_token_ids = self.running.slots.output_token_ids(slot)
+        request.output_token_ids = output_token_ids.tobytes()
+        request.num_tokens = request.num_prompt_tokens + len(output_token_ids)
+        self._vacate([request], is_preempted=True)
+        if self.tenants is not None:
+            self.tenants.record_stop(request.tenant)
+        self._num_queued_tokens += request.num_tokens
+        if row is not None:
+            request.status = RequestStatus.PREEMPTED_IN_FLIGHT
+            self.in_flight.preempted.append(row)
+        else:
+            request.prompt_logprobs = None
+            self._restore_preempted(request)
+        self.stats.num_preemptions += 1
+        self.clients.record_event(request, EventKind.PREEMPTED, now)
+
+    def _restore_preempted(self, request: Request) -> None:
+        if request.awaits_mask:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        else:
+            request.status = RequestStatus.PREEMPTED
+            self.queue.requeue(request)
+
+    def drop_tokens_in_flight(self, rows: Sequence[PreemptedRow]) -> None:
+        """Requeue preempted requests without waiting for their tokens in flight."""
+        dropped = {row.request for row in rows}
+        kept = [row for row in self.in_flight.preempted if row.request not in dropped]
+        self.in_flight.preempted = kept
+        for row in rows:
+            if not row.request.is_finished:
+                row.request.prompt_logprobs = None
+                self._restore_preempted(row.request)
+
+    def append_late_tokens(self, request: Request, token_ids: bytes) -> None:
+        """Append tokens that were in flight when a request was preempted."""
+        num_tokens = len(token_ids) // 4
+        request.output_token_ids += token_ids
+        request.num_tokens += num_tokens
+        self._num_queued_tokens += num_tokens
+
+    def requeue_preempted(self, step: int) -> None:
+        """Requeue the preempted requests whose last tokens in flight arrived with a step."""
+        for request in self.in_flight.pop_completed(step):
+            if not request.is_finished:
+                self._restore_preempted(request)
+
+    def invalidate_blocks(self, request: Request) -> None:
+        """Make the blocks that a running request computed unfindable, because they may be wrong.
+
+        The prefix that it found at its admission stays: a request can cause NaNs by its parameters,
+        and must not be able to evict a prefix that other requests share.
+        """
+        num_found = request.num_cached_tokens
+        self.manager.invalidate_blocks(request, num_found // self.manager.block_size)
+        self._encoders.invalidate_inputs(request, num_found)
+
+    def fail_requests(self, reasons: dict[Request, str]) -> None:
+        """Finish each request with an error message. Its computed blocks stay valid."""
+        error = FinishReason.ERROR
+        self.finish_requests(
+            [(request, error, None, reason) for request, reason in reasons.items()]
+        )
+
+    def finish_request(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        message: str = "",
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """Finish a request and free everything that it holds."""
+        self.finish_requests([(request, reason, None, message)], retry_after_s)
+
+    def finish_requests(self, ends: Iterable[End], retry_after_s: float = 0.0) -> None:
+        """Finish requests and free everything that they hold."""
+        leaving: list[Request] = []
+        for request, reason, stop_reason, message in ends:
+            del self.requests[request.key]
+            params = None
+            if self.transfers is not None:
+                try:
+                    params = self.transfers.finish_request(request, reason).params
+                except Exception as error:
+                    if reason is not FinishReason.ABORT:
+                        reason, stop_reason = FinishReason.ERROR, None
+                        message = message or f"KV connector: {error}"
+            was = request.status
+            request.status = FINISHED[reason]
+            request.is_finished = True
+            if was is RUNNING:
+                leaving.append(request)
+            else:
+                self._num_queued_tokens -= request.num_tokens
+                if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                    self.queue.remove_request(request)
+            self.reservations.end_reservation(request)
+            if request.params.structured_output is not None:
+                self.grammars.release(request)
+            if self.poison_isolation.suspects:
+                self.poison_isolation.clear_suspect(request)
+            if self.tenants is not None:
+                if was is RUNNING:
+                    self.tenants.record_stop(request.tenant)
+                self.tenants.record_end(request.tenant)
+            finished = FinishedRequest(
+                request.request_index,
+                reason,
+                stop_reason,
+                message,
+                params,
+                retry_after_s,
+                request.trace_headers,
+            )
+            self.clients.finish_request(request.client_index, finished)
+        if leaving:
+            self._vacate(leaving)
+
+    def make_stats(self) -> SchedulerStats:
+        """Return current gauges, and counts since the last call."""
+        stats, self.stats = self.stats, SchedulerStats()
+        stats.num_running = num_running = len(self.running)
+        stats.num_waiting = len(self.requests) - num_running
+        stats.num_deferred = stats.num_waiting - len(self.queue)
+        if self.step_tokens:
+            stats.step_tokens = int32_bytes(self.step_tokens)
+            self.step_tokens = []
+        pool, host = self.manager.pool, self.manager.cpu_offload
+        stats.kv_cache_usage = pool.usage
+        if pool.lifetimes.has_updates:
+            lifetimes, idle_times, reuse_gaps = pool.lifetimes.take_samples()
+            stats.block_lifetimes = float32_bytes(lifetimes)
+            stats.block_idle_times = float32_bytes(idle_times)
+            stats.block_reuse_gaps = float32_bytes(reuse_gaps)
+        if host is not None:
+            stats.cpu_offload_usage = host.usage
+            stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()
+        if self.transfers is not None:
+            stats.kv_connector = self.transfers.take_stats()
+        return stats
+
+    def _vacate(self, requests: list[Request], *, is_preempted: bool = False) -> None:
+        """Free the slots, blocks and encoder inputs of running requests."""
+        state = self.running.slots
+        self.queue.record_unscheduled(requests)
+        if self.transfers is not None:
+            for request in requests:
+                generation = int(state.generation[request.slot])
+                last_step = self.in_flight.find_last_step(request.slot, generation)
+                self.transfers.record_vacated(request.slot, last_step)
+        slots = as_array([request.slot for request in requests])
+        certain = np.minimum(state.num_computed_tokens[slots], state.num_known_tokens(slots))
+        self.manager.free_requests(requests, certain.tolist(), is_preempted=is_preempted)
+        if self._encoders.are_in_use:
+            for request in requests:
+                self._encoders.release_request(request)
+        self.running.remove_requests(requests)
+
+
+def _describe_expiry(request: Request, deadline: float) -> str:
+    allowed_s = deadline - request.queued_at
+    if allowed_s <= 0:
+        return "the request reached the scheduler after its deadline"
+    state = "still queued" if request.status < RUNNING else "still running"
+    return (
+        f"the request was {state} at its deadline, {max(allowed_s, 0.001):.3f} s after it arrived"
+    )

@@ -1,0 +1,42 @@
+"""Divide decoding requests among the stages of a pipeline-parallel model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...protocol.arrays import BoolArray, Int64Array
+from ..state.slots import SlotArray
+from .step_results import StepResults
+
+
+class MicroBatches:
+    """Splits the decoding requests into as many batches as there are pipeline stages.
+
+    A request in the pipeline cannot enter it again before its token is known. With a single batch,
+    one stage would work while the others wait; with several batches that alternate, every stage
+    always has one.
+    """
+
+    def __init__(self, num_batches: int, num_slots: int, results: StepResults) -> None:
+        self._num_batches = num_batches
+        self._num_slots = num_slots
+        self._results = results
+
+    def limit_decodes(
+        self, slots: SlotArray, wanted: Int64Array, is_prefill: BoolArray
+    ) -> Int64Array:
+        """Return `wanted` with 0 for decoding requests that must wait for their turn."""
+        may_decode = (wanted > 0) & ~is_prefill
+        num_batches = min(self._num_batches, int(may_decode.sum()))
+        if num_batches <= 1:
+            return wanted
+        under_way = self._results.get_last_steps(num_batches - 1)
+        is_under_way = np.zeros(self._num_slots, np.bool_)
+        for step in under_way:
+            is_under_way[step.sampling.slots] = True
+        may_decode &= ~is_under_way[slots]
+        share = -(-int(may_decode.sum()) // (num_batches - len(under_way)))
+        turn = may_decode.nonzero()[0][:share]
+        limited = np.where(is_prefill, wanted, 0)
+        limited[turn] = wanted[turn]
+        return limited

@@ -1,0 +1,191 @@
+"""Plan what the running requests compute in a step, before waiting requests are admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...protocol.arrays import BoolArray, Int64Array
+from ...protocol.config import SchedulerConfig
+from ..kv_cache.block_tables import Growth
+from ..state.slots import SlotArray
+from .features.encoder_inputs import EncoderInputs, EncoderPlan
+from .features.speculative import Drafts
+from .lifecycle import RequestLifecycle
+from .micro_batches import MicroBatches
+from .queues.partial_prefills import PartialPrefills
+
+
+class RunningPlan(NamedTuple):
+    """The tokens that each running request would compute in a step.
+
+    `wanted` is how many tokens each row could compute; `needed` leaves out drafts. `granted` is
+    what the limits allow, and `computed` is the number of computed tokens afterwards. `growth` are
+    the blocks that this takes. `share` is the most tokens one prompt gets in the step, unless
+    slightly more would finish it. `encoders` is None until a request has encoder inputs.
+    """
+
+    slots: SlotArray
+    needed: Int64Array
+    wanted: Int64Array
+    granted: Int64Array
+    computed: Int64Array
+    growth: Growth
+    num_tokens: int
+    share: int
+    encoders: EncoderPlan | None
+
+    def num_drafts(self, samples: BoolArray) -> Int64Array:
+        """Return how many drafts each row verifies."""
+        return np.where(samples, self.granted - self.needed, 0)
+
+
+class RunningScheduler:
+    """Plans for all running requests in array operations. Only prefilling ones are visited one by one."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        lifecycle: RequestLifecycle,
+        *,
+        partial_prefills: PartialPrefills,
+        encoders: EncoderInputs,
+        drafts: Drafts | None,
+        micro_batches: MicroBatches | None,
+    ) -> None:
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._lifecycle = lifecycle
+        self._manager = lifecycle.manager
+        self._running = lifecycle.running
+        self._slots = lifecycle.running.slots
+        self._queue = lifecycle.queue
+        self._partial_prefills = partial_prefills
+        self._encoders = encoders
+        self._drafts = drafts
+        self._micro_batches = micro_batches
+
+    def plan(self, without: Sequence[int] = ()) -> RunningPlan:
+        """Plan for the running requests except the slots `without`. May need more blocks than are free.
+
+        Requests that wait for the mask of their next token get no tokens.
+        """
+        state = self._slots
+        slots = self._running.order
+        if self._running.awaiting_masks:
+            without = [*without, *self._running.awaiting_masks]
+        if without:
+            slots = slots[np.isin(slots, without, invert=True)]
+        computed = state.num_computed_tokens[slots]
+        most = state.max_computed_tokens[slots]
+        needed = wanted = np.minimum(state.num_expected_tokens[slots], most)
+        needed -= computed
+        if self._drafts is not None:
+            is_decoding = (needed == 1) & ~self._is_prefilling(slots)
+            wanted = needed + self._drafts.count_drafts(
+                slots, is_decoding, most - computed - needed
+            )
+        granted, share = self._limit(slots, wanted)
+        encoders = None
+        if self._encoders.are_in_use:
+            possible = wanted
+            while True:
+                encoders = self._encoders.begin_plan()
+                fitted = self._fit_encoder_inputs(encoders, slots, computed, granted)
+                is_cut = fitted < granted
+                if encoders.failed or not is_cut.any():
+                    break
+                # Give the unused tokens to later requests, which may then release the encoder cache these wait for.
+                possible = np.where(is_cut, fitted, possible)
+                granted, share = self._limit(slots, possible)
+            granted = fitted
+        computed += granted
+        to_hold = computed
+        if self._drafts is not None:
+            to_hold = np.minimum(computed + self._drafts.num_lookahead_tokens, most)
+        growth = self._manager.tables.plan_growth(slots, to_hold)
+        return RunningPlan(
+            slots, needed, wanted, granted, computed, growth, int(granted.sum()), share, encoders
+        )
+
+    def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
+        """Cut the wanted tokens to the limits of a step, in the order of admission.
+
+        Returns the granted tokens, and the share of each prompt.
+        """
+        limits = self._partial_prefills
+        prefilling = self._running.prefilling
+        if self._micro_batches is not None:
+            wanted = self._micro_batches.limit_decodes(slots, wanted, self._is_prefilling(slots))
+        if prefilling:
+            is_prefill = self._is_prefilling(slots)
+            num_decodes = int(wanted[~is_prefill].sum())
+            share = limits.share(num_decodes, len(prefilling), self._count_joining())
+            wanted = limits.cap_rows(wanted, is_prefill, share)
+        else:
+            share = limits.share(int(wanted.sum()), 0, self._count_joining())
+        budget = self._max_num_batched_tokens
+        if wanted.sum() > budget:
+            before = np.cumsum(wanted) - wanted
+            wanted = np.clip(budget - before, 0, wanted)
+        return wanted, share
+
+    def _count_joining(self) -> int:
+        """Return how many waiting prompts may start in the step, if prompts share the step."""
+        limits, queue = self._partial_prefills, self._queue
+        if not limits.max_num or not queue:
+            return 0
+        first = queue.peek_request()
+        if first is None or self._lifecycle.is_probably_blocked(first):
+            return 0
+        max_long = len(queue)
+        if limits.max_num_long:
+            sizes = (self._running[slot].num_tokens for slot in self._running.prefilling)
+            max_long = max(limits.max_num_long - sum(map(limits.is_long, sizes)), 0)
+        return min(queue.count_joinable(max_long), self._slots.num_free)
+
+    def _fit_encoder_inputs(
+        self, plan: EncoderPlan, slots: SlotArray, computed: Int64Array, granted: Int64Array
+    ) -> Int64Array:
+        """Limit each prompt to the position up to which its encoder inputs are available."""
+        fitted = granted.copy()
+        spare = self._max_num_batched_tokens - int(granted.sum())
+        for slot in self._running.prefilling:
+            request = self._running[slot]
+            rows = (slots == slot).nonzero()[0] if request.encoder_inputs else slots[:0]
+            row = int(rows[0]) if len(rows) else -1
+            if row < 0 or not granted[row]:
+                continue
+            start, count = int(computed[row]), int(granted[row])
+            end = self._encoders.fit_inputs(
+                plan, request, start, start + count, start + count + spare
+            )
+            fitted[row] = end - start
+            spare += count - (end - start)
+        return fitted
+
+    def _is_prefilling(self, slots: SlotArray) -> BoolArray:
+        return np.isin(slots, list(self._running.prefilling))
+
+    def apply_plan(self, plan: RunningPlan) -> BoolArray:
+        """Apply a plan: advance counters and allocate blocks. Returns which rows sample a token."""
+        slots, state = plan.slots, self._slots
+        samples: BoolArray = plan.granted > 0
+        if plan.granted is not plan.wanted:
+            samples &= plan.granted >= plan.needed
+        if plan.encoders is not None:
+            self._encoders.apply_plan(plan.encoders)
+        state.num_computed_tokens[slots] = plan.computed
+        num_expected = state.num_expected_tokens
+        num_expected[slots] += samples
+        if self._drafts is not None:
+            num_expected[slots] += plan.num_drafts(samples)
+        self._manager.tables.apply_growth(plan.growth)
+        for slot, num_prefill_tokens in list(self._running.prefilling.items()):
+            request = self._running[slot]
+            num_computed = int(state.num_computed_tokens[slot])
+            self._manager.cache_blocks(request, num_computed)
+            if num_computed >= num_prefill_tokens:
+                self._running.complete_prefill(request)
+        return samples

@@ -1,0 +1,499 @@
+"""Decide which requests compute how many tokens in the next step.
+
+There is no prefill phase and no decode phase. A request has computed tokens and expected tokens,
+and each step computes more of them until the two counts are equal.
+
+Where each rule lives: `Scheduler._fit` preempts running requests when blocks run out, and the
+queue's `choose_victim` picks which; `admission.py` admits waiting requests and records why others
+wait; `running.py` shares a step's tokens among running requests; `lifecycle.py` starts, preempts
+and finishes requests, which allocates and frees their blocks; `step_results.py` applies the
+outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from ...protocol.block_hash import HashBlocks, block_hasher
+from ...protocol.config import (
+    CacheConfig,
+    KVTransferConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from ...protocol.kv_cache_groups import (
+    FULL_ATTENTION,
+    KVCacheGroup,
+)
+from ...protocol.kv_events import KVCacheEvent
+from ...protocol.messages import (
+    DraftTokenIds,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    HeldRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from ..kv_cache.connector import KVConnector
+from ..kv_cache.event_log import KVEventLog
+from ..kv_cache.manager import KVCacheManager
+from ..state.batch import StepInFlight
+from ..state.request import Request, RequestKey
+from ..state.running_requests import RunningRequests
+from ..state.slots import SlotArray, Slots, as_array
+from .admission import Admission
+from .client_outputs import ClientOutputs
+from .decode_fast_path import DecodeFastPath
+from .features.encoder_cache_connector import EncoderCacheConnector
+from .features.encoder_inputs import EncoderInputs
+from .features.grammars import GrammarBackend, Grammars
+from .features.poison_isolation import CrashSuspects
+from .features.speculative import Drafts
+from .interface import SchedulerInterface
+from .invariants import check_invariants
+from .kv_transfers import KVTransfers
+from .lifecycle import RequestLifecycle
+from .limits import Requirements, check_config
+from .micro_batches import MicroBatches
+from .queues.admission_delay import AdmissionDelay
+from .queues.admission_stop import AdmissionStop
+from .queues.backlog import TenantLimits
+from .queues.fair_queue import FairQueue
+from .queues.partial_prefills import PartialPrefills
+from .queues.request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue, WaitReason
+from .running import RunningPlan, RunningScheduler
+from .step_results import StepResults
+from .step_writer import StepWriter
+
+INVARIANT_CHECK_INTERVAL: Final = 1000
+"""Number of steps between two checks of the invariants."""
+
+
+class Scheduler(SchedulerInterface):
+    """The scheduler of one replica, over a KV cache of `num_blocks` blocks.
+
+    The blocks are shared by all `kv_cache_groups`. `kv_connector` and `kv_transfer`, its
+    configuration, must be given together.
+
+    Raises:
+        ConfigError: Two settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
+        core_index: int = 0,
+        structured_output: GrammarBackend | None = None,
+        log_kv_events: bool = False,
+        hash_blocks: HashBlocks | None = None,
+        kv_connector: KVConnector | None = None,
+        kv_transfer: KVTransferConfig | None = None,
+        encoder_cache_connector: EncoderCacheConnector | None = None,
+    ) -> None:
+        check_config(
+            config, max_model_len, num_blocks, num_host_blocks, kv_cache_groups, kv_transfer
+        )
+        self._config = config
+        self.slots = Slots(config.max_num_seqs, vocab_size)
+        self._kv_events = KVEventLog(cache_config.block_size) if log_kv_events else None
+        self.kv_cache_manager = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=cache_config.block_size,
+            slots=self.slots,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+            groups=kv_cache_groups,
+            num_host_blocks=num_host_blocks,
+            preemption_mode=config.preemption_mode,
+            events=self._kv_events,
+            hash_blocks=hash_blocks or block_hasher(cache_config.prefix_hash),
+        )
+        self._running = RunningRequests(self.slots, config.max_num_seqs)
+        self._queue = _make_queue(config, self._running)
+        self._grammars = Grammars(structured_output, vocab_size)
+        self._clients = ClientOutputs(core_index)
+        self._encoders = EncoderInputs(config, encoder_cache_connector)
+        self._lifecycle = lifecycle = RequestLifecycle(
+            requirements=Requirements.from_config(
+                config,
+                vocab_size=vocab_size,
+                max_model_len=max_model_len,
+                block_size=cache_config.block_size,
+                num_blocks=num_blocks - 1,
+                kv_cache_groups=kv_cache_groups,
+                has_grammars=structured_output is not None,
+            ),
+            manager=self.kv_cache_manager,
+            running=self._running,
+            queue=self._queue,
+            clients=self._clients,
+            grammars=self._grammars,
+            encoders=self._encoders,
+            tenants=_tenant_limits(config),
+            verifies_drafts=config.speculative is not None,
+        )
+        self.requests = lifecycle.requests
+        self._transfers: KVTransfers | None = None
+        if kv_transfer is not None:
+            assert kv_connector is not None
+            self._transfers = KVTransfers(kv_connector, kv_transfer, lifecycle)
+            lifecycle.transfers = self._transfers
+        self._drafts: Drafts | None = None
+        if config.speculative is not None:
+            self._drafts = Drafts(
+                config.speculative,
+                self._running,
+                self._grammars,
+                uses_placeholders=config.async_scheduling,
+            )
+        self._results = StepResults(lifecycle, self._drafts, self._transfers)
+        micro_batches: MicroBatches | None = None
+        if config.num_micro_batches > 1:
+            micro_batches = MicroBatches(
+                config.num_micro_batches, config.max_num_seqs, self._results
+            )
+        partial_prefills = PartialPrefills(config, cache_config, max_model_len)
+        self._queue.long_prompt_tokens = partial_prefills.long_prompt_tokens
+        self._running_scheduler = RunningScheduler(
+            config,
+            lifecycle,
+            partial_prefills=partial_prefills,
+            encoders=self._encoders,
+            drafts=self._drafts,
+            micro_batches=micro_batches,
+        )
+        self._delay: AdmissionDelay | None = None
+        if config.scheduler_delay_factor:
+            self._delay = AdmissionDelay(config.scheduler_delay_factor)
+        self._admission = Admission(
+            config,
+            lifecycle,
+            running_scheduler=self._running_scheduler,
+            partial_prefills=partial_prefills,
+            encoders=self._encoders,
+            drafts=self._drafts,
+            delay=self._delay,
+            transfers=self._transfers,
+        )
+        self._writer = StepWriter(self._running, self.kv_cache_manager, self._drafts)
+        self._fast_path: DecodeFastPath | None = None
+        if DecodeFastPath.is_possible(config, lifecycle):
+            self._fast_path = DecodeFastPath(
+                config,
+                lifecycle,
+                encoders=self._encoders,
+                drafts=self._drafts,
+                results=self._results,
+            )
+        self._step = 0
+        self.invariant_violations: list[str] = []
+
+    # requests and clients
+
+    def add_client(self, client_index: int) -> None:
+        self._clients.add_client(client_index)
+
+    def finish_client(self, client_index: int) -> None:
+        keys = [key for key in self.requests if key[0] == client_index]
+        self.finish_requests(keys, FinishReason.ABORT)
+        self._clients.remove_client(client_index)
+
+    def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
+        if self._transfers is None:
+            # With a connector, blocks may hold a failed load that only the previous core had recorded.
+            self._lifecycle.handoff.adopt_blocks(held)
+
+    def end_adoption(self, client_index: int) -> None:
+        self._lifecycle.handoff.release_unclaimed(client_index)
+
+    def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        request = self._lifecycle.add_request(client_index, message, now)
+        if request is not None and self._delay is not None:
+            self._delay.add_request(request)
+
+    def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        self._lifecycle.grammar_ready(key, error)
+
+    def finish_requests(
+        self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
+    ) -> None:
+        requests = {key: self.requests[key] for key in keys if key in self.requests}
+        self._lifecycle.finish_requests(
+            [(request, reason, None, message) for request in requests.values()]
+        )
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        if reset_running_requests:
+            for slot in self._running.order.tolist():
+                self._lifecycle.preempt(slot, now, keeps_tokens=False)
+            self._lifecycle.drop_tokens_in_flight(self._lifecycle.in_flight.preempted)
+            while self._lifecycle.reservations.reclaim_latest():
+                pass
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    # planning a step
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        return self._repeat_step(now) or self._plan_step(now)
+
+    def _repeat_step(self, now: float) -> SchedulerOutput | None:
+        """Repeat the last step if nothing that the next step depends on has changed."""
+        step = (
+            self._fast_path.repeat_step(self._step + 1, now)
+            if self._fast_path is not None
+            else None
+        )
+        if step is not None:
+            self._step += 1
+        return step
+
+    def _plan_step(self, now: float) -> SchedulerOutput | None:
+        """Plan the next step from the current state."""
+        if self._fast_path is not None:
+            self._fast_path.stop()
+        tried = self._lifecycle.poison_isolation.next_suspect()
+        if tried is not None:
+            if self._results.has_steps_in_flight:
+                self._admission.admit_none(AdmissionStop.ISOLATION)
+                return None
+            step = self._schedule(now, tried)
+            if step is not None:
+                return step
+        return self._schedule(now, None)
+
+    def _schedule(self, now: float, tried: Request | None) -> SchedulerOutput | None:
+        """Plan a step, or a step that runs the suspected request `tried` alone.
+
+        Returns None if there is nothing to do, or if `tried` cannot run now.
+        """
+        self.kv_cache_manager.pool.lifetimes.now = now
+        self._lifecycle.finish_expired(now)
+        if self._transfers is not None:
+            self._transfers.expire_sends(now)
+        may_admit = not self._inject_preemption(now)
+        if self._encoders.are_in_use:
+            self._encoders.release_computed(self.slots.num_computed_tokens)
+        if self.kv_cache_manager.tables.has_windows:
+            may_be_rejected = self._drafts is not None
+            self.kv_cache_manager.free_unseen_blocks(
+                self._running.order, may_be_rejected=may_be_rejected
+            )
+        plan, has_preempted = self._fit(
+            self._running_scheduler.plan(self._slots_except(tried)), now, tried
+        )
+        may_admit = may_admit and not has_preempted
+        max_admitted = self.slots.num_free if may_admit else 0
+        if may_admit and self._queue and tried is None:
+            displaced = self._admission.preempt_for_waiting(plan, now)
+            if displaced is not None:
+                # Preemption frees encoder-cache space, so other requests may compute more now.
+                plan, has_preempted = self._fit(displaced, now)
+                max_admitted = 0 if has_preempted else 1
+        samples = self._running_scheduler.apply_plan(plan)
+        admitted = self._admission.admit(plan, max_admitted, now, tried)
+        if not (plan.num_tokens or admitted.requests or self._running.has_removed):
+            if tried is not None:
+                # The connector's metadata goes with the step that is scheduled without `tried`.
+                return None
+            is_in_flight = self._results.has_steps_in_flight
+            if self._transfers is None or not self._transfers.needs_step(is_in_flight):
+                return None
+        self._step += 1
+        step, in_flight = self._writer.write(self._step, plan, samples, admitted, now)
+        self._results.add_step(in_flight)
+        self._running.awaiting_masks.update(
+            row.request.slot
+            for row in in_flight.constrained
+            if self._grammars.is_isolated(row.request)
+        )
+        stats = self._lifecycle.stats
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
+        if self._transfers is not None:
+            self._transfers.add_metadata(step)
+        if self._encoders.are_in_use:
+            self._encoders.add_work(step)
+        if self._fast_path is not None:
+            self._fast_path.start(step, in_flight)
+        return step
+
+    def _fit(
+        self, plan: RunningPlan, now: float, tried: Request | None = None
+    ) -> tuple[RunningPlan, bool]:
+        """Preempt running requests until the free blocks suffice for the plan.
+
+        Returns the plan of those that remain, and whether any request was preempted.
+        """
+        has_preempted = False
+        while True:
+            if plan.encoders is not None and plan.encoders.failed:
+                self._lifecycle.fail_requests(plan.encoders.failed)
+            elif plan.growth.total <= self.kv_cache_manager.pool.num_free:
+                return plan, has_preempted
+            elif self._lifecycle.reservations.reclaim_latest():
+                continue
+            else:
+                # The tried request is never preempted: all others wait for its token.
+                others = self._slots_except(tried)
+                slots = as_array(others) if others else self._running.order
+                self._lifecycle.preempt(self._queue.choose_victim(slots), now)
+                self._lifecycle.stats.num_block_preemptions += 1
+                has_preempted = True
+            plan = self._running_scheduler.plan(self._slots_except(tried))
+
+    def _slots_except(self, tried: Request | None) -> list[int]:
+        """Return the slots of all running requests except `tried`; none if `tried` is None."""
+        if tried is None:
+            return []
+        return [slot for slot in self._running.order.tolist() if slot != tried.slot]
+
+    def _inject_preemption(self, now: float) -> bool:
+        """Preempt a running request with the configured probability, for tests.
+
+        The choice is a hash of the step number, so that a replay repeats it.
+        """
+        probability = self._config.inject_preemption
+        if not probability or not len(self._running):
+            return False
+        digest = blake2b(self._step.to_bytes(8, "little"), digest_size=8).digest()
+        chance = int.from_bytes(digest[:4], "little") / 2**32
+        if chance >= probability:
+            return False
+        draw = int.from_bytes(digest[4:], "little")
+        slots = self._running.order
+        self._lifecycle.preempt(int(slots[draw % len(slots)]), now)
+        return True
+
+    # applying outputs
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        rows = self._results.get_step(scheduler_output.step).constrained
+        if self._drafts is not None:
+            rows = [
+                msgspec.structs.replace(
+                    row, draft_token_ids=self._drafts.get_drafts(row.request.slot)[: row.num_drafts]
+                )
+                if row.num_drafts and row.draft_token_ids is None and row.is_alive
+                else row
+                for row in rows
+            ]
+        return self._grammars.bitmask(rows)
+
+    def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        if self._drafts is None:
+            return None
+        return self._drafts.get_forced_tokens(self._results.get_step(scheduler_output.step))
+
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        now: float,
+    ) -> dict[int, EngineCoreOutputs]:
+        if scheduler_output.step % INVARIANT_CHECK_INTERVAL == 0:
+            violations = self.check_invariants()
+            self.invariant_violations += violations
+            self._lifecycle.stats.num_invariant_violations += len(violations)
+        step, outputs = self._results.apply_output(scheduler_output, model_runner_output, now)
+        if step.has_prefill and self._delay is not None:
+            self._delay.record_prefill(now - step.scheduled_at)
+        return outputs
+
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        self._results.apply_drafts(drafts)
+
+    def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        return self._clients.take_finished_outputs(now)
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        events = self._kv_events.take_events() if self._kv_events else []
+        if self._transfers is not None:
+            events += self._transfers.connector.take_events()
+        return events
+
+    # state for the core loop and for tests
+
+    def get_kv_cache_usage(self) -> float:
+        return self.kv_cache_manager.pool.usage
+
+    def find_crash_suspects(self) -> CrashSuspects:
+        return self._results.find_crash_suspects()
+
+    def get_step_in_flight(self, scheduler_output: SchedulerOutput) -> StepInFlight:
+        """Return the record of a step whose output is still to come."""
+        return self._results.get_step(scheduler_output.step)
+
+    @property
+    def last_slots(self) -> SlotArray:
+        """The slots that the last step computes, in the order of its rows."""
+        return self._writer.last_slots
+
+    @property
+    def admission_stop(self) -> AdmissionStop:
+        """Why the last step admitted no further request."""
+        return self._admission.stop
+
+    def why_waiting(self, request: Request) -> WaitReason | AdmissionStop:
+        """Return why a request in the queue was not admitted to the last step."""
+        return self._admission.why_waiting(request)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+    def has_finished_requests(self) -> bool:
+        return self._running.has_removed
+
+    def has_requests(self) -> bool:
+        return (
+            bool(self.requests)
+            or self._running.has_removed
+            or (self._transfers is not None and self._transfers.are_outstanding)
+        )
+
+    def get_kv_connector(self) -> KVConnector | None:
+        return self._transfers.connector if self._transfers is not None else None
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.connector.shutdown()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self._running), self._lifecycle.num_waiting
+
+    def check_invariants(self) -> list[str]:
+        """Return a description of every count that does not add up."""
+        return check_invariants(self.requests, self._running, self._queue, self.kv_cache_manager)
+
+    def make_stats(self) -> SchedulerStats:
+        return self._lifecycle.make_stats()
+
+
+def _tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
+    limits = config.max_num_seqs_per_tenant, config.max_num_queued_reqs_per_tenant
+    return TenantLimits(*limits) if any(limits) else None
+
+
+def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:
+    match config.policy:
+        case SchedulingPolicy.FCFS:
+            return FCFSQueue(running)
+        case SchedulingPolicy.PRIORITY:
+            return PriorityQueue(running, preempts=config.priority_preemption)
+        case SchedulingPolicy.DEADLINE:
+            return DeadlineQueue(running)
+        case SchedulingPolicy.FAIR:
+            return FairQueue(
+                running, max_num_seqs=config.max_num_seqs, weights=config.tenant_weights
+            )

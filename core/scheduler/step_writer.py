@@ -1,0 +1,137 @@
+"""Encode a decided step as the message to the workers and the record of what its output must contain."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
+from ...protocol.messages import SchedulerOutput
+from ..kv_cache.manager import KVCacheManager
+from ..state.batch import Batch, ScheduledRow, StepInFlight
+from ..state.running_requests import RunningRequests
+from ..state.slots import SlotArray
+from .admission import Admissions
+from .features.speculative import Drafts
+from .running import RunningPlan
+
+
+class StepWriter:
+    """Encodes each step as the difference from the previous one, whose rows it keeps."""
+
+    def __init__(
+        self, running: RunningRequests, manager: KVCacheManager, drafts: Drafts | None
+    ) -> None:
+        self._running = running
+        self._slots = running.slots
+        self._manager = manager
+        self._drafts = drafts
+        self._last_batch = Batch(running.order, running.slots)
+        self._num_common_blocks = 0
+
+    @property
+    def last_slots(self) -> SlotArray:
+        """The slots of the last step, in the order of its rows."""
+        return self._last_batch.slots
+
+    def write(
+        self,
+        step: int,
+        plan: RunningPlan,
+        samples: BoolArray,
+        admitted: Admissions,
+        now: float,
+    ) -> tuple[SchedulerOutput, StepInFlight]:
+        """Return the message of step number `step` to the workers, and the record kept until its output arrives."""
+        slots, granted = plan.slots, plan.granted
+        num_drafts = plan.num_drafts(samples) if self._drafts is not None else None
+        if not granted.all():
+            positions = granted.nonzero()[0]
+            slots, granted, samples = slots[positions], granted[positions], samples[positions]
+            if num_drafts is not None:
+                num_drafts = num_drafts[positions]
+        if admitted.requests:
+            new_slots = np.array([request.slot for request in admitted.requests], np.intp)
+            slots = np.concatenate((slots, new_slots))
+            granted = np.concatenate((granted, np.array(admitted.granted, np.int64)))
+            samples = np.concatenate((samples, np.array(admitted.samples, np.bool_)))
+            if num_drafts is not None:
+                num_drafts = np.concatenate((num_drafts, np.zeros(len(new_slots), np.int64)))
+        last = self._last_batch
+        is_same = np.array_equal(slots, last.slots)
+        if not is_same or last.num_vacated != self._slots.num_vacated:
+            self._last_batch = Batch(slots.copy(), self._slots)
+            self._num_common_blocks = self._manager.tables.count_common_blocks(slots)
+        batch = self._last_batch
+        sampling = batch if samples.all() else batch.select(samples)
+        drafts = draft_token_ids = b""
+        if num_drafts is not None and self._drafts is not None:
+            drafted = num_drafts.nonzero()[0]
+            drafts = int32_bytes(np.stack((drafted, num_drafts[drafted]), 1))
+            taken = self._drafts.take_drafts(slots, num_drafts)
+            draft_token_ids = taken.tobytes()
+            constrained = self._constrained_rows_with_drafts(sampling, num_drafts[samples], taken)
+        else:
+            constrained = self._constrained_rows(sampling)
+        prefilled = self._running.take_completed_prefills()
+        has_prefill = bool(prefilled or self._running.prefilling)
+        in_flight = StepInFlight(
+            step,
+            batch,
+            sampling,
+            prefilled,
+            constrained,
+            now,
+            has_prefill,
+            admitted.loading,
+            num_drafts[samples] if num_drafts is not None and drafts else None,
+        )
+        chunked = (granted != 1).nonzero()[0]
+        removed = self._running.take_removed()
+        host = self._manager.cpu_offload
+        copies_out, copies_in = host.take_copies() if host is not None else (b"", b"")
+        output = SchedulerOutput(
+            step=step,
+            removed_slots=int32_bytes(removed) if removed else b"",
+            new_requests=admitted.requests,
+            block_updates=self._manager.tables.take_updates(),
+            slots=None if is_same else batch.slot_bytes,
+            chunks=int32_bytes(np.stack((chunked, granted[chunked]), 1)) if len(chunked) else b"",
+            grammar_slots=int32_bytes([row.request.slot for row in constrained])
+            if constrained
+            else b"",
+            drafts=drafts,
+            draft_token_ids=draft_token_ids,
+            host_copies_out=copies_out,
+            host_copies_in=copies_in,
+            num_common_blocks=self._num_common_blocks,
+        )
+        return output, in_flight
+
+    def _constrained_rows_with_drafts(
+        self, sampling: Batch, num_drafts: Int64Array, draft_token_ids: Int32Array
+    ) -> list[ScheduledRow]:
+        """Return the constrained rows with their drafts. Only rows that sample have drafts."""
+        if not self._running.num_constrained:
+            return []
+        starts = np.cumsum(num_drafts) - num_drafts
+        rows = {row.request.slot: row for row in self._constrained_rows(sampling)}
+        for slot, start, count in zip(
+            sampling.slots.tolist(), starts.tolist(), num_drafts.tolist(), strict=True
+        ):
+            if slot in rows and count:
+                known = draft_token_ids[start : start + count].tolist()
+                rows[slot] = msgspec.structs.replace(
+                    rows[slot], num_drafts=count, draft_token_ids=known or None
+                )
+        return list(rows.values())
+
+    def _constrained_rows(self, sampling: Batch) -> list[ScheduledRow]:
+        if not self._running.num_constrained:
+            return []
+        requests = map(self._running.__getitem__, sampling.slots.tolist())
+        return [
+            ScheduledRow(request, request.num_admissions)
+            for request in requests
+            if request.params.structured_output is not None
+        ]

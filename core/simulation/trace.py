@@ -1,0 +1,141 @@
+"""Requests to simulate: when they arrive, how long they are, what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.arrays import int32_view
+from ...protocol.block_hash import root_hash
+from ...protocol.errors import EngineError
+from ...protocol.messages import EngineCoreRequest
+from ...protocol.sampling_params import SamplingParams
+from ..replay.dump import Dump
+from ..replay.events import AddRequest, Update
+from ..replay.redaction import expand_request
+from ..replay.replayer import Replayer
+from ..state.request import RequestKey
+
+
+class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to simulate. `arrival` is in seconds, `deadline` in seconds after it.
+
+    Requests with an equal `prefix` share their first `prefix_tokens` tokens.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    deadline: float = 0.0
+    prefix: str = ""
+    prefix_tokens: int = 0
+    block_hashes: bytes = b""
+
+    def message(self, index: int, block_size: int) -> EngineCoreRequest:
+        """As a frontend would send it. The tokens are zeros; the hashes tell them apart."""
+        return EngineCoreRequest(
+            request_index=index,
+            prompt_token_ids=bytes(4 * self.prompt_tokens),
+            sampling_params=SamplingParams(max_tokens=self.output_tokens, ignore_eos=True),
+            arrival_time=self.arrival,
+            block_hashes=self.block_hashes or self._hash_blocks(index, block_size),
+            root_hash=root_hash(),
+            priority=self.priority,
+            tenant=self.tenant,
+            deadline=self.arrival + self.deadline if self.deadline else 0.0,
+        )
+
+    def _hash_blocks(self, index: int, block_size: int) -> bytes:
+        num_shared = self.prefix_tokens // block_size if self.prefix else 0
+        num_blocks = self.prompt_tokens // block_size
+        owners = (
+            self.prefix if block < num_shared else f"\0{index}" for block in range(num_blocks)
+        )
+        return b"".join(
+            sha256(f"{owner}\0{block}".encode()).digest() for block, owner in enumerate(owners)
+        )
+
+
+def read_trace(path: str | Path) -> list[TraceRequest]:
+    """One JSON object a line, in any order. Raises EngineError that names the line."""
+    decode = msgspec.json.Decoder(TraceRequest).decode
+    requests = []
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise EngineError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = decode(line)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{path}, line {number}: {error}") from error
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(request, name) < 1:
+                raise EngineError(
+                    f"{path}, line {number}: {name} must be at least 1, got {getattr(request, name)}"
+                )
+        requests.append(request)
+    return _from_zero(requests)
+
+
+def trace_of(dump: Dump) -> list[TraceRequest]:
+    """The requests that arrived in the log, with as many output tokens as each generated in it."""
+    requests: dict[RequestKey, TraceRequest] = {}
+    generated: dict[RequestKey, int] = {}
+    done: list[tuple[TraceRequest, int]] = []
+    for segment in dump.segments:
+        if not segment.is_whole:
+            continue
+        replayer = Replayer(dump.setup, segment)
+        for moment in replayer.run():
+            event = moment.event
+            if isinstance(event, AddRequest):
+                key = event.client_index, event.message.request_index
+                requests[key] = _trace_request(event)
+                generated[key] = 0
+            if not isinstance(event, Update):
+                continue
+            for client_index, message in (moment.outputs or {}).items():
+                indices = int32_view(message.request_indices).tolist()
+                counts = int32_view(message.num_tokens).tolist() or [1] * len(indices)
+                for index, count in zip(indices, counts, strict=True):
+                    if (client_index, index) in generated:
+                        generated[client_index, index] += count
+                for finished in int32_view(message.finished_set).tolist():
+                    key = client_index, finished
+                    if key in requests:
+                        done.append((requests.pop(key), generated.pop(key)))
+    done += [(request, generated[key]) for key, request in requests.items()]
+    for request, num_tokens in done:
+        request.output_tokens = num_tokens
+    return _from_zero(request for request, num_tokens in done if num_tokens)
+
+
+def _trace_request(event: AddRequest) -> TraceRequest:
+    message = expand_request(event)
+    return TraceRequest(
+        arrival=event.now,
+        prompt_tokens=event.num_prompt_bytes // 4,
+        output_tokens=0,
+        tenant=message.tenant,
+        priority=message.priority,
+        deadline=message.deadline - event.now if message.deadline else 0.0,
+        block_hashes=message.block_hashes,
+    )
+
+
+def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    if not ordered:
+        raise EngineError("the trace has no request that generated a token")
+    start = ordered[0].arrival
+    for request in ordered:
+        request.arrival -= start
+    return ordered

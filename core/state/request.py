@@ -1,0 +1,215 @@
+"""A request in the scheduler: its identity, and the state that must survive while it has no slot.
+
+State that changes in every step is in the arrays of `Slots`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.block_hash import HASH_BYTES, PlacedInput
+from ...protocol.messages import EngineCoreRequest, TokenLogprobs
+
+RequestKey: TypeAlias = tuple[int, int]
+"""(client_index, request_index): unique among live requests."""
+
+
+_FEW_BYTES = 16 * HASH_BYTES
+_UNPACK = [Struct(f"{HASH_BYTES}s" * count).unpack for count in range(17)]
+_DIGEST = np.dtype((np.void, HASH_BYTES))
+
+
+class RequestStatus(enum.IntEnum):
+    """Statuses from FINISHED_STOPPED on are final, in the order of `FinishReason`."""
+
+    WAITING = 0
+    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    PREEMPTED_IN_FLIGHT = 5
+    """Preempted, and requeued when its tokens in flight have arrived."""
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH = 7
+    FINISHED_ABORTED = 8
+    FINISHED_IGNORED = 9
+    FINISHED_EXPIRED = 10
+    FINISHED_ERROR = 11
+    FINISHED_REJECTED = 12
+    FINISHED_THROTTLED = 13
+
+
+FINISHED: Final = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
+"""The final status for each `FinishReason`."""
+
+# Constants, because looking up an enum member takes as long as creating an object.
+WAITING: Final = RequestStatus.WAITING
+RUNNING: Final = RequestStatus.RUNNING
+
+
+class Request:
+    """An unfinished request.
+
+    `arrival` numbers requests in the order in which they arrived; `rank` is the policy's sort key
+    before that. While the request has a slot (`slot` >= 0), its output tokens are in `Slots`.
+    Otherwise they are in `output_token_ids`, and `num_tokens` counts prompt and output.
+    `num_cached_tokens` is -1 until the first admission. The computed blocks of the first
+    `num_reserved_tokens` tokens are held while the request waits. With `computes_locally`, no more
+    blocks are loaded for it. Untrusted blocks may hold wrong content and must not be cached. The
+    tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar` is set
+    once the grammar is compiled; `awaits_mask` is set while an isolated grammar computes the mask of
+    the next token.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "arrival",
+        "arrival_time",
+        "awaits_mask",
+        "client_index",
+        "computes_locally",
+        "deadline",
+        "encoder_inputs",
+        "eos_token_ids",
+        "has_grammar",
+        "has_sampled",
+        "has_untrusted_blocks",
+        "is_corrupted",
+        "is_finished",
+        "key",
+        "kv_transfer_params",
+        "lora_name",
+        "num_admissions",
+        "num_cached_tokens",
+        "num_charged_tokens",
+        "num_prompt_tokens",
+        "num_reserved_tokens",
+        "num_tokens",
+        "output_token_ids",
+        "params",
+        "priority",
+        "prompt_block_hashes",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "queued_at",
+        "rank",
+        "request_id",
+        "request_index",
+        "root_hash",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "tenant",
+        "trace_headers",
+    )
+
+    def __init__(
+        self, client_index: int, message: EngineCoreRequest, arrival: int, queued_at: float
+    ) -> None:
+        self.client_index = client_index
+        self.request_index = message.request_index
+        self.request_id = message.request_id
+        self.key: RequestKey = (client_index, message.request_index)
+        self.arrival = arrival
+        self.arrival_time = message.arrival_time
+        self.queued_at = queued_at
+        self.rank = 0.0
+        self.priority = message.priority
+        self.tenant = message.tenant
+        self.deadline = message.deadline
+        self.trace_headers = message.trace_headers
+        self.encoder_inputs = message.encoder_inputs
+        self.lora_name = message.lora_name
+        self.kv_transfer_params = message.kv_transfer_params
+        self.params = message.sampling_params
+        self.prompt_token_ids = message.prompt_token_ids
+        self.num_prompt_tokens = len(message.prompt_token_ids) // 4
+        self.output_token_ids = message.output_token_ids
+        self.num_tokens = self.num_prompt_tokens + len(message.output_token_ids) // 4
+        self.prompt_block_hashes = message.block_hashes
+        self.root_hash = message.root_hash
+        self._block_hashes: list[bytes] | None = None
+        ends = () if self.params.ignore_eos else message.eos_token_ids
+        self.eos_token_ids = ends
+        self.stop_token_ids = ends + self.params.stop_token_ids
+        self.status = WAITING
+        self.is_finished = False
+        self.slot = -1
+        self.num_admissions = 0
+        self.num_cached_tokens = -1
+        self.has_grammar = False
+        self.awaits_mask = False
+        self.has_sampled = bool(message.output_token_ids)
+        self.is_corrupted = False
+        self.has_untrusted_blocks = False
+        self.computes_locally = False
+        self.num_reserved_tokens = 0
+        self.num_charged_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def transfer_id(self) -> int:
+        """The unique id of the request for KV connectors."""
+        return self.arrival
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt log-probabilities are still due, which requires computing the whole prompt."""
+        return self.params.prompt_logprobs is not None and not self.has_sampled
+
+    @property
+    def token_ids(self) -> bytes:
+        """Prompt and output as int32 bytes; valid only while the request has no slot."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Digests of the full blocks hashed so far, in order."""
+        if self._block_hashes is None:
+            self._block_hashes = _split(self.prompt_block_hashes)
+        return self._block_hashes
+
+    def block_hash(self, index: int) -> bytes | None:
+        """Return the digest of a full block, or None if it is not hashed yet."""
+        hashes = self.block_hashes
+        return hashes[index] if index < len(hashes) else None
+
+    def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
+        """Return whether the request stops if this is its output token number `num_output_tokens`."""
+        return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens
+
+    def hash_output_blocks(
+        self,
+        output_token_ids: Int32Array,
+        block_size: int,
+        hash_blocks: Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes],
+    ) -> list[bytes]:
+        """Extend `block_hashes` over all full blocks of the prompt followed by `output_token_ids`."""
+        hashes = self.block_hashes
+        start = len(hashes) * block_size
+        end = self.num_prompt_tokens + len(output_token_ids)
+        if end - start >= block_size:
+            prompt = int32_view(self.prompt_token_ids)[start:]
+            output = output_token_ids[max(0, start - self.num_prompt_tokens) :]
+            parent = hashes[-1] if hashes else self.root_hash
+            inputs = [
+                (item.position - start, item.num_tokens, item.content_hash)
+                for item in self.encoder_inputs
+                if item.position + item.num_tokens > start
+            ]
+            digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent, inputs)
+            hashes += _split(digests)
+        return hashes
+
+
+def _split(digests: bytes) -> list[bytes]:
+    if len(digests) <= _FEW_BYTES:
+        return list(_UNPACK[len(digests) // HASH_BYTES](digests))
+    split: list[bytes] = np.frombuffer(digests, dtype=_DIGEST).tolist()
+    return split

@@ -1,0 +1,115 @@
+"""The requests that hold a slot, in the order of their admission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .batch import ScheduledRow
+from .request import Request
+from .slots import SlotArray, Slots, as_array
+
+
+class RunningRequests:
+    """Tracks the order of `slots`, which requests are prefilling, and which slots the workers must clear.
+
+    `prefilling` maps a slot to the number of tokens that its request was admitted with.
+    """
+
+    def __init__(self, slots: Slots, max_num_seqs: int) -> None:
+        self.slots = slots
+        self.prefilling: dict[int, int] = {}
+        self.num_constrained = 0
+        self.awaiting_masks: set[int] = set()
+        """Slots that sample, or have sampled, a token after which their isolated grammar must compute a mask."""
+        self.loras: dict[str, int] = {}
+        """Number of running requests per LoRA adapter in use."""
+        self._removed: list[int] = []
+        self._completed_prefills: list[ScheduledRow] = []
+        self._max_num_seqs = max_num_seqs
+        self._order: SlotArray = np.zeros(max_num_seqs, np.intp)
+        self._num_ordered = 0
+
+    def __len__(self) -> int:
+        return self._max_num_seqs - self.slots.num_free
+
+    def __getitem__(self, slot: int) -> Request:
+        request = self.slots.requests[slot]
+        assert request is not None
+        return request
+
+    @property
+    def has_removed(self) -> bool:
+        """Whether slots were vacated that no step has reported to the workers."""
+        return bool(self._removed)
+
+    @property
+    def order(self) -> SlotArray:
+        """A view of the slots in order of admission, valid until the next slot is vacated."""
+        order = self._order[: self._num_ordered]
+        if self._num_ordered != len(self):
+            kept = order[self.slots.is_running[order]]
+            self._num_ordered = len(kept)
+            self._order[: self._num_ordered] = kept
+            order = self._order[: self._num_ordered]
+        return order
+
+    def add_requests(
+        self,
+        requests: Sequence[Request],
+        num_computed_tokens: list[int],
+        max_output_tokens: list[int],
+    ) -> None:
+        """Give requests slots, at the end of the order.
+
+        A step that computes all tokens of a request also samples one more. `max_output_tokens`
+        includes the output tokens that the requests already have.
+        """
+        num_tokens = as_array([request.num_tokens for request in requests])
+        num_computed = as_array(num_computed_tokens)
+        is_prefilled = num_computed == num_tokens
+        slots = self.slots.allocate_slots(
+            requests, num_computed, num_tokens + is_prefilled, as_array(max_output_tokens)
+        )
+        first, self._num_ordered = self._num_ordered, self._num_ordered + len(slots)
+        self._order[first : self._num_ordered] = slots
+        for request, is_complete in zip(requests, is_prefilled.tolist(), strict=True):
+            if request.params.structured_output is not None:
+                self.num_constrained += 1
+            if request.lora_name:
+                self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
+            if is_complete:
+                self._completed_prefills.append(ScheduledRow(request, request.num_admissions))
+            else:
+                self.prefilling[request.slot] = request.num_tokens
+
+    def remove_requests(self, requests: Sequence[Request]) -> None:
+        """Vacate the slots of requests."""
+        for request in requests:
+            self._removed.append(request.slot)
+            if self.prefilling:
+                self.prefilling.pop(request.slot, None)
+            self.awaiting_masks.discard(request.slot)
+            if request.params.structured_output is not None:
+                self.num_constrained -= 1
+            if request.lora_name:
+                self.loras[request.lora_name] -= 1
+                if not self.loras[request.lora_name]:
+                    del self.loras[request.lora_name]
+        self.slots.vacate_slots(requests)
+
+    def complete_prefill(self, request: Request) -> None:
+        """Record that the current step samples the first token since the request's admission."""
+        self.prefilling.pop(request.slot, None)
+        self._completed_prefills.append(ScheduledRow(request, request.num_admissions))
+
+    def take_removed(self) -> list[int]:
+        """Return the slots vacated since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def take_completed_prefills(self) -> list[ScheduledRow]:
+        """Return the requests whose prefill was completed since the last call."""
+        completed, self._completed_prefills = self._completed_prefills, []
+        return completed

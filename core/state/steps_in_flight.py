@@ -1,0 +1,59 @@
+"""The steps in flight, and the preempted requests that wait for tokens from them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+from .batch import Batch, StepInFlight
+from .request import Request
+
+
+class PreemptedRow(NamedTuple):
+    """A preempted request with tokens in flight up to step `last_step`.
+
+    `slot` and `generation` identify its rows. `blocks` are those it had, in case a KV connector
+    reports bad ones.
+    """
+
+    request: Request
+    slot: int
+    generation: int
+    last_step: int
+    blocks: Collection[int]
+
+
+class StepsInFlight:
+    """The steps in flight in the order in which they were sent, and the requests preempted meanwhile."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepInFlight] = deque()
+        self.preempted: list[PreemptedRow] = []
+
+    def find_last_step(self, slot: int, generation: int) -> int:
+        """Return the last step in flight that computes for a scheduled row; 0 if none does."""
+        steps = reversed(self.steps)
+        return next((s.step for s in steps if s.batch.find_row(slot, generation) >= 0), 0)
+
+    def find_last_sampling_step(self, slot: int, generation: int) -> int:
+        """Return the last step in flight that samples for a scheduled row; 0 if none does."""
+        steps = reversed(self.steps)
+        return next((s.step for s in steps if s.sampling.find_row(slot, generation) >= 0), 0)
+
+    def find_preempted_rows(self, batch: Batch) -> list[tuple[int, Request]]:
+        """Return (position in a batch, request) of preempted requests that wait for it."""
+        rows = [(batch.find_row(row.slot, row.generation), row.request) for row in self.preempted]
+        return [(position, request) for position, request in rows if position >= 0]
+
+    def has_earlier_preempted(self, request: Request) -> bool:
+        """Return whether a preempted request that waits for tokens comes before this one."""
+        place = request.rank, request.arrival
+        return any((row.request.rank, row.request.arrival) < place for row in self.preempted)
+
+    def pop_completed(self, step: int) -> list[Request]:
+        """Remove and return the preempted requests whose last tokens arrived with a step."""
+        ended = [row.request for row in self.preempted if row.last_step <= step]
+        if ended:
+            self.preempted = [row for row in self.preempted if row.last_step > step]
+        return ended

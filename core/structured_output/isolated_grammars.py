@@ -1,0 +1,137 @@
+"""Grammars that cost much: each is used in a process of its own, off the core's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+
+from ...protocol.errors import EngineError
+from ...protocol.grammars.messages import (
+    LENGTH_BYTES,
+    Advance,
+    Compile,
+    Exited,
+    Failed,
+    Mask,
+    decode_reply,
+    frame,
+)
+from ...protocol.grammars.messages import Request as Message
+from ...protocol.grammars.process import GrammarProcesses, describe_exit
+from ...protocol.sampling_params import StructuredOutput
+
+MAX_ISOLATED: Final = 4
+"""Processes for grammars that exist at the same time; further requests wait for one."""
+
+
+class IsolatedGrammar:
+    """The grammar of one request. A thread talks with its process; `report` is called after each answer.
+
+    `mask` is None while it is computed, and `error` says why there will be none. After `close` nothing is reported.
+    """
+
+    def __init__(
+        self,
+        structured_output: StructuredOutput,
+        processes: GrammarProcesses,
+        report: Callable[[IsolatedGrammar], None],
+    ) -> None:
+        self.mask: bytes | None = None
+        self.error = ""
+        self.is_closed = False
+        self._processes = processes
+        self._report = report
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._messages.put(Compile(structured_output))
+        self._process: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Start to compute the mask after these tokens. Return False if the grammar is in error."""
+        self.mask = None
+        self._messages.put(Advance(list(token_ids)))
+        return not self.error
+
+    def close(self) -> None:
+        """End the process and the thread, whatever they are doing."""
+        with self._lock:
+            self.is_closed = True
+            if self._process is not None:
+                with contextlib.suppress(OSError):
+                    self._process.shutdown(socket.SHUT_RDWR)
+        self._messages.put(None)
+
+    def run(self) -> None:
+        """Serve the grammar until it is closed or in error."""
+        try:
+            with self._lock:
+                if self.is_closed:
+                    return
+                self._process = self._processes.spawn()
+            self._serve(self._process)
+        except (OSError, EngineError, msgspec.MsgspecError) as error:
+            self._fail(f"cannot be used: {error}")
+        finally:
+            with self._lock:
+                if self._process is not None:
+                    self._process.close()
+                    self._process = None
+
+    def _serve(self, process: socket.socket) -> None:
+        while not self.error and (message := self._messages.get()) is not None:
+            process.sendall(frame(message))
+            header = _receive(process, LENGTH_BYTES)
+            body = _receive(process, int.from_bytes(header, "big"))
+            reply = decode_reply(body) if body else None
+            match reply:
+                case Mask(bits):
+                    self.mask = bits
+                    self._report(self)
+                case Failed(reason):
+                    self._fail(reason)
+                case _:
+                    exited = reply if isinstance(reply, Exited) else None
+                    self._fail(f"the grammar {describe_exit(exited)}")
+
+    def _fail(self, reason: str) -> None:
+        self.error = reason
+        self._report(self)
+
+
+class IsolatedGrammars:
+    """The threads and processes of one core's isolated grammars."""
+
+    def __init__(self, processes: GrammarProcesses) -> None:
+        self._processes = processes
+        self._threads: ThreadPoolExecutor | None = None
+
+    def start(
+        self, structured_output: StructuredOutput, report: Callable[[IsolatedGrammar], None]
+    ) -> IsolatedGrammar:
+        """Compile a grammar as soon as there is a process for it."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MAX_ISOLATED, thread_name_prefix="isolated grammar")
+        grammar = IsolatedGrammar(structured_output, self._processes, report)
+        self._threads.submit(grammar.run)
+        return grammar
+
+    def close(self) -> None:
+        """End every process. The grammars that are left must be closed, too."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+
+def _receive(process: socket.socket, size: int) -> bytes:
+    """Return `size` bytes, or fewer if the process has ended."""
+    received = b""
+    while len(received) < size and (piece := process.recv(size - len(received))):
+        received += piece
+    return received if len(received) == size else b""

@@ -1,0 +1,240 @@
+"""Structured output: compiled grammars and the state of every constrained request.
+
+Grammars that cost little are used here, within limits; the others (`is_isolated`) have a process each. A grammar that
+cannot be compiled, or a token that it does not accept, fails its own request. Nothing that a request asks for
+raises an error here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from ...protocol.errors import EngineError
+from ...protocol.grammars.grammar import shorten_error
+from ...protocol.grammars.matcher import (
+    GrammarState,
+    compile_grammar,
+    load_grammar_tokenizer,
+    shared_limits,
+)
+from ...protocol.grammars.messages import SHARED_STACK_BYTES
+from ...protocol.grammars.process import GrammarProcesses
+from ...protocol.messages import I32
+from ...protocol.sampling_params import StructuredOutput
+from ..state.request import RequestKey
+from .isolated_grammars import IsolatedGrammar, IsolatedGrammars
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+_NUM_THREADS: Final = 2
+_MAX_CACHED_GRAMMARS: Final = 64
+
+_State: TypeAlias = GrammarState | IsolatedGrammar
+
+
+class StructuredOutputManager:
+    """Grammars by key, a key being one request.
+
+    The tokenizer is loaded by the first request that needs it: `tokenizer_path` is a tokenizer.json, a directory that
+    holds one, or a function that returns the path.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str | Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._num_words = -(-vocab_size // 32)
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+        # Compiled and untouched; a request works on a copy.
+        self._cache: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._compiling: dict[RequestKey, object] = {}
+        self._compiled: deque[tuple[RequestKey, object, _State | str]] = deque()
+        self._states: dict[RequestKey, _State] = {}
+        self._isolated = IsolatedGrammars(
+            GrammarProcesses(tokenizer_path, vocab_size, eos_token_ids)
+        )
+        self._advancing: set[RequestKey] = set()
+        """Requests with an isolated grammar of which the next mask is computed."""
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether `poll` has something to report, now or later."""
+        return bool(self._compiling or self._advancing)
+
+    def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
+        """Compile in the background; `poll` tells when it is done. The key must not be in use."""
+        if structured_output.is_isolated:
+            self._compiling[key] = self._isolated.start(
+                structured_output, lambda grammar: self._compiled.append((key, grammar, grammar))
+            )
+            return
+        if self._pool is None:
+            self._pool = _start_threads()
+        ticket = self._compiling[key] = object()
+        self._pool.submit(self._compile, key, ticket, structured_output)
+
+    def poll(self) -> list[tuple[RequestKey, str | None]]:
+        """Return the keys whose grammar, or whose isolated grammar's next mask, became ready, or their error.
+
+        A key whose grammar cannot be compiled is released.
+        """
+        events: list[tuple[RequestKey, str | None]] = []
+        while self._compiled:
+            key, ticket, result = self._compiled.popleft()
+            error = result if isinstance(result, str) else result.error
+            if self._compiling.get(key) is ticket:
+                del self._compiling[key]
+                if not isinstance(result, str) and not error:
+                    self._states[key] = result
+                events.append((key, error or None))
+            elif self._states.get(key) is ticket:
+                self._advancing.discard(key)
+                events.append((key, error or None))
+            # Otherwise it was released in the meantime.
+        return events
+
+    def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
+        """Advance by these tokens. False when the grammar does not allow them; the request cannot go on then.
+
+        An isolated grammar says later, by `poll`, whether it does.
+        """
+        state = self._states[key]
+        if isinstance(state, IsolatedGrammar):
+            self._advancing.add(key)
+        return state.accept(token_ids)
+
+    def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the grammar would accept in a row, without advancing. An isolated one takes none."""
+        state = self._states[key]
+        return 0 if isinstance(state, IsolatedGrammar) else state.num_acceptable(token_ids)
+
+    def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        """What must follow these tokens, without advancing. A grammar that refuses them accepts nothing any more."""
+        state = self._states[key]
+        return [] if isinstance(state, IsolatedGrammar) else state.forced_tokens(token_ids)
+
+    def rollback(self, key: RequestKey, num_tokens: int) -> bool:
+        """Take back the last accepted tokens. False when that is not possible; nothing is accepted any more then."""
+        state = self._states[key]
+        return isinstance(state, GrammarState) and state.rollback(num_tokens)
+
+    def find_error(self, key: RequestKey) -> str:
+        """Return why the grammar of a request accepts nothing any more; "" if that is not known."""
+        state = self._states.get(key)
+        return "" if state is None else state.error
+
+    def fill_bitmask(self, keys: Sequence[RequestKey]) -> I32:
+        """int32[len(keys), ceil(vocab_size / 32)]: the tokens that each request may produce next.
+
+        A finished grammar allows only the end-of-sequence tokens.
+        """
+        bitmask = np.zeros((len(keys), self._num_words), np.int32)
+        row_bytes = bitmask.strides[0]
+        rows: list[tuple[LLMatcher, int]] = []
+        for row, key in enumerate(keys):
+            state = self._states[key]
+            if isinstance(state, GrammarState):
+                rows.append((state.matcher, row))
+            elif state.mask is not None:
+                # The library's own masks are a word longer if the vocabulary fills the last one.
+                bitmask[row] = np.frombuffer(state.mask, np.int32)[: self._num_words]
+        if len(rows) == 1:
+            matcher, row = rows[0]
+            matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, row_bytes)
+        elif rows:
+            self._parallel().unsafe_compute_mask_ptr(
+                rows, bitmask.ctypes.data, row_bytes, len(keys)
+            )
+        return bitmask.tobytes()
+
+    def release(self, key: RequestKey) -> None:
+        """The request is over, whatever its grammar is doing. Harmless for an unknown key."""
+        compiling, state = self._compiling.pop(key, None), self._states.pop(key, None)
+        for grammar in (compiling, state):
+            if isinstance(grammar, IsolatedGrammar):
+                grammar.close()
+        self._advancing.discard(key)
+
+    def close(self) -> None:
+        """Stop the threads and processes; what is still waiting to be compiled is forgotten."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for key in {*self._compiling, *self._states}:
+            self.release(key)
+        self._isolated.close()
+
+    def _compile(
+        self, key: RequestKey, ticket: object, structured_output: StructuredOutput
+    ) -> None:
+        if self._compiling.get(key) is not ticket:
+            return  # released while it waited for a thread
+        result: _State | str
+        try:
+            result = GrammarState(self._matcher(structured_output), self._eos_token_ids)
+        except EngineError as error:
+            result = str(error)
+        except BaseException as error:
+            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            result = shorten_error(f"the grammar cannot be compiled: {error}")
+        self._compiled.append((key, ticket, result))
+
+    def _matcher(self, structured_output: StructuredOutput) -> LLMatcher:
+        with self._cache_lock:
+            cached = self._cache.get(structured_output)
+            if cached is not None:
+                self._cache.move_to_end(structured_output)
+                return cached.deep_copy()
+        # The first mask is computed here, not in the core's loop.
+        matcher = compile_grammar(self._load_tokenizer(), structured_output, shared_limits())
+        with self._cache_lock:
+            self._cache[structured_output] = matcher
+            if len(self._cache) > _MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+            return matcher.deep_copy()
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                path = self._tokenizer_path
+                self._tokenizer = load_grammar_tokenizer(
+                    path() if callable(path) else path,
+                    self._vocab_size,
+                    sorted(self._eos_token_ids),
+                )
+            return self._tokenizer
+
+    def _parallel(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        return self._executor
+
+
+def _start_threads() -> ThreadPoolExecutor:
+    """Start threads with a stack that no grammar of the length that is allowed here overflows."""
+    size = threading.stack_size(SHARED_STACK_BYTES)
+    try:
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        all_run = threading.Barrier(_NUM_THREADS)
+        for _ in range(_NUM_THREADS):
+            threads.submit(all_run.wait)
+    finally:
+        threading.stack_size(size)
+    return threads

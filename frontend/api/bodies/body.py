@@ -1,0 +1,304 @@
+"""Reads request bodies up to a limit and decodes them into a schema. Errors name the invalid field."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import msgspec.inspect
+from starlette.types import Receive, Scope
+
+from ...client.executor import request_digest
+from ...http.errors import APIError, bad_request, echo
+from ...http.shown_values import cut
+from ...supervisor.parse_journal import DIGEST_BYTES
+from ..schema import (
+    NO_OP_VALUES,
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from .request_memory import MemoryLease
+from .structure import FREE_BYTES, BodyStructure
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_NAMED_FIELDS: Final = 100
+"""Maximum number of unknown fields named in the log, because a client can invent any number."""
+
+_AT = re.compile(r"^(.*?)(?: - at `(?:key in )?\$(.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_PLAIN_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
+_OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
+_UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+@dataclass(slots=True)
+class Body:
+    """A request body in the parts in which it arrived. `num_values` is 0 for one of at most `FREE_BYTES`."""
+
+    parts: list[bytes]
+    size: int
+    num_values: int = 0
+
+    def join(self) -> bytes:
+        """Return the body in one piece."""
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, lease: MemoryLease) -> Body:
+    """Return the whole request body, and record its digest as that of the current task.
+
+    Raises APIError 413 as soon as it exceeds `limit` bytes, 415 if it is encoded, 400 if it has too many elements, and
+    503 if all large bodies together leave no room for it.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise _too_large(limit, int(value))
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            encoding = echo(value.decode("latin-1"))
+            raise APIError(
+                415,
+                f"the request body must not be compressed, got Content-Encoding {encoding}",
+                headers={"accept-encoding": "identity"},
+            )
+    message = await receive()
+    part = message.get("body", b"")
+    if len(part) <= min(FREE_BYTES, limit) and not message.get("more_body", True):
+        request_digest.set(blake2b(part, digest_size=DIGEST_BYTES).digest())
+        return Body([part], len(part))
+    parts: list[bytes] = []
+    size = 0
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    structure: BodyStructure | None = None
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit, size)
+        parts.append(part)
+        digest.update(part)
+        lease.add(len(part))
+        if size > FREE_BYTES:
+            if structure is None:
+                structure, part = BodyStructure(), b"".join(parts)
+            structure.add(part)
+        if not message.get("more_body", False):
+            lease.complete()
+            request_digest.set(digest.digest())
+            return Body(parts, size, 0 if structure is None else structure.num_values)
+        message = await receive()
+
+
+def _too_large(limit: int, size: int) -> APIError:
+    return APIError(413, f"the request body must have at most {limit} bytes, got at least {size}")
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes bodies into one schema. With `strict`, unknown fields are rejected; otherwise each is logged once."""
+
+    def __init__(self, schema: type[T], strict: bool) -> None:
+        known: Any = msgspec.defstruct(
+            schema.__name__, [], bases=(schema,), forbid_unknown_fields=True
+        )
+        self.schema = schema
+        self._strict = strict
+        self._schema = known if strict else schema
+        self._decode = msgspec.json.Decoder(self._schema).decode
+        self._decode_known = msgspec.json.Decoder(known).decode
+        self._names = {field.encode_name for field in msgspec.structs.fields(schema)}
+        self._unknown: set[str] = set()
+        self._type = msgspec.inspect.type_info(self._schema)
+        self._refused = [name for name in REFUSED if _is_refused(schema, name)]
+
+    def decode(self, body: bytes) -> T:
+        """Raises APIError 400 that names the field, its value and what was expected."""
+        try:
+            request = self._decode_fields(body)
+        except RecursionError:
+            raise bad_request(None, "the request body is nested too deeply") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            if not body.strip():
+                raise bad_request(None, "the request body is empty") from None
+            raise bad_request(None, f"the request body is not valid JSON: {error}") from None
+        for name in self._refused:
+            value = getattr(request, name)
+            if value is not None and value not in NO_OP_VALUES.get(name, ()):
+                raise bad_request(name, f"{name} {REFUSED[name]}, got {echo(value)}")
+        return request
+
+    def _decode_fields(self, body: bytes) -> T:
+        try:
+            request: T = self._decode_known(body)
+            return request
+        except msgspec.ValidationError as error:
+            if self._strict:
+                return self._decode_doubles(body, error)
+        if len(self._unknown) < MAX_NAMED_FIELDS:
+            self._log_unknown(body)
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            return self._decode_doubles(body, error)
+
+    def _log_unknown(self, body: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+            for name in sorted(names - self._names - self._unknown):
+                if len(self._unknown) < MAX_NAMED_FIELDS:
+                    self._unknown.add(name)
+                    logger.info("ignoring the unknown field %s in requests", echo(name))
+
+    def _decode_doubles(self, body: bytes, error: msgspec.ValidationError) -> T:
+        """Clients that know only doubles write integers as `100.0`, which is the `error` if they do."""
+        try:
+            decoded = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # It has numbers that no type can hold, or beyond the wrong field it is not even JSON.
+            raise _invalid(str(error), body) from None
+        try:
+            request: T = msgspec.convert(_with_integers(decoded, self._type), self._schema)
+        except msgspec.ValidationError as other:
+            raise _invalid(str(other), body) from None
+        return request
+
+
+class _Kind(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+class InvocationDecoder(BodyDecoder[GenerationRequest]):
+    """Decodes a body with `messages` as a chat request, any other as a completion request."""
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__(GenerationRequest, strict)
+        self._chat = BodyDecoder(ChatCompletionRequest, strict)
+        self._completion = BodyDecoder(CompletionRequest, strict)
+        self._find_kind = msgspec.json.Decoder(_Kind).decode
+
+    def decode(self, body: bytes) -> GenerationRequest:
+        try:
+            is_chat = bytes(self._find_kind(body).messages) not in (b"", b"null")
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # The decoder below says what is wrong with it.
+            is_chat = False
+        return self._chat.decode(body) if is_chat else self._completion.decode(body)
+
+
+def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
+    """Return `value` with integral floats converted to integers where `wanted` has integers."""
+    for kind in wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,):
+        match kind, value:
+            case msgspec.inspect.IntType(), float() if value.is_integer():
+                return int(value)
+            case msgspec.inspect.ListType(), list():
+                # Numbers are by far the most of what a large body has.
+                has_integers = _has_integers(kind.item_type)
+                return [
+                    (int(item) if has_integers and item.is_integer() else item)
+                    if type(item) is float
+                    else item
+                    if type(item) is int
+                    else _with_integers(item, kind.item_type)
+                    for item in value
+                ]
+            case msgspec.inspect.StructType(), dict():
+                types = {field.encode_name: field.type for field in kind.fields}
+                return {
+                    k: _with_integers(v, types[k]) if k in types else v for k, v in value.items()
+                }
+    return value
+
+
+def _has_integers(kind: msgspec.inspect.Type) -> bool:
+    types = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    return any(isinstance(each, msgspec.inspect.IntType) for each in types)
+
+
+def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:
+    """Only fields of type Any are refused: `echo` means something to completions."""
+    return any(f.name == name and f.type is Any for f in msgspec.structs.fields(schema))
+
+
+def _invalid(message: str, body: bytes) -> APIError:
+    """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
+    if unknown := _UNKNOWN.search(message):
+        # Where an unknown field sits is not said; only its own name is certain.
+        name = unknown[1][:100]
+        return bad_request(name, f"{name} is not a known field")
+    match = _AT.match(message)
+    assert match
+    problem, path = match[1], match[2]
+    if not path:
+        return bad_request(None, f"the request body must be a JSON object: {problem}")
+    got = ""
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        # Beyond the wrong field the body may not even be JSON.
+        path, raw = _locate(path, problem, body)
+        got = f", got {_shown(raw)}"
+    param = path.removeprefix(".")
+    if problem in _OUT_OF_RANGE:
+        return bad_request(param, f"{param} must be a number that fits in 64 bits{got}")
+    expected = problem.split(", got ")[0].removeprefix("Expected ").replace("`", "")
+    for word, plain in _PLAIN_WORDS.items():
+        expected = re.sub(rf"\b{word}\b", plain, expected)
+    return bad_request(param, f"{param} must be {expected.replace(' | ', ' or ')}{got}")
+
+
+def _locate(path: str, problem: str, body: bytes) -> tuple[str, msgspec.Raw]:
+    """Return the path with the keys that msgspec leaves out of it, and the JSON of the value at its end."""
+    raw = msgspec.Raw(body)
+    exact = ""
+    for key, position in _STEP.findall(path):
+        if position == "...":
+            members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            wanted = float if "float" in problem else Any
+            key = next((k for k, value in members.items() if not _is_valid(value, wanted)), "")
+            if not key:
+                return f"{exact}[...]", raw
+            raw = members[key]
+            exact += f"[{cut(key)}]"
+        elif key:
+            raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[key]
+            exact += f".{key}"
+        else:
+            raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(position)]
+            exact += f"[{position}]"
+    return exact, raw
+
+
+def _is_valid(raw: msgspec.Raw, wanted: Any) -> bool:
+    try:
+        msgspec.json.decode(raw, type=wanted)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _shown(raw: msgspec.Raw) -> str:
+    try:
+        return echo(msgspec.json.decode(raw))
+    except msgspec.ValidationError:
+        # A number that no type can hold.
+        return cut(bytes(raw).decode())

@@ -1,0 +1,83 @@
+"""`python -m engine.frontend.api.bodies.decoder_process STRICT LOG_LEVEL`: decodes large bodies for a frontend.
+
+A decoder holds all threads of its process up while it works, takes many times the memory of its text, and runs over
+hostile input. So large bodies are decoded here: one after the other from standard input, the replies go to standard
+output. The kernel ends this process if a body takes too much time. It ends with its frontend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+from ....protocol.process import configure_logging, name_process
+from ...http.errors import APIError
+from ..schema import GenerationRequest
+from .body import BodyDecoder, InvocationDecoder
+from .messages import (
+    HEAD,
+    LENGTH,
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    SCHEMAS,
+    Refused,
+    Reply,
+    encode_reply,
+    pack,
+)
+from .structure import MAX_OTHER_VALUES, verify_count
+
+
+def _decode(decoder: BodyDecoder[Any], body: bytes, num_values: int) -> Reply:
+    try:
+        decoded, num_token_ids = pack(decoder.decode(body))
+        verify_count("values besides token ids", num_values - num_token_ids, MAX_OTHER_VALUES)
+    except APIError as error:
+        return Refused(error.status, error.message, error.param, error.code)
+    return decoded
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/self/status") as status:
+            size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (size + MAX_MEMORY_BYTES,) * 2)
+
+
+def main() -> None:
+    is_strict, log_level = sys.argv[1:]
+    name_process("body decoder")
+    configure_logging("body decoder", log_level)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    strict = is_strict == "True"
+    decoders = [
+        InvocationDecoder(strict) if schema is GenerationRequest else BodyDecoder(schema, strict)
+        for schema in SCHEMAS
+    ]
+    _limit_memory()
+    bodies, replies = sys.stdin.buffer, sys.stdout.buffer
+    while head := bodies.read(HEAD.size):
+        index, num_values, size = HEAD.unpack(head)
+        body = bodies.read(size)
+        if len(body) < size:
+            return
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        try:
+            reply = encode_reply(_decode(decoders[index], body, num_values))
+        except MemoryError:
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(LENGTH.pack(len(reply)))
+        replies.write(reply)
+        replies.flush()
+        del body, reply
+
+
+if __name__ == "__main__":
+    main()

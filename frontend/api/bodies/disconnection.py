@@ -1,0 +1,33 @@
+"""Work that ends when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from .body import ClientDisconnected
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. Cancel it and raise ClientDisconnected when the client goes away."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return await task
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.wait({task, watch})
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,81 @@
+"""Receives request bodies within the frontend's limits and decodes them without blocking the event loop."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from ...client.executor import request_digest
+from ...http.errors import internal_error, unavailable
+from ..serving import Serving
+from .body import BodyDecoder, read_body
+from .decoder_pool import DecoderPool
+from .messages import unpack
+from .request_memory import MemoryLease, RequestMemory
+from .structure import FREE_BYTES
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+POISON_BODY: Final = (
+    "a server process crashed while parsing this request, so it is rejected for some minutes; "
+    "change the request"
+)
+
+MAX_WAITING_CHARACTERS: Final = 32 * 1024 * 1024
+"""Maximum characters of long texts that wait for a thread. More would wait for many seconds."""
+
+CHARACTERS_PER_S: Final = 4 * 1024 * 1024
+"""Approximate tokenization speed of two threads, for `Retry-After`."""
+
+THREAD_BYTES: Final = 512 * 1024
+THREAD_VALUES: Final = 1 << 14
+"""Bodies up to these bounds are decoded in a thread, which takes a few milliseconds in which no other thread runs."""
+
+
+class Intake:
+    """Receives and decodes all request bodies of one frontend."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        limits = serving.config.frontend
+        self._max_body_bytes = limits.max_body_bytes
+        self._decoders = DecoderPool(strict=limits.strict, log_level=limits.log_level)
+        self._memory = RequestMemory(max(limits.max_request_memory, 2 * limits.max_body_bytes))
+
+    def lease(self) -> MemoryLease:
+        """What a request holds of the memory for large bodies. It must be entered until the request ends."""
+        return self._memory.lease()
+
+    async def receive(
+        self, scope: Scope, receive: Receive, decoder: BodyDecoder[T], lease: MemoryLease
+    ) -> tuple[T, int]:
+        """Return the decoded body and its size in bytes.
+
+        Raises APIError for a body that is wrong, too large or too complex, for one that has ended a frontend before,
+        and where there is no room for it.
+        """
+        body = await read_body(scope, receive, self._max_body_bytes, lease)
+        self._refuse_poison()
+        executor = self._serving.executor
+        if body.size <= FREE_BYTES:
+            return executor.call(decoder.decode, body.join()), body.size
+        waiting = executor.num_waiting_characters
+        if waiting > MAX_WAITING_CHARACTERS:
+            raise unavailable(
+                f"{waiting} characters of other requests are waiting to be tokenized, "
+                f"at most {MAX_WAITING_CHARACTERS} are allowed",
+                waiting / CHARACTERS_PER_S,
+            )
+        if body.size <= THREAD_BYTES and body.num_values <= THREAD_VALUES:
+            return await executor.in_thread(decoder.decode, body.join()), body.size
+        reply = await self._decoders.decode(decoder.schema, body)
+        return await executor.in_thread(unpack, reply), body.size
+
+    def _refuse_poison(self) -> None:
+        watch = self._serving.engine.watch
+        if watch is None or not watch.status.poison_bodies:
+            return
+        if request_digest.get() in watch.status.poison_bodies:
+            raise internal_error(POISON_BODY, may_retry=False)

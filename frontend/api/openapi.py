@@ -1,0 +1,74 @@
+"""A description of the routes in OpenAPI, for `GET /openapi.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, get_args
+
+import msgspec
+from starlette.routing import Route
+
+from ... import __version__
+from ..http.access import OPEN_PATHS
+from .route_descriptions import describe_route
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REFERENCE: Final = "#/components/schemas/{name}"
+
+
+def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
+    """Declare the schema of the JSON bodies that a route's handler decodes."""
+
+    def declare(handler: F) -> F:
+        handler.body_schema = schema  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+def _body_schemas(route: Route) -> tuple[type[msgspec.Struct], ...]:
+    """Return the schemas of the bodies that a route accepts, of which a body has one."""
+    schema = getattr(route.endpoint, "body_schema", None)
+    return () if schema is None else get_args(schema) or (schema,)
+
+
+def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
+    schemas = [_body_schemas(route) for route in routes]
+    bodies = list(dict.fromkeys(schema for of_route in schemas for schema in of_route))
+    references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
+    reference_of = dict(zip(bodies, references, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route, of_route in zip(routes, schemas, strict=True):
+        group, summary = describe_route(route.path_format)
+        operation: dict[str, Any] = {
+            "tags": [group],
+            "summary": summary,
+            "responses": {"200": {"description": "OK"}},
+        }
+        if route.path_format in OPEN_PATHS:
+            operation["security"] = []
+        if names := sorted(route.param_convertors):
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in names
+            ]
+        if of_route:
+            choices = [reference_of[schema] for schema in of_route]
+            schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
+            content = {"application/json": {"schema": schema}}
+            operation["requestBody"] = {"required": True, "content": content}
+        methods = (route.methods or {"GET"}) - {"HEAD"}
+        for method in sorted(methods):
+            paths.setdefault(route.path_format, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Engine", "version": __version__},
+        "paths": paths,
+        "security": [{"key": []}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

@@ -1,0 +1,41 @@
+"""One sentence for each route, for the OpenAPI document and the reference pages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CLIENTS: Final = "clients"
+OPERATORS: Final = "operators"
+PROBES: Final = "probes and monitoring"
+
+ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
+    "/v1/models": (CLIENTS, "List the names under which the model is served."),
+    "/v1/models/{name}": (CLIENTS, "Describe one served model."),
+    "/v1/completions": (CLIENTS, "Continue one prompt or several."),
+    "/v1/chat/completions": (CLIENTS, "Answer a conversation."),
+    "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
+    "/invocations": (CLIENTS, "Answer a chat, completion or tokenization body (SageMaker)."),
+    "/tokenizer_info": (CLIENTS, "Describe the tokenizer and its chat template."),
+    "/tokenize": (CLIENTS, "Return the token ids of a text or a conversation."),
+    "/detokenize": (CLIENTS, "Return the text of token ids."),
+    "/openapi.json": (CLIENTS, "Return this description in OpenAPI 3.1."),
+    "/docs": (CLIENTS, "Show this description as a web page."),
+    "/load": (OPERATORS, "Return the number of sequences in flight in this frontend."),
+    "/engine/status": (OPERATORS, "List all processes of the engine."),
+    "/replicas": (OPERATORS, "List the replicas with their state and load."),
+    "/replicas/{index}/{action}": (OPERATORS, "Drain, undrain or restart a replica."),
+    "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
+    "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
+    "/livez": (PROBES, "Answer 200 while the supervisor runs."),
+    "/readyz": (PROBES, "Answer 200 while the server can take a request."),
+    "/health": (PROBES, "Answer 200 while the server works, also with full queues."),
+    "/ping": (PROBES, "The same as /health."),
+    "/metrics": (PROBES, "Return Prometheus metrics."),
+    "/version": (PROBES, "Return the version of Engine."),
+}
+"""Path -> group and description. Paths without `/v1` have the description of those with it."""
+
+
+def describe_route(path: str) -> tuple[str, str]:
+    """Return the group and the description of a route. Raises KeyError if it has none."""
+    return ROUTE_DESCRIPTIONS.get(f"/v1{path}") or ROUTE_DESCRIPTIONS[path]

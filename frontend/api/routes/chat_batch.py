@@ -1,0 +1,111 @@
+"""`POST /v1/chat/completions/batch`: several conversations with one set of parameters, one choice each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from starlette.types import Receive
+
+from ...client.engine_client import Delta, RequestGroup, Sequence
+from ...http.errors import APIError, bad_request
+from ..answer import Answer
+from ..bodies.intake import Intake
+from ..endpoint import NewAnswer
+from ..generation import PreparedPrompt
+from ..logprobs import Json
+from ..prompts import verify_num_sequences
+from ..schema import BatchChatCompletionRequest, ChatCompletionRequest
+from ..serving import Serving
+from ..streaming.event_stream import ChunkEncoder
+from .chat_completions import ChatCompletions
+
+
+class ChatBatch(ChatCompletions):
+    """Answers whole, without tools. A batch with one bad conversation is refused."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake, BatchChatCompletionRequest)
+
+    async def _prepare(
+        self, request: ChatCompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        conversations = request.messages
+        _verify(request)
+        prompts: list[PreparedPrompt] = []
+        new_answers: list[NewAnswer[ChatCompletionRequest]] = []
+        for i, messages in enumerate(conversations or ()):
+            one = msgspec.structs.replace(request, messages=messages)
+            try:
+                [prompt], new_answer = await super()._prepare(one, body_size, receive)
+            except APIError as error:
+                raise _located(error, i) from None
+            prompts.append(prompt)
+            new_answers.append(new_answer)
+            # Many short conversations must not hold up the streams of others.
+            await asyncio.sleep(0)
+        return prompts, partial(_Answer, self._serving, request, prompts, new_answers)
+
+
+def _verify(request: ChatCompletionRequest) -> None:
+    if not request.messages:
+        raise bad_request("messages", "messages must be an array of conversations, got none")
+    verify_num_sequences(len(request.messages), "messages")
+    if request.stream:
+        raise bad_request("stream", "stream is not supported for batches; use /v1/chat/completions")
+    if request.tools:
+        raise bad_request("tools", "tools is not supported for batches; use /v1/chat/completions")
+    if request.num_outputs != 1:
+        raise bad_request("n", f"n must be 1 for batches, got {request.num_outputs}")
+
+
+def _located(error: APIError, index: int) -> APIError:
+    """Return the error of a conversation with that conversation's place in the batch."""
+    if error.param is None or not error.param.startswith("messages"):
+        return error
+    param = error.param.replace("messages", f"messages[{index}]", 1)
+    return bad_request(param, error.message.replace(error.param, param, 1), error.code)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """The sequences of one conversation."""
+
+    sequences: list[Sequence]
+
+    def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
+        yield self.sequences
+
+
+class _Answer(Answer[ChatCompletionRequest]):
+    """The answers to the conversations, each as the chat endpoint writes it, in one list of choices."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        prompts: list[PreparedPrompt],
+        new_answers: list[NewAnswer[ChatCompletionRequest]],
+        group: RequestGroup,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        self._num_candidates = prompts[0].params.n
+        self._new_answers = new_answers
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        choices = []
+        for i, new_answer in enumerate(self._new_answers):
+            part = slice(i * self._num_candidates, (i + 1) * self._num_candidates)
+            conversation = _Conversation(self._group.sequences[part])
+            answer = new_answer(conversation, self.envelope).whole(outputs[part])
+            [choice] = answer["choices"]
+            of_prompt = {name: answer[name] for name in ("prompt_logprobs", "prompt_token_ids")}
+            choices.append(choice | {"index": i} | of_prompt)
+        return self.envelope | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self) -> ChunkEncoder:
+        raise NotImplementedError("batches are not streamed")

@@ -1,0 +1,361 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import numpy as np
+from starlette.types import Receive
+
+from ....protocol.sampling_params import SamplingParams
+from ...chat import ChatOutputParser, MessageDelta, ToolParser
+from ...chat.messages import text_of_content
+from ...client.engine_client import Delta, Sequence
+from ...http.errors import bad_request, echo
+from ..answer import Answer, Outputs
+from ..bodies.intake import Intake
+from ..chat_prompt import render_chat
+from ..endpoint import Endpoint, NewAnswer
+from ..generation import (
+    PreparedPrompt,
+)
+from ..logprobs import Json
+from ..prompts import fit_context
+from ..sampling import sampling_params
+from ..schema import ChatCompletionRequest
+from ..serving import Serving
+from ..streaming.chunks import Chunks
+from ..streaming.event_stream import ChunkEncoder
+from ..structured.constraint import Constraint, constraint_of, or_calls
+from ..tools.call_writer import CallWriter
+from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
+from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
+
+
+class ChatCompletions(Endpoint[ChatCompletionRequest]):
+    def __init__(
+        self,
+        serving: Serving,
+        intake: Intake,
+        request_type: type[ChatCompletionRequest] = ChatCompletionRequest,
+    ) -> None:
+        super().__init__(serving, intake, request_type, "chatcmpl")
+
+    def _object_name(self, request: ChatCompletionRequest) -> str:
+        return "chat.completion.chunk" if request.stream else "chat.completion"
+
+    async def _prepare(
+        self, request: ChatCompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        serving = self._serving
+        serving.verify_tokenizer("messages")
+        run = serving.grammar_checks.run
+        tools = await run(body_size, parse_tool_choice, request)
+        asked_for = await run(body_size, constraint_of, request)
+        constraint, shown_tools = tools.constraint or asked_for, tools.shown
+        if tools.mode is ToolMode.AUTO:
+            constraint = self._constrain_auto(tools, asked_for)
+            if tools.is_limited and constraint is None:
+                # No grammar can exclude the other tools, so the model does not see them.
+                shown_tools = tuple(
+                    tool for tool in shown_tools if tool["function"]["name"] in tools.names
+                )
+        params = self._params(request, tools, constraint)
+        self._verify(params, request)
+        params.structured_output = await serving.verify_constraint(constraint, receive)
+        chat = await render_chat(
+            serving,
+            request,
+            body_size,
+            tools=shown_tools,
+            add_special_tokens=bool(request.add_special_tokens),
+            template_kwargs=_reasoning_kwargs(request),
+        )
+        token_ids, max_tokens = fit_context(
+            np.array(chat.token_ids, np.int32),
+            "messages",
+            max_tokens=params.max_tokens,
+            max_tokens_limit=serving.max_tokens_limit,
+            truncate=request.truncate_prompt_tokens,
+            truncation_side=request.truncation_side,
+            max_model_len=serving.config.model.max_model_len,
+            max_tokens_param=_max_tokens_param(request),
+        )
+        params = msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            structured_output=serving.leave_reasoning_free(params.structured_output, chat.text),
+        )
+        prompt = PreparedPrompt(token_ids, params, chat.text)
+        return [prompt], partial(_Answer, serving, request, tools, prompt)
+
+    def _constrain_auto(
+        self, tools: ToolChoice, constraint: Constraint | None
+    ) -> Constraint | None:
+        """Return the constraint of an answer that may be calls instead."""
+        if constraint is not None:
+            rules = self._serving.call_rules(tools.names, parallel=tools.is_parallel)
+            return or_calls(constraint, rules)
+        if tools.is_limited:
+            return self._serving.limit_calls(tools.names, parallel=tools.is_parallel)
+        return None
+
+    def _params(
+        self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
+    ) -> SamplingParams:
+        if request.top_logprobs and not request.logprobs:
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
+        for modality in request.modalities or ():
+            if modality != "text":
+                raise bad_request("modalities", f"modalities must be text, got {echo(modality)}")
+        max_tokens = request.max_completion_tokens
+        params = sampling_params(
+            request,
+            defaults=self._serving.config.frontend.default_sampling,
+            vocab_size=self._serving.config.model.vocab_size,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            constraint=constraint,
+        )
+        if tools.mode is ToolMode.AUTO:
+            # There must be a parser. What it looks for are special tokens of some models.
+            self._serving.new_tool_parser()
+            params.skip_special_tokens = False
+        if self._serving.has_special_reasoning_marks:
+            params.skip_special_tokens = False
+        return params
+
+    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
+        if name == "logprobs":
+            return "top_logprobs"
+        return _max_tokens_param(request) if name == "max_tokens" else request.sent_name(name)
+
+
+def _reasoning_kwargs(request: ChatCompletionRequest) -> Json:
+    """How much reasoning is asked for, in the names that templates know."""
+    effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
+    kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none" or thinking in ("enabled", "disabled"):
+        wanted = effort != "none" and thinking == "enabled"
+        kwargs |= {"enable_thinking": wanted, "thinking": wanted}
+    return kwargs
+
+
+def _max_tokens_param(request: ChatCompletionRequest) -> str:
+    if request.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return request.sent_name("max_tokens")
+
+
+class _Choice:
+    """One sequence on its way to the client."""
+
+    def __init__(self, answer: _Answer, index: int) -> None:
+        serving, prompt = answer.serving, answer.prompt
+        self.index = index
+        self._answer = answer
+        is_constrained = prompt.params.structured_output is not None
+        self._reasoning = serving.new_reasoning_parser(
+            prompt.text or "", constrained=is_constrained
+        )
+        self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
+        self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
+        self.calls = CallWriter(answer.tools)
+        self._called_tools = False
+        self._token_ids: list[int] = []
+
+    def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
+        new_id = self._answer.serving.new_call_id
+        match tools.mode:
+            case ToolMode.NAMED:
+                call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
+                return ForcedCallParser(call)
+            case ToolMode.REQUIRED:
+                return ForcedCallParser(RequiredCalls(new_id))
+            case ToolMode.AUTO:
+                return self._answer.serving.new_tool_parser()
+            case ToolMode.NONE:
+                return None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None where reasoning is not told from content."""
+        if self._reasoning is None:
+            return None
+        return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
+
+    def read(self, delta: Delta) -> MessageDelta:
+        """Return what a piece of a stream adds to the message."""
+        is_end = delta.finish_reason is not None
+        message = self._parser.feed(delta.text, is_end)
+        return self._finish(message, delta, is_end=is_end)
+
+    def read_whole(self, delta: Delta) -> MessageDelta:
+        message = self._parser.parse(delta.text, is_cut=_is_cut(delta))
+        return self._finish(message, delta, is_end=True)
+
+    def _finish(self, message: MessageDelta, delta: Delta, *, is_end: bool) -> MessageDelta:
+        if self._reasoning is not None:
+            self._token_ids += delta.token_ids
+            if self._answer.request.include_reasoning is False:
+                message.reasoning = ""
+        if not self._answer.tools.is_parallel:
+            message.tool_calls = [call for call in message.tool_calls if call.index == 0]
+        message.tool_calls = self.calls.translate(
+            message.tool_calls, is_end=is_end, is_cut=_is_cut(delta)
+        )
+        self._called_tools |= bool(message.tool_calls)
+        return message
+
+    def ending(self, delta: Delta) -> Json:
+        """Everything of a choice but its message or delta."""
+        request = self._answer.request
+        reason = delta.finish_reason
+        if (
+            reason == "stop"
+            and self._called_tools
+            and self._answer.tools.mode is not ToolMode.NAMED
+        ):
+            reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
+        choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
+        if request.logprobs and delta.logprobs is not None:
+            choice["logprobs"] = self._answer.renderer.chat(delta.logprobs)
+        if request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        elif not request.stream:
+            choice["token_ids"] = None
+        return choice
+
+
+def _is_cut(delta: Delta) -> bool:
+    """Return whether a text may end in the middle: at `max_tokens`, a deadline, or a stop of the request."""
+    return delta.finish_reason == "length" or delta.stop_reason is not None
+
+
+class _Answer(Answer[ChatCompletionRequest]):
+    def __init__(
+        self,
+        serving: Serving,
+        request: ChatCompletionRequest,
+        tools: ToolChoice,
+        prompt: PreparedPrompt,
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        self.tools = tools
+        self.role = serving.config.frontend.response_role
+        if request.continue_final_message and request.messages:
+            self.role = request.messages[-1]["role"]
+        self.echoed = _echoed(request, self.role)
+        self.prompt = prompt
+        self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
+
+    def usage(self) -> Json:
+        """The final count, reasoning included."""
+        counts = [choice.num_reasoning_tokens for choice in self.choices]
+        known = [count for count in counts if count is not None]
+        return self._count_usage(reasoning_tokens=sum(known) if known else None)
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        answer = self.envelope | {
+            "choices": [
+                self._whole_choice(index, self.choices[position], outputs[position])
+                for index, position in enumerate(self.best_positions(outputs))
+            ]
+        }
+        answer["usage"] = self.usage()
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
+        if self.request.prompt_logprobs is not None:
+            positions = self._group.sequences[0].iterate_prompt_logprobs()
+            answer["prompt_logprobs"] = self.renderer.prompt(positions)
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
+        return answer
+
+    def _whole_choice(self, index: int, choice: _Choice, output: Delta) -> Json:
+        message = self._message(choice, output)
+        return {"index": index, "message": message} | choice.ending(output)
+
+    def chunks(self) -> ChunkEncoder:
+        return _Chunks(self)
+
+    def _message(self, choice: _Choice, output: Delta) -> Json:
+        delta = choice.read_whole(output)
+        content = self.echoed + delta.content
+        message: Json = {"role": self.role, "content": content, "refusal": None}
+        if delta.tool_calls:
+            message["content"] = content or None
+            message |= choice.calls.whole(delta.tool_calls)
+        # Clients that know of reasoning read it whether there was any or not.
+        return message | (_reasoning(delta) if self.serving.tells_reasoning else {})
+
+
+def _reasoning(delta: MessageDelta) -> Json:
+    """Under both names that clients look for."""
+    reasoning = delta.reasoning or None
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def _echoed(request: ChatCompletionRequest, role: str) -> str:
+    """Return the text that `echo` puts before the answer: that of the last message, if its role is the answer's."""
+    if not (request.echo and request.messages) or request.messages[-1].get("role") != role:
+        return ""
+    return text_of_content(request.messages[-1].get("content"))
+
+
+class _Chunks(Chunks[_Answer]):
+    __slots__ = ("_without_role",)
+
+    def __init__(self, answer: _Answer) -> None:
+        request = answer.request
+        super().__init__(
+            answer,
+            len(answer.choices),
+            is_plain=answer.choices[0].is_plain
+            and not (request.logprobs or request.return_token_ids),
+            before=b'"delta":{"content":',
+            after=b"}",
+        )
+        self._without_role = set(range(len(answer.choices)))
+
+    def encode(self, update: list[Sequence]) -> bytes:
+        if not self._without_role:
+            return super().encode(update)
+        begun = self._without_role.intersection(sequence.position for sequence in update)
+        self._without_role -= begun
+        # Made first, so that continuous usage does not count tokens that come after it.
+        self.count_usage()
+        openings = b"".join(map(self._opening, sorted(begun)))
+        return openings + super().encode(update)
+
+    def _render(self, sequence: Sequence) -> bytes:
+        """The chunk of what parsers make of the news, b"" while they hold it back."""
+        delta = self.read(sequence)
+        index = sequence.position
+        choice = self._answer.choices[index]
+        message = choice.read(delta)
+        ending = choice.ending(delta)
+        is_heard = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
+        if not is_heard:
+            return b""
+        content: Json = {"content": message.content} if message.content else {}
+        if message.reasoning:
+            content |= _reasoning(message)
+        if message.tool_calls:
+            content |= choice.calls.pieces(message.tool_calls)
+        return self.chunk({"index": index, "delta": content} | ending)
+
+    def _opening(self, index: int) -> bytes:
+        """Return the chunk with the role, and the one with the text that is echoed."""
+        answer = self._answer
+        delta = {"role": answer.role, "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        more: Json = {}
+        if answer.request.return_token_ids:
+            more["prompt_token_ids"] = answer.prompt.token_ids.tolist()
+        role = self.chunk(choice, **more)
+        if not answer.echoed:
+            return role
+        return role + self.chunk(choice | {"delta": {"content": answer.echoed}})

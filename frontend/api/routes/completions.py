@@ -1,0 +1,244 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.types import Receive
+
+from ....protocol.sampling_params import SamplingParams
+from ...client.engine_client import Delta, Sequence
+from ..answer import Answer, Outputs
+from ..bodies.intake import Intake
+from ..endpoint import Endpoint, NewAnswer
+from ..generation import (
+    PreparedPrompt,
+)
+from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_characters
+from ..sampling import sampling_params
+from ..schema import UNLIMITED, CompletionRequest
+from ..serving import Serving
+from ..streaming.chunks import Chunks
+from ..streaming.event_stream import ChunkEncoder
+from ..structured.constraint import Constraint, constraint_of
+
+DEFAULT_MAX_TOKENS = 16
+
+PROMPTS_AT_ONCE: Final = 128
+"""Prompts that are prepared before other tasks get their turn: about 2 ms."""
+
+
+class Completions(Endpoint[CompletionRequest]):
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake, CompletionRequest, "cmpl")
+
+    def _object_name(self, request: CompletionRequest) -> str:
+        return "text_completion"
+
+    async def _prepare(
+        self, request: CompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        serving, model = self._serving, self._serving.config.model
+        if not model.has_tokenizer:
+            request.return_token_ids = request.return_tokens_as_token_ids = True
+        prompts = await serving.executor.run(
+            body_size // BYTES_PER_TOKEN_ID, parse_prompts, request.prompt, model.vocab_size
+        )
+        constraint = await serving.grammar_checks.run(body_size, constraint_of, request)
+        if constraint is not None:
+            serving.verify_tokenizer(constraint.param, "use allowed_token_ids")
+        params = self._params(request, constraint)
+        self._verify(params, request)
+        params.structured_output = await serving.verify_constraint(constraint, receive)
+        texts = [p for p in prompts if p.text is not None]
+        for prompt in texts:
+            serving.verify_tokenizer(prompt.param)
+            if request.truncate_prompt_tokens is None:
+                verify_characters(prompt.text or "", prompt.param, model.max_model_len)
+        encoded = await serving.encode(
+            [p.text or "" for p in texts], request.add_special_tokens is not False
+        )
+        for prompt, token_ids in zip(texts, encoded, strict=True):
+            prompt.token_ids = np.array(token_ids, np.int32)
+        prepared: list[PreparedPrompt] = []
+        for prompt in prompts:
+            prepared.append(self._fit(prompt, request, params))
+            if len(prepared) % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return prepared, partial(_Answer, serving, request, prepared)
+
+    def _fit(
+        self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
+    ) -> PreparedPrompt:
+        token_ids, max_tokens = fit_context(
+            prompt.token_ids,
+            prompt.param,
+            max_tokens=params.max_tokens,
+            default_max_tokens=None if request.max_tokens == UNLIMITED else DEFAULT_MAX_TOKENS,
+            max_tokens_limit=self._serving.max_tokens_limit,
+            truncate=request.truncate_prompt_tokens,
+            truncation_side=request.truncation_side,
+            max_model_len=self._serving.config.model.max_model_len,
+            max_tokens_param=request.sent_name("max_tokens"),
+        )
+        text = prompt.text if len(token_ids) == len(prompt.token_ids) else None
+        return PreparedPrompt(
+            token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), text
+        )
+
+    def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:
+        params = sampling_params(
+            request,
+            defaults=self._serving.config.frontend.default_sampling,
+            vocab_size=self._serving.config.model.vocab_size,
+            max_tokens=1 if _only_scores_prompt(request) else request.max_tokens,
+            logprobs=request.logprobs,
+            constraint=constraint,
+        )
+        if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs = request.logprobs
+        return params
+
+
+_UNASKED: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
+
+
+def _only_scores_prompt(request: CompletionRequest) -> bool:
+    """`echo` with `max_tokens` 0 asks for the prompt's log-probabilities alone."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+class _Choice:
+    """One sequence on its way to the client."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompt: PreparedPrompt,
+        sequence: Sequence,
+        renderer: LogprobsRenderer,
+        index: int,
+    ) -> None:
+        self.index = index
+        self._request = request
+        self._prompt = prompt
+        self._sequence = sequence
+        self._renderer = renderer
+        self._tokenizer = serving.tokenizer
+        self._only_prompt = _only_scores_prompt(request)
+        self._is_first = True
+        self._logprobs = CompletionLogprobs(
+            renderer, serving.tokenizer, prompt.params.skip_special_tokens
+        )
+
+    def render(self, delta: Delta) -> Json:
+        """This choice with what `delta` adds to it."""
+        request, is_first = self._request, self._is_first
+        self._is_first = False
+        text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs or []
+        if self._only_prompt:
+            text, token_ids, positions = "", [], []
+        choice: Json = {"index": self.index, "text": text, "logprobs": None}
+        if request.logprobs is not None:
+            choice["logprobs"] = self._logprobs_of(token_ids, positions, is_first)
+        if request.echo and is_first:
+            choice["text"] = self._prompt_text() + text
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._only_prompt and delta.finish_reason is not None:
+            choice |= {"finish_reason": "length", "stop_reason": None}
+        if request.return_token_ids:
+            choice["token_ids"] = token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._prompt.token_ids.tolist()
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._renderer.prompt(
+                self._sequence.iterate_prompt_logprobs()
+            )
+        if not request.stream:
+            # Clients of vLLM read these fields of a whole answer whether they asked for them or not.
+            for name in _UNASKED:
+                choice.setdefault(name, None)
+        return choice
+
+    def _logprobs_of(self, token_ids: list[int], positions: list[Any], is_first: bool) -> Json:
+        if not (self._request.echo and is_first):
+            return self._logprobs.piece(token_ids, positions)
+        return self._logprobs.piece(
+            token_ids,
+            [*(self._sequence.prompt_logprobs or []), *positions],
+            prompt_token_ids=self._prompt.token_ids.tolist(),
+            prompt_text=self._prompt_text(),
+        )
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._tokenizer.decode(self._prompt.token_ids.tolist(), skip_special_tokens=False)
+
+
+class _Answer(Answer[CompletionRequest]):
+    def __init__(
+        self,
+        serving: Serving,
+        request: CompletionRequest,
+        prompts: list[PreparedPrompt],
+        group: Outputs,
+        envelope: Json,
+    ) -> None:
+        super().__init__(serving, request, group, envelope)
+        self._prompts = prompts
+        self._choices: dict[int, _Choice] = {}
+
+    def choice(self, position: int) -> _Choice:
+        """Return the choice of a sequence. It is made when it is first needed, since there may be thousands."""
+        choice = self._choices.get(position)
+        if choice is None:
+            prompt = self._prompts[position // self._prompts[0].params.n]
+            sequence = self._group.sequences[position]
+            choice = self._choices[position] = _Choice(
+                self.serving, self.request, prompt, sequence, self.renderer, position
+            )
+        return choice
+
+    def usage_so_far(self) -> Json:
+        only_prompt = _only_scores_prompt(self.request)
+        return self._count_usage(num_completion_tokens=0 if only_prompt else None)
+
+    def add_to_usage(self, usage: Json, num_tokens: int) -> None:
+        if not _only_scores_prompt(self.request):
+            super().add_to_usage(usage, num_tokens)
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        choices = [
+            self.choice(position).render(outputs[position]) | {"index": index}
+            for index, position in enumerate(self.best_positions(outputs))
+        ]
+        return self.envelope | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self) -> ChunkEncoder:
+        return _Chunks(self)
+
+
+class _Chunks(Chunks[_Answer]):
+    __slots__ = ()
+
+    def __init__(self, answer: _Answer) -> None:
+        request = answer.request
+        super().__init__(
+            answer,
+            answer.num_sequences,
+            is_plain=not (request.echo or request.logprobs is not None or request.return_token_ids),
+            before=b'"text":',
+            after=b"",
+        )
+
+    def _render(self, sequence: Sequence) -> bytes:
+        delta = self.read(sequence)
+        return self.chunk(self._answer.choice(sequence.position).render(delta))

@@ -1,0 +1,132 @@
+"""Routes for operators, probes and load balancers."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .... import __version__
+from ....protocol.errors import EngineError
+from ...http.errors import APIError, json_response, public, retry_after, unavailable
+from ..serving import Serving
+
+
+class Management:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        cards = [self._card(name) for name in self._serving.config.model.served_names]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._serving.verify_model(name)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> dict[str, object]:
+        model = self._serving.config.model
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "engine",
+            "root": model.model,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def livez(self, request: Request) -> Response:
+        """Return 200 while this process responds, because the supervisor restarts processes that crash or hang."""
+        engine = self._serving.engine
+        is_alive = engine.watch is None or not engine.watch.is_beyond_help
+        return self._status(is_alive and engine.dead_reason is None)
+
+    async def readyz(self, request: Request) -> Response:
+        """Respond as `health`, but only while there is room for one more request."""
+        return self._status(self._is_healthy and not self._serving.engine.find_overload())
+
+    async def health(self, request: Request) -> Response:
+        """Return 200 from the first generated token until draining begins, while every process makes progress."""
+        return self._status(self._is_healthy)
+
+    @property
+    def _is_healthy(self) -> bool:
+        return self._serving.is_ready and not self._serving.stalled_process
+
+    async def engine_status(self, request: Request) -> Response:
+        """Return the state of every process of the engine."""
+        watch = self._serving.engine.watch
+        processes = [] if watch is None else watch.status.processes
+        return json_response(
+            {
+                "stage": self._serving.stage,
+                "trouble": self._serving.degraded_replicas,
+                "processes": [msgspec.to_builtins(process) for process in processes],
+            }
+        )
+
+    def _status(self, good: bool) -> Response:
+        serving = self._serving
+        dead = serving.engine.dead_reason
+        overload = serving.engine.find_overload() if self._is_healthy else None
+        body = {
+            "state": "ready" if self._is_healthy and not overload else "not ready",
+            "stage": "failed" if dead else serving.stage,
+            "detail": public(dead)
+            if dead
+            else serving.detail or str(overload or serving.degraded_replicas),
+        }
+        if good:
+            return json_response(body)
+        retry_after_s = overload.retry_after_s if overload else serving.retry_after_s
+        return json_response(body, 503, retry_after(retry_after_s))
+
+    async def metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        body, content_type = self._serving.engine.metrics.render(accept)
+        return Response(body, headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """Return the number of unfinished sequences of this frontend."""
+        return json_response({"server_load": self._serving.engine.num_inflight})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._serving.verify_serving()
+        reset_running = request.query_params.get("reset_running_requests", "false") == "true"
+        try:
+            is_reset = await self._serving.engine.reset_prefix_cache(reset_running)
+        except EngineError as error:
+            message = f"Some prefix caches were not reset: {public(str(error))}"
+            raise unavailable(message, self._serving.retry_after_s) from error
+        if not is_reset:
+            raise APIError(
+                409,
+                "The prefix cache is in use; wait until no request runs, "
+                "or use ?reset_running_requests=true",
+                type="conflict_error",
+            )
+        return json_response({"success": True})
+
+    async def dump_event_logs(self, request: Request) -> Response:
+        """Every core stops scheduling while it writes, so only servers that were started with --dump-dir do this."""
+        if self._serving.config.frontend.dump_dir is None:
+            raise APIError(
+                403,
+                "This server was started without --dump-dir DIR. "
+                "SIGUSR1 to an engine core dumps its event log, too",
+                type="permission_error",
+            )
+        self._serving.verify_serving()
+        try:
+            files = await self._serving.engine.dump_event_logs()
+        except EngineError as error:
+            raise APIError(500, f"The event log could not be written: {error}") from error
+        return json_response({"files": files})

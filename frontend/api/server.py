@@ -1,0 +1,249 @@
+"""A frontend process: an HTTP server on the inherited socket and one engine client, from startup to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from typing import Any, cast
+
+import numpy as np
+import uvicorn
+import uvloop
+
+from ...protocol.config import FIRST_EPOCH, EngineConfig
+from ...protocol.errors import ConfigError, EngineError
+from ...protocol.messages import FinishReason
+from ...protocol.sampling_params import SamplingParams
+from ...protocol.supervisor_messages import Stage
+from ...protocol.transport import StatusReporter
+from ..chat import ChatTemplateError, ContentFormat, ModelTemplates
+from ..client.engine_client import EngineClient, Overloaded, SequenceRequest
+from ..http.connection import Connection
+from ..http.loop_watch import LoopWatch
+from ..http.server import HTTPServer
+from ..supervisor.listener import is_loopback
+from ..supervisor.parse_journal import ParseJournal, journal_path
+from ..tokenizer import Tokenizer, load_tokenizer
+from .app import create_app
+from .serving import Serving
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.02
+HOLD_BACK_S = 5.0
+"""Seconds that a restarted frontend waits to become ready before it accepts connections anyway."""
+
+NO_ROOM_S = 0.5
+"""Seconds until the first token is retried if the queue was full."""
+
+SWITCH_INTERVAL_S = 0.001
+"""For so long the event loop waits for a thread that runs Python code, each time that it wakes up."""
+
+PUBLISH_METRICS_S = 1.0
+LAST_WRITES_S = 2.0
+"""Seconds that a client may take to read the end of its response after the drain."""
+
+FORCED_EXIT_CODE = 1
+
+_NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
+
+
+def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
+    """Raises ConfigError for a chat template that cannot be used."""
+    content_format = cast(ContentFormat, config.frontend.chat_template_content_format)
+    try:
+        return ModelTemplates(tokenizer, config.frontend.chat_template, content_format)
+    except ChatTemplateError as error:
+        raise ConfigError(f"{error}; use another template with --chat-template") from error
+
+
+def _warn_of_hidden_tools(config: EngineConfig, templates: ModelTemplates) -> None:
+    template = templates.choose(with_tools=True)
+    if config.frontend.tool_call_parser and template is not None and not template.shows_tools:
+        logger.warning(
+            "the chat template does not show tools to the model, so --tool-call-parser %s finds calls only if the "
+            "messages explain the tools: use another template with --chat-template",
+            config.frontend.tool_call_parser,
+        )
+
+
+class Frontend:
+    """Serves until SIGTERM, then drains. `client_index` is this process's number among the frontends."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client_index: int,
+        listener: socket.socket,
+        reporter: StatusReporter,
+        heartbeats: StatusReporter,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._reporter = reporter
+        self._heartbeats = heartbeats
+        tokenizer = load_tokenizer(config.model.verified_tokenizer_path())
+        journal = ParseJournal(journal_path(config.run_dir, f"frontend {client_index}"))
+        self._engine = EngineClient(config, client_index, tokenizer, journal)
+        templates = _model_templates(config, tokenizer)
+        if client_index == 0 and config.epoch == FIRST_EPOCH:
+            _warn_of_hidden_tools(config, templates)
+        self._serving = Serving(config, tokenizer, templates, self._engine)
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises EngineError if the engine cannot generate a token."""
+        self._handle_signals()
+        http = HTTPServer(self._uvicorn_config(), self._config.frontend.slow_client_s)
+        stop_task = asyncio.create_task(self._stop.wait())
+        start_task = asyncio.create_task(self._start())
+        http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
+        publish_task = asyncio.create_task(self._publish_metrics())
+        watch = LoopWatch(self._heartbeats, self._num_dropped_frames)
+        try:
+            await asyncio.wait(
+                {start_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if start_task.done():
+                start_task.result()
+                await asyncio.wait({http_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            start_task.cancel()
+            await self._drain()
+        finally:
+            publish_task.cancel()
+            watch.close()
+            self._engine.fail("the server has stopped")
+            http.should_exit = True
+            await http_task
+            self._serving.grammar_checks.close()
+            self._engine.close()
+
+    async def _answer(self, http: HTTPServer, until: set[asyncio.Task[Any]]) -> None:
+        if self._config.epoch != FIRST_EPOCH:
+            # Connections wait, or go to another frontend: none is refused because this one has just begun.
+            await asyncio.wait(until, timeout=HOLD_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+        await http.serve(sockets=[self._listener])
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        self._enter(Stage.WARMING, "generating the first token")
+        await self._warm_up()
+        if self._config.epoch != FIRST_EPOCH:
+            await self._engine.watch_status()
+        gc.collect()
+        gc.freeze()
+        self._enter(Stage.READY, "")
+        if self._config.model.has_tokenizer:
+            await self._serving.grammar_checks.warm_up()
+
+    async def _warm_up(self) -> None:
+        """Generate a token to warm up, which checks every process and socket that requests use.
+
+        For a restarted frontend a full queue is sufficient, because the engine has generated tokens before.
+        """
+        while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
+            await asyncio.sleep(NO_ROOM_S)
+
+    async def _generate_one_token(self) -> bool:
+        """Whether there was room for it. Raises EngineError if it could not be generated."""
+        request = SequenceRequest(
+            prompt_token_ids=np.zeros(1, np.int32),
+            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        )
+        try:
+            group = await self._engine.submit([request], request_id="warm-up")
+        except Overloaded:
+            return False
+        [output] = await group.result()
+        if output.finish_reason in _NO_ROOM:
+            return False
+        if len(output.token_ids) != 1:
+            raise EngineError(f"the warm-up request failed: {output.error}")
+        return True
+
+    async def _drain(self) -> None:
+        """Refuse what is new, let what runs finish, end the rest after the shutdown timeout."""
+        self._enter(Stage.DRAINING, "finishing the requests in flight")
+        self._engine.draining = True
+        deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
+        while self._engine.num_inflight and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self._engine.num_inflight:
+            logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
+
+    async def _publish_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(PUBLISH_METRICS_S)
+            self._engine.metrics.publish()
+
+    def _num_dropped_frames(self) -> int:
+        watch = self._engine.watch
+        return 0 if watch is None else watch.num_dropped_frames
+
+    def _enter(self, stage: Stage, detail: str) -> None:
+        self._serving.enter(stage, detail)
+        self._reporter.report(stage, detail)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        # The supervisor answers these for all of its children.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _on_terminate(self) -> None:
+        if self._stop.is_set():
+            os._exit(FORCED_EXIT_CODE)
+        self._stop.set()
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        frontend = self._config.frontend
+        config = uvicorn.Config(
+            create_app(self._serving, is_loopback=is_loopback(self._listener)),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="info" if frontend.log_requests else "warning",
+            access_log=frontend.log_requests,
+            server_header=False,
+            timeout_keep_alive=frontend.keep_alive_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=LAST_WRITES_S,  # type: ignore[arg-type]
+            ssl_keyfile=frontend.ssl_keyfile,
+            ssl_certfile=frontend.ssl_certfile,
+        )
+        try:
+            config.load()
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--ssl-keyfile {frontend.ssl_keyfile} does not match --ssl-certfile "
+                f"{frontend.ssl_certfile}: {error}; give PEM files of one key and its certificate"
+            ) from error
+        return config
+
+
+def serve(
+    config: EngineConfig,
+    client_index: int,
+    listener: socket.socket,
+    reporter: StatusReporter,
+    heartbeats: StatusReporter,
+) -> None:
+    """Run a frontend until it is told to stop. Raises EngineError for a start that cannot succeed.
+
+    `heartbeats` is used by a thread of its own.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def main() -> None:
+        await Frontend(config, client_index, listener, reporter, heartbeats).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

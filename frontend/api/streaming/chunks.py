@@ -1,0 +1,117 @@
+"""The events of a stream, as far as completions and chat completions share them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ...client.engine_client import Delta, Sequence
+from ..answer import Answer
+from ..generation import raise_if_failed
+from ..logprobs import Json
+from .event_stream import event
+
+_encode = msgspec.json.Encoder().encode
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer[Any])
+
+
+class Chunks(ABC, Generic[AnswerT]):
+    """Writes the chunks of an answer, with usage as the request asks for it.
+
+    Where a piece of text is all that is new (`is_plain`) it goes through templates that are made once for a request: in
+    its choice it stands between `before` and `after`.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_continuous_usage",
+        "_heads",
+        "_include_usage",
+        "_is_plain",
+        "_tail",
+        "_usage",
+    )
+
+    def __init__(
+        self,
+        answer: AnswerT,
+        num_choices: int,
+        *,
+        is_plain: bool,
+        before: bytes,
+        after: bytes,
+    ) -> None:
+        self._answer = answer
+        options = answer.request.stream_options
+        self._include_usage = answer.serving.config.frontend.force_include_usage or bool(
+            options and options.include_usage
+        )
+        self._continuous_usage = bool(
+            self._include_usage and options and options.continuous_usage_stats
+        )
+        self._is_plain = is_plain and not self._continuous_usage
+        envelope = b"data: " + _encode(answer.envelope)[:-1]
+        self._heads = [
+            b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
+            for index in range(num_choices)
+        ]
+        self._tail = _plain_tail(after, self._include_usage)
+        self._usage: Json | None = None
+
+    def encode(self, update: list[Sequence]) -> bytes:
+        """Events of what is new of these sequences. Raises APIError."""
+        if self._continuous_usage:
+            self.count_usage()
+        if len(update) == 1:
+            return self._encode_sequence(update[0])
+        return b"".join(map(self._encode_sequence, update))
+
+    def _encode_sequence(self, sequence: Sequence) -> bytes:
+        if not self._is_plain or sequence.finish_reason is not None:
+            return self._render(sequence)
+        text = sequence.read_text()
+        if not text:
+            return b""
+        return b"".join((self._heads[sequence.position], _encode(text), self._tail))
+
+    @abstractmethod
+    def _render(self, sequence: Sequence) -> bytes:
+        """Events of what a template does not fit. Raises APIError for a sequence that failed."""
+
+    def count_usage(self) -> None:
+        """Count all that has been read. It takes long for many sequences, so `read` only adds to it."""
+        self._usage = self._answer.usage_so_far() if self._continuous_usage else None
+
+    def read(self, sequence: Sequence) -> Delta:
+        """Return what is new of a sequence. Raises APIError for one that failed."""
+        num_before = sequence.num_read_tokens
+        delta = sequence.read_some()
+        if self._usage is not None:
+            self._answer.add_to_usage(self._usage, sequence.num_read_tokens - num_before)
+        raise_if_failed(delta)
+        return delta
+
+    def chunk(self, choice: Json, **more: object) -> bytes:
+        chunk = self._answer.envelope | {"choices": [choice]} | more
+        if self._include_usage:
+            chunk["usage"] = self._usage
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        """Events after the last news, before `[DONE]`."""
+        if not self._include_usage:
+            return b""
+        answer = self._answer
+        return event(answer.envelope | {"choices": [], "usage": answer.usage()})
+
+
+@cache
+def _plain_tail(after: bytes, include_usage: bool) -> bytes:
+    """One object for all requests: it is in the processor's cache when the next one needs it."""
+    end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+    return after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end

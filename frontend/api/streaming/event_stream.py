@@ -1,0 +1,206 @@
+"""Server-sent events, written directly to the connection with one write for all new output.
+
+Tokens are written from the callback that delivers them, without a task. The client's pace is respected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+from starlette.types import Receive, Send
+
+from ...client.engine_client import RequestGroup, Sequence
+from ...client.request_group import STREAMED_AT_ONCE
+from ...http.errors import APIError, internal_error
+from ..generation import ClientWatch
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S: Final = 15.0
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+
+_START: Final = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(content: object) -> bytes:
+    return b"data: %b\n\n" % _encode(content)
+
+
+def _error_event(error: APIError) -> bytes:
+    """With the time to come back, for which there is no header any more."""
+    body = error.body
+    if (seconds := error.headers.get("retry-after")) is not None:
+        body["error"]["retry_after"] = int(seconds)
+    return event(body)
+
+
+class ChunkEncoder(Protocol):
+    """Turns what is new of sequences into events."""
+
+    def encode(self, update: list[Sequence]) -> bytes:
+        """Events, or b"" for news that need no event. Raises APIError."""
+
+    def closing(self) -> bytes:
+        """Events after the last news, before `[DONE]`."""
+
+
+class ChunkWriter(Protocol):
+    """The connection, past the layers of ASGI: those touch headers alone.
+
+    While `is_paused` the client does not keep up. `on_writable` is called when it does again, or is gone.
+    """
+
+    is_paused: bool
+    on_writable: Callable[[], None] | None
+    has_chunks: bool
+    """False for HTTP/1.0, where a stream ends with its connection."""
+
+    def begin_stream(self) -> None:
+        """Must be called before a response without a length starts."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a piece of the body of a response that has started; nothing once the client is gone."""
+
+
+class EventStream:
+    """One response. It starts with its first write, so that an earlier failure still gets its status."""
+
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_ended",
+        "_group",
+        "_is_more_scheduled",
+        "_keep_alive_s",
+        "_send",
+        "_started",
+        "_was_silent",
+    )
+
+    def __init__(
+        self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        self._send = send
+        self._connection = connection
+        self._keep_alive_s = keep_alive_s
+        self._started = False
+        self._was_silent = False
+        self._is_more_scheduled = False
+
+    async def run(self, receive: Receive, group: RequestGroup, chunks: ChunkEncoder) -> None:
+        """Write until every sequence has finished or the client is gone.
+
+        Waits while the client does not read; what its sequences say meanwhile becomes one chunk.
+        Raises APIError if the request fails before anything was written.
+        """
+        self._group, self._chunks = group, chunks
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            with ClientWatch(receive, group) as watch:
+                first = await self._read_first()
+                self._started = True
+                self._connection.begin_stream()
+                await self._send(_START)
+                await self._write_all(first)
+                if watch.disconnected:
+                    return
+                end = chunks.closing()
+        except APIError as error:
+            if not self._started:
+                raise
+            end = _error_event(error)
+        except Exception:
+            if not self._started:
+                raise
+            logger.exception("a stream failed")
+            end = event(internal_error("Internal server error").body)
+        body = end + DONE
+        if not self._connection.has_chunks:
+            self._connection.write_chunk(body)
+            body = b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _read_first(self) -> bytes:
+        """The first events, or a comment when there are none for long."""
+        body = b""
+        try:
+            async with asyncio.timeout(self._keep_alive_s):
+                while not body and (update := await self._group.next()):
+                    body = self._chunks.encode(update)
+        except TimeoutError:
+            return KEEP_ALIVE
+        return body
+
+    async def _write_all(self, first: bytes) -> None:
+        group, connection = self._group, self._connection
+        keep_alive = asyncio.create_task(self._keep_alive())
+        group.on_update = connection.on_writable = self._write_updates
+        try:
+            if first:
+                connection.write_chunk(first)
+            self._write_updates()
+            await self._ended
+        finally:
+            group.on_update = connection.on_writable = None
+            keep_alive.cancel()
+
+    def _write_updates(self) -> None:
+        connection, group = self._connection, self._group
+        if connection.is_paused:
+            return
+        try:
+            body = self._chunks.encode(group.take_updates(STREAMED_AT_ONCE))
+            if body:
+                self._was_silent = False
+                connection.write_chunk(body)
+        except Exception as error:
+            self._end(error)
+            return
+        if group.updates:
+            self._write_more_soon()
+        elif not group.num_unfinished:
+            self._end(None)
+
+    def _write_more_soon(self) -> None:
+        """Write the rest after other callbacks have run."""
+        if not self._is_more_scheduled:
+            self._is_more_scheduled = True
+            asyncio.get_running_loop().call_soon(self._write_more)
+
+    def _write_more(self) -> None:
+        self._is_more_scheduled = False
+        if not self._ended.done():
+            self._write_updates()
+
+    def _end(self, error: Exception | None) -> None:
+        """Nothing is written from here on, though the task of `run` may notice later."""
+        self._group.on_update = self._connection.on_writable = None
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    async def _keep_alive(self) -> None:
+        """Proxies drop a connection that says nothing; comments are not seen by the client."""
+        while True:
+            self._was_silent = True
+            await asyncio.sleep(self._keep_alive_s)
+            if self._was_silent and not self._connection.is_paused:
+                self._connection.write_chunk(KEEP_ALIVE)

@@ -1,0 +1,186 @@
+"""Constraints on the response: `response_format`, `structured_outputs` and other servers' fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ....protocol.grammars.grammar import lark_expression
+from ....protocol.sampling_params import GrammarKind, StructuredOutput
+from ...http.errors import APIError, bad_request, echo, nesting_refused
+from ...http.shown_values import cut
+from ..schema import GenerationRequest
+from .json_schema import lenient, prepare_schema
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_REFUSED_OPTIONS = ("disable_any_whitespace",)
+_OPTIONS = ("disable_fallback", "disable_additional_properties", *_REFUSED_OPTIONS)
+_FIELDS = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Fields of other servers, and of earlier releases of vLLM, that are constraints of `structured_outputs`."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be, and the field of the request that says so.
+
+    `owner` is the tool that has the field. `parts` are checked by themselves first, so that an error names the part.
+    """
+
+    param: str
+    structured_output: StructuredOutput
+    owner: str = ""
+    parts: tuple[Constraint, ...] = ()
+
+
+def constraint_of(request: GenerationRequest) -> Constraint | None:
+    """Raises APIError 400 for one that cannot be read."""
+    of_format = request.response_format and _from_response_format(request.response_format)
+    wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
+    of_outputs = _from_structured_outputs(wanted) if wanted else None
+    found = {"response_format": of_format, "structured_outputs": of_outputs}
+    for field, name in _FIELDS.items():
+        value = getattr(request, field)
+        # Clients without a constraint send "".
+        found[field] = None if value is None or value == "" else _constraint(name, value, field)
+    constraints = [Constraint(field, output) for field, output in found.items() if output]
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise bad_request(second, f"{second} cannot be combined with {first}")
+    return constraints[0] if constraints else None
+
+
+def or_calls(constraint: Constraint, call_rules: str | None) -> Constraint | None:
+    """The constraint where the model may call tools instead of answering; None if `call_rules` cannot tell how.
+
+    A grammar of the client's own stays: it can say what calls are.
+    """
+    answer = lark_expression(constraint.structured_output)
+    if answer is None:
+        return constraint
+    if call_rules is None:
+        return None
+    grammar = f"%llguidance {{}}\nstart: answer | calls\nanswer: {answer}\n{call_rules}"
+    output = StructuredOutput(GrammarKind.LARK, grammar)
+    return Constraint(constraint.param, output, parts=(constraint,))
+
+
+def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:
+    """A JSON schema given as an object, as a boolean, or as a string that contains one."""
+    with nesting_refused(param):
+        if isinstance(schema, str):
+            schema = _decode(schema, param)
+        if not isinstance(schema, dict | bool):
+            raise _expected(param, "a JSON schema (an object)", schema)
+        if isinstance(schema, dict):
+            schema = prepare_schema(schema, is_strict=is_strict)
+            schema = schema if is_strict else lenient(schema)
+        return StructuredOutput(GrammarKind.JSON_SCHEMA, _encode(schema).decode())
+
+
+def _decode(text: str, param: str) -> Any:
+    """Raises APIError 400."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise bad_request(param, f"{param} is not valid JSON: {error}") from None
+
+
+def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
+    """Its schemas are prepared as others are; whether it is one is seen when it is compiled."""
+    with nesting_refused(param):
+        tag = _decode(value, param) if isinstance(value, str) else value
+        structures = tag.get("structures") if isinstance(tag, dict) else None
+        if isinstance(structures, list):
+            tag = tag | {"structures": [_prepared_structure(each) for each in structures]}
+        return StructuredOutput(GrammarKind.STRUCTURAL_TAG, _encode(tag).decode())
+
+
+def _prepared_structure(structure: Any) -> Any:
+    schema = structure.get("schema") if isinstance(structure, dict) else None
+    if not isinstance(schema, dict):
+        return structure
+    return structure | {"schema": lenient(prepare_schema(schema, is_strict=False))}
+
+
+def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput | None:
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        # The schema is llama.cpp's; without one, or with an empty one, any object will do.
+        if schema := response_format.get("schema"):
+            return json_schema(schema, "response_format.schema")
+        return StructuredOutput(GrammarKind.JSON_OBJECT)
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, dict):
+            raise _expected("response_format.json_schema", "an object", named)
+        if "schema" not in named:
+            raise bad_request(
+                "response_format.json_schema.schema",
+                "response_format.json_schema.schema is required",
+            )
+        return json_schema(
+            named["schema"],
+            "response_format.json_schema.schema",
+            is_strict=named.get("strict") is True,
+        )
+    if kind == "structural_tag":
+        return _structural_tag(response_format, "response_format")
+    raise _expected("response_format.type", f"one of {', '.join(_FORMATS)}", kind)
+
+
+def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | None:
+    for name in constraints:
+        if name not in _KINDS and name not in _OPTIONS:
+            param = f"structured_outputs.{cut(name)}"
+            raise bad_request(param, f"{param} is not known; use one of {', '.join(_KINDS)}")
+    for name in _REFUSED_OPTIONS:
+        if constraints.get(name):
+            param = f"structured_outputs.{name}"
+            raise bad_request(param, f"{param} is not supported; express it in the schema")
+    given = [k for k in _KINDS if k in constraints and constraints[k] is not False]
+    if len(given) > 1:
+        raise bad_request(
+            "structured_outputs",
+            f"structured_outputs must have exactly one constraint, got {' and '.join(given)}",
+        )
+    if not given:
+        return None
+    [name] = given
+    return _constraint(name, constraints[name], f"structured_outputs.{name}")
+
+
+def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
+    """The constraint that `structured_outputs` calls `name`, from the field `param`."""
+    if name == "json":
+        return json_schema(value, param)
+    if name == "json_object":
+        return StructuredOutput(GrammarKind.JSON_OBJECT)
+    if name == "choice":
+        if not (value and isinstance(value, list) and all(isinstance(c, str) for c in value)):
+            raise _expected(param, "an array of strings", value)
+        return StructuredOutput(GrammarKind.CHOICE, _encode(value).decode())
+    if name == "structural_tag" and value and isinstance(value, dict | str):
+        return _structural_tag(value, param)
+    if not (value and isinstance(value, str)):
+        raise _expected(param, "a non-empty string", value)
+    return StructuredOutput(GrammarKind(name), value)
+
+
+def _expected(param: str, expected: str, value: object) -> APIError:
+    return bad_request(param, f"{param} must be {expected}, got {echo(value)}")

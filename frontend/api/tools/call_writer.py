@@ -1,0 +1,117 @@
+"""Tool calls as answers have them: calls of functions, of custom tools, and the older `function_call`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...chat import ToolCallDelta
+from ...chat.messages import CUSTOM_INPUT
+from ..logprobs import Json
+from .tool_choice import ToolChoice
+
+
+class CallWriter:
+    """Writes the calls of one choice."""
+
+    def __init__(self, tools: ToolChoice) -> None:
+        self._tools = tools
+        self._inputs = _CustomInputs(tools)
+        self._custom_indices: set[int] = set()
+
+    def translate(
+        self, deltas: list[ToolCallDelta], *, is_end: bool, is_cut: bool
+    ) -> list[ToolCallDelta]:
+        """Return the calls with a custom tool's input in place of the arguments that contain it.
+
+        At the end, a call whose arguments are incomplete because the text `is_cut` is left out.
+        """
+        if not self._tools.custom:
+            return deltas
+        if not self._tools.writes_input:
+            deltas = self._inputs.read(deltas)
+            if is_end:
+                deltas += self._inputs.finish(is_cut)
+        self._custom_indices |= {d.index for d in deltas if d.name in self._tools.custom}
+        return deltas
+
+    def whole(self, deltas: list[ToolCallDelta]) -> Json:
+        """Return the fields of a message that hold these calls, all of their pieces."""
+        calls: dict[int, Json] = {}
+        for delta in deltas:
+            kind, field = self._kind_of(delta.index)
+            if delta.name is not None:
+                body = {"name": delta.name, field: ""}
+                calls[delta.index] = {"id": delta.id, "type": kind, kind: body}
+            calls[delta.index][kind][field] += delta.arguments
+        return self._fields(list(calls.values()))
+
+    def pieces(self, deltas: list[ToolCallDelta]) -> Json:
+        """Return the fields of a stream's delta, with one piece a call, since some clients read only the first."""
+        pieces: dict[int, Json] = {}
+        for delta in deltas:
+            kind, field = self._kind_of(delta.index)
+            piece = pieces.setdefault(delta.index, {"index": delta.index})
+            body = piece.setdefault(kind, {})
+            if delta.name is not None:
+                piece |= {"id": delta.id, "type": kind}
+                body["name"] = delta.name
+            body[field] = body.get(field, "") + delta.arguments
+        return self._fields(list(pieces.values()))
+
+    def _kind_of(self, index: int) -> tuple[str, str]:
+        if index in self._custom_indices:
+            return "custom", "input"
+        return "function", "arguments"
+
+    def _fields(self, calls: list[Json]) -> Json:
+        if self._tools.is_legacy:
+            return {"function_call": calls[0]["function"]}
+        return {"tool_calls": calls}
+
+
+class _CustomInputs:
+    """Reads the inputs of custom tools out of the arguments `{"input": ...}` that models write.
+
+    A call is held back until its arguments are complete or another one begins, and given in one piece.
+    """
+
+    def __init__(self, tools: ToolChoice) -> None:
+        self._names = tools.custom
+        self._open: ToolCallDelta | None = None
+        self._arguments: list[str] = []
+
+    def read(self, deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
+        ready: list[ToolCallDelta] = []
+        for delta in deltas:
+            if self._open is not None and delta.index == self._open.index:
+                self._arguments.append(delta.arguments)
+                continue
+            ready += self.finish(is_cut=False)
+            if delta.name in self._names:
+                self._open, self._arguments = delta, [delta.arguments]
+            else:
+                ready.append(delta)
+        return ready
+
+    def finish(self, is_cut: bool) -> list[ToolCallDelta]:
+        """Return the call that was held back."""
+        if self._open is None:
+            return []
+        call, self._open = self._open, None
+        arguments = "".join(self._arguments)
+        text = _input_in(arguments)
+        if text is None and is_cut:
+            return []
+        return [ToolCallDelta(call.index, call.id, call.name, arguments if text is None else text)]
+
+
+def _input_in(arguments: str) -> str | None:
+    """Return the input in a call's arguments, None where the model wrote something else."""
+    try:
+        fields = msgspec.json.decode(arguments, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    text = fields.get(CUSTOM_INPUT)
+    if text is None and len(fields) == 1:
+        [text] = fields.values()
+    return text if isinstance(text, str) else None

@@ -1,0 +1,239 @@
+"""`tool_choice` and the older `function_call`: which calls the model may make, and how they are forced."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...http.errors import bad_request, echo, nesting_refused
+from ..schema import ChatCompletionRequest
+from ..structured.constraint import Constraint, constraint_of
+from .tool_definitions import Tool, encode_schema, parse_tools
+
+_CHOICES: Final = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}}, '
+    '{"type": "custom", "custom": {"name": ...}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
+
+
+class ToolMode(enum.Enum):
+    """NONE: text only. AUTO: the model decides. REQUIRED: one call or more. NAMED: this one call."""
+
+    NONE = enum.auto()
+    AUTO = enum.auto()
+    REQUIRED = enum.auto()
+    NAMED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls an answer may have.
+
+    Attributes:
+        name: The tool of NAMED.
+        names: The tools of AUTO.
+        constraint: What the forced modes must write.
+        shown: The tools as the template writes them, in every mode but NONE.
+        custom: The names of custom tools among those that may be called.
+        writes_input: Whether the whole text of NAMED is a custom tool's input.
+        is_limited: Whether AUTO excludes some of the tools that the model sees.
+        is_legacy: Whether the request has `functions`, which are called one at a time.
+        is_parallel: Whether there may be several calls.
+    """
+
+    mode: ToolMode
+    name: str = ""
+    names: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    shown: tuple[dict[str, Any], ...] = ()
+    custom: frozenset[str] = frozenset()
+    writes_input: bool = False
+    is_limited: bool = False
+    is_legacy: bool = False
+    is_parallel: bool = True
+
+
+def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
+    """Raises APIError 400 for tools or a choice that make no sense."""
+    tools = parse_tools(request)
+    is_legacy = bool(request.functions)
+    param, choice = _choice_of(request, is_legacy)
+    if choice is None:
+        choice = "auto" if tools else "none"
+    # Frameworks send the list of the user's tools, which may be empty, whatever the choice.
+    if choice == "none" or (choice == "auto" and [] in (request.tools, request.functions)):
+        return ToolChoice(ToolMode.NONE)
+    if not tools:
+        needed = "functions" if param == "function_call" else "tools"
+        raise bad_request(param, f"{param} {echo(choice)} needs {needed} to choose from")
+    allowed, choice = _allowed_tools(tools, choice)
+    is_parallel = request.parallel_tool_calls is not False and not is_legacy
+    shown = tuple(tool.shown for tool in tools.values())
+    custom = frozenset(tool.name for tool in allowed.values() if tool.is_custom)
+    if choice == "auto":
+        return ToolChoice(
+            ToolMode.AUTO,
+            names=tuple(allowed),
+            shown=shown,
+            custom=custom,
+            is_limited=len(allowed) < len(tools),
+            is_legacy=is_legacy,
+            is_parallel=is_parallel,
+        )
+    _refuse_format(request, param, choice)
+    if choice == "required":
+        with nesting_refused("tools"):
+            calls = _constrain_calls(allowed, is_parallel)
+        return ToolChoice(
+            ToolMode.REQUIRED,
+            constraint=calls,
+            shown=shown,
+            custom=custom,
+            is_parallel=is_parallel,
+        )
+    name = _chosen_name(choice, param)
+    if name not in tools:
+        raise bad_request(param, f"{param} names {echo(name)}, the tools are {', '.join(tools)}")
+    tool = tools[name]
+    with nesting_refused(tool.param):
+        return ToolChoice(
+            ToolMode.NAMED,
+            name,
+            constraint=tool.constrain_call(),
+            shown=shown,
+            custom=custom,
+            writes_input=tool.grammar is not None,
+            is_legacy=is_legacy,
+            is_parallel=False,
+        )
+
+
+def _choice_of(
+    request: ChatCompletionRequest, is_legacy: bool
+) -> tuple[str, str | dict[str, Any] | None]:
+    """Return the field that says what to call, and its value."""
+    if request.function_call is None:
+        return "tool_choice", request.tool_choice
+    if request.tool_choice is not None:
+        raise bad_request("function_call", "function_call cannot be combined with tool_choice")
+    choice = request.function_call
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    elif choice not in ("none", "auto"):
+        raise bad_request(
+            "function_call",
+            f'function_call must be none, auto or {{"name": ...}}, got {echo(choice)}',
+        )
+    if request.tools and not is_legacy and choice != "none":
+        raise bad_request(
+            "function_call", "function_call needs functions; with tools use tool_choice"
+        )
+    return "function_call", choice
+
+
+def _refuse_format(request: ChatCompletionRequest, param: str, choice: object) -> None:
+    """Raise APIError 400 for a format of the text beside a choice that leaves no text."""
+    constraint = constraint_of(request)
+    if constraint is not None:
+        field = constraint.param.split(".")[0]
+        raise bad_request(
+            field,
+            f"{field} cannot be combined with {param} {echo(choice)}, with which the answer is tool calls "
+            f'only; leave {field} out, or use {param} "auto"',
+        )
+
+
+def _allowed_tools(
+    tools: dict[str, Tool], choice: str | dict[str, Any]
+) -> tuple[dict[str, Tool], str | dict[str, Any]]:
+    """Return the tools that may be called, and the choice among them."""
+    if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
+        return tools, choice
+    # The Responses API writes the same fields without the inner object.
+    where, wanted = "tool_choice", choice
+    if "allowed_tools" in choice:
+        where, wanted = "tool_choice.allowed_tools", choice["allowed_tools"]
+    if not isinstance(wanted, dict):
+        raise bad_request(where, f"{where} must be an object, got {echo(wanted)}")
+    mode, references = wanted.get("mode"), wanted.get("tools")
+    if mode not in ("auto", "required"):
+        raise bad_request(
+            f"{where}.mode", f'{where}.mode must be "auto" or "required", got {echo(mode)}'
+        )
+    if not (isinstance(references, list) and references):
+        raise bad_request(
+            f"{where}.tools", f"{where}.tools must be a non-empty array, got {echo(references)}"
+        )
+    allowed: dict[str, Tool] = {}
+    for i, reference in enumerate(references):
+        name = _referenced_name(reference)
+        if name is None or name not in tools:
+            raise bad_request(
+                f"{where}.tools[{i}]",
+                f"{where}.tools[{i}] must name one of the tools {', '.join(tools)}, got {echo(reference)}",
+            )
+        allowed[name] = tools[name]
+    return allowed, mode
+
+
+def _referenced_name(reference: Any) -> str | None:
+    if not isinstance(reference, dict):
+        return None
+    kind = reference.get("type", "function")
+    named = reference.get(kind, reference) if kind in ("function", "custom") else None
+    name = named.get("name") if isinstance(named, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _chosen_name(choice: str | dict[str, Any], param: str) -> str:
+    name = _referenced_name(choice)
+    if name is None:
+        raise bad_request(param, f"{param} must be {_CHOICES}, got {echo(choice)}")
+    return name
+
+
+def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
+    """Return an array of {"name", "parameters"} objects, one shape for each tool."""
+    shapes = []
+    for i, tool in enumerate(tools.values()):
+        if tool.grammar is not None:
+            raise bad_request(
+                f"{tool.param}.grammar.syntax",
+                f"{tool.param}.grammar.syntax of {tool.name} must be regex where tool_choice is required, "
+                'got "lark"; name the tool in tool_choice, or use tool_choice auto',
+            )
+        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", tool.prepared())
+        properties = {"name": {"const": tool.name}, "parameters": parameters}
+        shapes.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
+    if not is_parallel:
+        calls["maxItems"] = 1
+    # A document is lenient as a whole, but as a part a strict tool's schema is not.
+    output = encode_schema(calls, is_strict=all(tool.is_strict for tool in tools.values()))
+    parts = tuple(tool.constrain_call() for tool in tools.values())
+    return Constraint("tools", output, parts=parts)
+
+
+def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, changed for that place in a larger document, where its references begin."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict) and not isinstance(part.get("$id"), str):
+            # References in a part with an identifier of its own begin there already.
+            reference = part.get("$ref")
+            if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+                part["$ref"] = place + reference[1:]
+            parts += part.values()
+    return schema

@@ -1,0 +1,268 @@
+"""Build the configuration that every process reads from the settings and the resolved model."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.checkpoint.model_dimensions import check_parallel
+from ...protocol.cluster_key import load_cluster_key
+from ...protocol.config import (
+    FIRST_EPOCH,
+    CacheConfig,
+    CPUBackend,
+    Device,
+    DeviceConfig,
+    EngineConfig,
+    ExecutorBackend,
+    FrontendConfig,
+    ModelConfig,
+    ParallelConfig,
+    PreemptionMode,
+    PrefixHash,
+    RecoveryConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
+from ...protocol.errors import ConfigError
+from ...protocol.file_identity import identify_files
+from ..model_source.options import ResolvedModel
+from .arguments import Settings
+from .flag_values import PerReplica
+
+DEVICE_FILES = Path("/dev")
+MAX_PORT = 65535
+
+
+def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
+    """Build the engine's configuration.
+
+    Raises:
+        ConfigError: Two settings contradict each other; the message names both flags.
+    """
+    device = make_device_config(settings)
+    parallel = _as_first_node(make_parallel_config(settings))
+    cache = _make_cache_config(settings, parallel)
+    _check_prefix_hash(cache)
+    scheduler = _make_scheduler_config(
+        settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
+    )
+    _check_cpu_offload(cache, scheduler)
+    frontend = make_frontend_config(settings, model.default_sampling)
+    if model.dimensions is not None:
+        check_parallel(model.dimensions, parallel)
+    _check_gpus(device.device, parallel)
+    return EngineConfig(
+        run_dir=run_dir,
+        epoch=FIRST_EPOCH,
+        model=_with_chat_template(model.config, frontend.chat_template),
+        cache=cache,
+        scheduler=scheduler,
+        parallel=parallel,
+        device=device,
+        recovery=RecoveryConfig(**settings["recovery"]),
+        frontend=frontend,
+    )
+
+
+def _with_chat_template(model: ModelConfig, template: str | None) -> ModelConfig:
+    """Add the file of `--chat-template`, if it is a file, to the files that must not change while the server runs."""
+    with contextlib.suppress(OSError, ValueError):
+        if template is not None and Path(template).is_file():
+            files = (*model.tokenizer_files, *identify_files([os.path.abspath(template)]))
+            return msgspec.structs.replace(model, tokenizer_files=files)
+    return model
+
+
+def make_device_config(settings: Settings) -> DeviceConfig:
+    given = dict(settings["device"])
+    given["device"] = Device(given.get("device", Device.AUTO))
+    given["cpu_backend"] = CPUBackend(given.get("cpu_backend", CPUBackend.AUTO))
+    return DeviceConfig(**given)
+
+
+def make_parallel_config(settings: Settings) -> ParallelConfig:
+    """Build the parallel configuration.
+
+    Raises:
+        ConfigError: The settings for several machines are incomplete or invalid.
+    """
+    given = dict(settings["parallel"])
+    backend = given.get("distributed_executor_backend", ExecutorBackend.MP)
+    given["distributed_executor_backend"] = ExecutorBackend(backend)
+    parallel = ParallelConfig(**given)
+    if not parallel.is_distributed:
+        return parallel
+    if parallel.is_external and parallel.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes {parallel.nnodes} must not be given with --distributed-executor-backend external_launcher, "
+            "because the launcher sets the number of nodes; remove it"
+        )
+    if parallel.cluster_key is None:
+        raise ConfigError(
+            "several machines need --cluster-key FILE; create the file with engine keygen and copy it to each machine"
+        )
+    load_cluster_key(parallel.cluster_key)
+    last_port = parallel.master_port + 2 * parallel.data_parallel_size
+    if last_port > MAX_PORT:
+        raise ConfigError(
+            f"--master-port {parallel.master_port} must be at most {MAX_PORT - 2 * parallel.data_parallel_size}: "
+            f"the {2 * parallel.data_parallel_size} ports after it are also used"
+        )
+    return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
+
+
+def _as_first_node(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the configuration of node 0, with an address that it can listen on."""
+    if not parallel.is_distributed:
+        return parallel
+    if parallel.num_workers % parallel.num_nodes:
+        raise ConfigError(
+            f"--nnodes {parallel.nnodes} must divide the number of workers, which is {parallel.num_workers} "
+            f"(--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size})"
+        )
+    return msgspec.structs.replace(parallel, master_addr=_resolve(parallel.master_addr))
+
+
+def _resolve(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--master-addr {host!r} cannot be resolved: {error}; use a host name or an IP address"
+        ) from None
+
+
+def make_frontend_config(
+    settings: Settings, default_sampling: dict[str, float | int] | None = None
+) -> FrontendConfig:
+    return FrontendConfig(**settings["frontend"], default_sampling=default_sampling or {})
+
+
+def _make_scheduler_config(
+    settings: Settings, device: Device, max_model_len: int, num_stages: int
+) -> SchedulerConfig:
+    given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
+    given["policy"] = SchedulingPolicy(given.get("policy", SchedulingPolicy.FCFS))
+    given["speculative"] = _speculation(given, device, num_stages)
+    chunked = given.get("enable_chunked_prefill", True)
+    limits = _limits(has_gpu(device))
+    given.setdefault("max_num_seqs", limits.max_num_seqs)
+    needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
+    given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
+    if "preemption_mode" in given:
+        given["preemption_mode"] = PreemptionMode(given["preemption_mode"])
+    config = SchedulerConfig(**given)
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
+            f"--max-num-seqs, which is {config.max_num_seqs}; raise the first or lower the second"
+        )
+    if not chunked and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-model-len, which is "
+            f"{max_model_len}, when --no-enable-chunked-prefill is given; raise the first or lower the second"
+        )
+    return config
+
+
+def _make_cache_config(settings: Settings, parallel: ParallelConfig) -> CacheConfig:
+    given = dict(settings["cache"])
+    if isinstance(given.get("host_gib"), PerReplica):
+        given["host_gib"] /= parallel.workers_per_core
+    return CacheConfig(**given)
+
+
+def _check_prefix_hash(cache: CacheConfig) -> None:
+    if cache.prefix_hash is PrefixHash.XXH3:
+        try:
+            import_module("xxhash")
+        except ImportError as error:
+            raise ConfigError(
+                "--prefix-hash xxh3 needs the package xxhash; run pip install xxhash, or remove the flag"
+            ) from error
+
+
+def _check_cpu_offload(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    if cache.host_gib and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"--kv-host-gib {cache.host_gib:g} needs prefix caching, which --no-enable-prefix-caching disables; "
+            "remove one of the two flags"
+        )
+    if scheduler.preemption_mode is PreemptionMode.SWAP and not cache.host_gib:
+        raise ConfigError(
+            "--preemption-mode swap needs CPU memory, but --kv-host-gib is 0; set it to a number of GiB"
+        )
+
+
+def _speculation(
+    given: dict[str, Any], device: Device, num_stages: int
+) -> SpeculativeConfig | None:
+    """Return the given setting, or the default: enabled where supported, because text without repetition costs nothing
+    extra.
+    """
+    is_possible = num_stages == 1 and not has_gpu(device)
+    if "speculative" not in given:
+        return SpeculativeConfig(num_speculative_tokens=8) if is_possible else None
+    speculative: SpeculativeConfig | None = given["speculative"]
+    if speculative is not None and not is_possible:
+        raise ConfigError(
+            "--speculative-config needs --device cpu and --pipeline-parallel-size 1, which is "
+            f"{num_stages}; remove it or change those flags"
+        )
+    return speculative
+
+
+def _limits(on_gpu: bool) -> SchedulerConfig:
+    """Return the default limits. The time of a CPU step grows with its tokens, so a CPU gets lower limits."""
+    return (
+        SchedulerConfig()
+        if on_gpu
+        else SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512)
+    )
+
+
+def _check_gpus(device: Device, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if there are fewer GPUs than workers, because each worker needs its own."""
+    if has_gpu(device) and 0 < (num_gpus := _count_gpus()) < parallel.num_local_workers:
+        machines = f" on {parallel.nnodes} machines" if parallel.nnodes > 1 else ""
+        raise ConfigError(
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size} x --data-parallel-size {parallel.data_parallel_size}{machines} needs "
+            f"{parallel.num_local_workers} GPUs, one per worker, but there are {num_gpus}; lower one of these flags or "
+            "use --device cpu"
+        )
+
+
+def has_gpu(device: Device) -> bool:
+    """Return whether the workers are expected to run on a GPU.
+
+    This looks for the driver's files, because torch is not loaded in this process.
+    """
+    if device is Device.AUTO:
+        return _visible_gpus() != [] and (DEVICE_FILES / "nvidiactl").exists()
+    return device is Device.CUDA
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs that a process on this machine may use; 0 if that is unknown."""
+    present = sum(name.name[6:].isdigit() for name in DEVICE_FILES.glob("nvidia?*"))
+    visible = _visible_gpus()
+    return present if visible is None else min(present, len(visible))
+
+
+def _visible_gpus() -> list[str] | None:
+    """Return the devices in CUDA_VISIBLE_DEVICES up to the first invalid one; None if the variable is not set."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return None
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names.split(",")))

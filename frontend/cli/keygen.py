@@ -1,0 +1,37 @@
+"""`engine keygen`: create the key that the machines of one engine share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ...protocol.cluster_key import ClusterKey
+from ...protocol.errors import ConfigError
+from ..supervisor.console import Console
+
+
+def keygen(argv: Sequence[str]) -> int:
+    """Write a new key. Return 1 if the file already exists."""
+    parser = argparse.ArgumentParser(
+        prog="engine keygen",
+        description="Create the key that authenticates the machines of one engine to each other. Copy it to every machine.",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        default="cluster.key",
+        help="File to write; - is standard output (default: cluster.key)",
+    )
+    out = parser.parse_args(argv).out
+    key = ClusterKey.generate()
+    if out == "-":
+        sys.stdout.write(key.encode().decode())
+        return 0
+    try:
+        key.save(out)
+    except ConfigError as error:
+        Console().error(str(error))
+        return 1
+    print(out)
+    return 0

@@ -1,0 +1,140 @@
+"""`engine serve`: parse the command line, start the engine and run it until it is stopped."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Sequence
+
+from ... import __version__
+from ...protocol.errors import ConfigError, EngineError
+from ...protocol.process import name_process
+from ..model_source.options import ModelOptions, ResolvedModel
+from ..supervisor.console import Console, StartupProgress, format_bytes
+from ..supervisor.listener import Listener
+from ..supervisor.run_dir import RunDirectory
+from ..supervisor.signals import StopRequested, StopSignals
+from ..supervisor.supervisor import Supervisor, engine_processes
+from .arguments import Settings, parse_settings, unread_variables
+from .engine_config import make_engine_config, make_frontend_config
+from .fork import run_in_fork
+from .join import serve_headless
+from .node_options import NodeOptions
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Serve until a stop signal. Return the exit code; invalid arguments exit with code 2.
+
+    Returns:
+        0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 128 + the signal number if a second signal ended the
+            drain.
+    """
+    settings = parse_settings(argv)
+    console = Console()
+    if unread := unread_variables(os.environ):
+        console.line(f"ignored environment variables: {', '.join(unread)}")
+    name_process("supervisor")
+    _raise_open_file_limit()
+    with StopSignals() as signals:
+        try:
+            node = NodeOptions(**settings["node"])
+            if node.headless:
+                serve_headless(node, settings, console, signals)
+                return 0
+            if node.node_rank:
+                raise ConfigError(
+                    f"--node-rank {node.node_rank} needs --headless, because only node 0 serves the API"
+                )
+            _serve(settings, console, signals)
+        except StopRequested as stop:
+            console.line(f"stopped immediately by {stop}")
+            return 128 + stop.signum
+        except EngineError as error:
+            console.error(str(error))
+            return 1
+    console.line("stopped")
+    return 0
+
+
+def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
+    """Serve until the first stop signal has been handled. Raise StopRequested at the second."""
+    frontend = make_frontend_config(settings)
+    console.line(f"engine {__version__}")
+    with Listener(frontend) as listener:
+        settings["frontend"]["port"] = listener.port
+        try:
+            model = _resolve_model(settings, console, signals)
+        except StopRequested:
+            return
+        with RunDirectory() as run_dir:
+            config = make_engine_config(settings, model, run_dir.path)
+            specs = engine_processes(config, config.save(), listener.socket.fileno())
+            progress = StartupProgress(console)
+            with Supervisor(
+                config,
+                specs,
+                on_status=progress.update,
+                on_recovery=console.line,
+                signals=signals,
+            ) as supervisor:
+                name = config.model.served_names[0]
+                if num_nodes := config.parallel.num_remote_nodes:
+                    address = config.parallel.node_address
+                    console.line(f"waiting for {num_nodes} more nodes to join {address}")
+                announcement = f"ready at {listener.url}  serving {name}"
+                run_until_stopped(supervisor, console, announcement, listener.close)
+
+
+def run_until_stopped(
+    supervisor: Supervisor,
+    console: Console,
+    announcement: str,
+    close_listener: Callable[[], None],
+) -> None:
+    """Start the engine, announce it and handle the first stop signal: drain, or stop at once if it is not ready yet.
+
+    `close_listener` is called when the last frontend has exited, so that clients are refused rather than left
+    waiting.
+
+    Raises:
+        ProcessFailed: A process failed and the engine cannot continue.
+        StopRequested: A second signal was received.
+    """
+    try:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        console.line(announcement)
+        supervisor.watch()
+    except StopRequested:
+        if supervisor.was_ready:
+            limit = supervisor.drain_timeout_s
+            console.line(
+                f"draining for at most {limit:g} s; a second signal stops the server immediately"
+            )
+            supervisor.drain(close_listener)
+
+
+def _resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:
+    def resolve_model() -> ResolvedModel:
+        from ..model_source.config import resolve_model
+
+        return resolve_model(ModelOptions(**settings["model"]), console)
+
+    # In a child process, because the imports (numpy, huggingface-hub) would stay in this process's memory.
+    model = run_in_fork(resolve_model, ResolvedModel, signals)
+    config = model.config
+    console.line(
+        f"model {config.model}  {config.architecture}, {format_bytes(model.size_bytes)}, "
+        f"{config.max_model_len} tokens of context"
+    )
+    return model
+
+
+def _raise_open_file_limit() -> None:
+    """Raise the soft limit on open files to the hard limit.
+
+    Each connection is a file, and the usual soft limit of 1024 exists for programs that use select().
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

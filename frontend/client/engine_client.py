@@ -1,0 +1,560 @@
+"""The HTTP layer's client of the engine: submit sequences and read their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import Any, Final
+
+import zmq
+
+from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
+from ...protocol.config import FIRST_EPOCH, EngineConfig
+from ...protocol.errors import POISON_REQUEST, EngineError
+from ...protocol.messages import (
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ReplicaLost,
+)
+from ...protocol.supervisor_messages import EngineStatus
+from ..metrics.metrics import Metrics
+from ..supervisor.parse_journal import ParseJournal
+from ..tokenizer import Tokenizer
+from ..tokenizer.detokenizer import IncrementalDetokenizer
+from .core_connection import CoreConnection, CoreEvents
+from .core_load import Overloaded
+from .engine_watch import EngineWatch
+from .executor import ThreadExecutor
+from .input_processor import InputProcessor
+from .isolation_queue import IsolationQueue
+from .logprobs import PositionLogprobs
+from .output_processor import OutputProcessor
+from .poison_cache import PoisonCache
+from .request_group import MAX_SILENT_DEATHS, Delta, RequestGroup, Sequence, SequenceRequest
+from .routing import choose
+
+__all__ = [
+    "Delta",
+    "EngineClient",
+    "EngineDead",
+    "EngineDraining",
+    "Overloaded",
+    "PositionLogprobs",
+    "ReplicaUnavailable",
+    "RequestGroup",
+    "Sequence",
+    "SequenceRequest",
+]
+
+HASHED_AT_ONCE: Final = 4096
+"""Prompt tokens hashed before other tasks may run; this takes well under a millisecond."""
+
+SEQUENCES_AT_ONCE: Final = 128
+"""Sequences of a request that are created before other tasks may run; this takes about 2 ms."""
+
+ENDED_AT_ONCE: Final = 128
+"""Sequences of a request that are aborted before other tasks may run."""
+
+DEADLINE_GRACE_S: Final = 0.25
+"""Seconds after a deadline until the frontend ends the request itself. Normally the core does, with a more precise
+message.
+"""
+
+MIN_TOKENS_HASHED: Final = 64
+"""The fixed cost of a prompt, in tokens that are hashed in the same time."""
+
+STATUS_S: Final = 2.0
+STATUS_POLL_S: Final = 0.02
+"""How long, in seconds, a restarted frontend waits for a status before it serves, and how often it checks."""
+
+MAX_REQUEST_INDEX: Final = 2**31 - 1
+
+NO_MORE: Final[Mapping[int, int]] = {}
+
+
+class EngineDraining(EngineError):
+    """The server is shutting down and accepts no new requests."""
+
+
+class EngineDead(EngineError):
+    """The engine has failed; the message says why."""
+
+
+class ReplicaUnavailable(EngineError):
+    """The requested replica accepts no requests at the moment."""
+
+
+class EngineClient:
+    """One frontend's connection to all cores.
+
+    All methods must be called on the event loop that ran `start`.
+
+    Attributes:
+        draining: Set by the server during shutdown.
+        dead_reason: Why the engine failed; None while it works.
+        executor: The thread executor, which the server uses as well.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client_index: int,
+        tokenizer: Tokenizer,
+        journal: ParseJournal | None = None,
+    ) -> None:
+        self.draining = False
+        self.dead_reason: str | None = None
+        self.metrics = Metrics(config, client_index)
+        self._config = config
+        self._client_index = client_index
+        self._tokenizer = tokenizer
+        self.executor = ThreadExecutor(journal)
+        self._input = InputProcessor(config, tokenizer, self.executor)
+        self._output = OutputProcessor(self.metrics, self._abort_at_core)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._cores: list[CoreConnection] = []
+        self._isolation_queue: list[IsolationQueue] = []
+        self._poison_cache = PoisonCache()
+        self.watch: EngineWatch | None = None
+        self.metrics.watch_replicas(self._is_up)
+        self._started: asyncio.Future[None] | None = None
+        self._last_index = -1
+
+    @property
+    def ready(self) -> bool:
+        """Whether some core accepts requests."""
+        return self.dead_reason is None and any(self._open_cores())
+
+    @property
+    def num_inflight(self) -> int:
+        """The number of unfinished sequences."""
+        return len(self._output.sequences)
+
+    def find_overload(self) -> Overloaded | None:
+        """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
+        overload = None
+        for core in self._open_cores():
+            try:
+                core.load.check(1, 1)
+            except Overloaded as error:
+                overload = error
+            else:
+                return None
+        return overload
+
+    async def start(self) -> None:
+        """Connect, and wait until every core can execute. A restarted frontend waits for only one core.
+
+        Raises:
+            EngineDead: The engine failed before that.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self.watch = EngineWatch(self._context, self._config, self._status_is_known)
+        events = CoreEvents(
+            on_ready=self._core_is_ready,
+            on_outputs=self._take_outputs,
+            on_lost_outputs=self._outputs_were_lost,
+            on_replica_lost=self._replica_was_lost,
+            on_too_large=self._request_is_too_large,
+            on_refused=self.fail,
+        )
+        for core_index in range(self._config.parallel.data_parallel_size):
+            core = CoreConnection(
+                self._context, self._config, self._client_index, core_index, events
+            )
+            self._cores.append(core)
+            self._isolation_queue.append(IsolationQueue(self._send))
+            self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
+        watch = self.watch
+        self.metrics.watch_status(lambda: watch.status)
+        await self._started
+
+    async def watch_status(self) -> None:
+        """Wait for the supervisor's status, which lists the request bodies that crashed earlier frontends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STATUS_S):
+                while self.watch is not None and not self.watch.status.processes:
+                    await asyncio.sleep(STATUS_POLL_S)
+
+    def close(self) -> None:
+        """Disconnect from the cores. Unfinished groups fail."""
+        if self.dead_reason is None:
+            self.fail("the server stopped before this request finished")
+        while self._cores:
+            self._isolation_queue.pop().close()
+            self._cores.pop().close()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        self._context.term()
+        self.executor.close()
+
+    def fail(self, reason: str) -> None:
+        """Record that the engine failed: fail all unfinished requests and reject new ones."""
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        error = EngineDead(reason)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+        self._output.fail(self._output.sequences.values(), reason)
+        for core in self._cores:
+            core.fail_calls(error)
+
+    async def submit(self, sequences: list[SequenceRequest], *, request_id: str) -> RequestGroup:
+        """Start generating. Sequences of one prompt (the same object) share a core.
+
+        Raises:
+            ParameterError: The model cannot serve this request.
+            Overloaded: The queue is full.
+            ReplicaUnavailable: The requested replica accepts no requests at the moment.
+            EngineDraining: The server is shutting down.
+            EngineDead: The engine has failed.
+
+        If this raises, nothing was started.
+        """
+        arrival_time = time.monotonic()
+        self._check_open()
+        requests = await self._input.process(sequences, arrival_time)
+        await self._hash_prompts(sequences, requests)
+        self._check_open()
+        for request in requests:
+            request.request_id = request_id
+        started: list[Sequence] = []
+        for each in zip(sequences, requests, strict=True):
+            started.append(self._new_sequence(*each))
+            if len(started) % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        is_poison = any(request in self._poison_cache for request in requests)
+        self._check_open()
+        cores = self._route(sequences, requests)
+        group = RequestGroup(
+            request_id,
+            started,
+            [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))],
+            stream_interval=self._config.frontend.stream_interval,
+            on_abort=self._abort_group,
+        )
+        for sequence, core in zip(started, cores, strict=True):
+            self._register(sequence, core)
+            if not is_poison:
+                self._send(sequence)
+        self._watch_deadline(group, sequences[0].deadline)
+        if is_poison:
+            # No core has received this group.
+            self._end_group(group, FinishReason.ERROR, POISON_REQUEST)
+        return group
+
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Clear all prefix caches. Return False if running requests prevent it.
+
+        Raises:
+            EngineError: A replica is not up; the other replicas have cleared their caches.
+        """
+        self._check_alive()
+        answers = await asyncio.gather(
+            *(core.reset_prefix_cache(reset_running) for core in self._cores)
+        )
+        return all(answer.ok for answer in answers)
+
+    async def dump_event_logs(self) -> list[str]:
+        """Make every core write its last events to a file. Return the paths.
+
+        Raises:
+            EngineError: A core is not up or could not write.
+        """
+        self._check_alive()
+        answers = await asyncio.gather(*(core.dump_event_log() for core in self._cores))
+        for answer in answers:
+            if not answer.ok:
+                raise EngineError(answer.detail)
+        return [answer.detail for answer in answers]
+
+    def _check_alive(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDead(self.dead_reason)
+        if not self._cores:
+            raise EngineDead("the engine client is not started; call start() first")
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self.draining:
+            self.metrics.record_rejection(0, "draining")
+            raise EngineDraining(
+                "the server is shutting down and accepts no new requests; retry when it has restarted"
+            )
+
+    async def _hash_prompts(
+        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> None:
+        """Set the hashes of the full prompt blocks. Equal prompts (the same object) are hashed once."""
+        if not self._config.cache.enable_prefix_caching:
+            return
+        hashed: dict[tuple[int, str | None, bytes], tuple[bytes, bytes]] = {}
+        num_hashed = 0
+        for sequence, request in zip(sequences, requests, strict=True):
+            key = (id(sequence.prompt_token_ids), sequence.cache_salt, sequence.cache_owner)
+            if key not in hashed:
+                root = root_hash(cache_salt=sequence.cache_salt, owner=sequence.cache_owner)
+                prompt = int32_view(request.prompt_token_ids)
+                hashed[key] = root, await self._hash_blocks(prompt, root)
+                num_hashed += len(prompt) + MIN_TOKENS_HASHED
+                if num_hashed > HASHED_AT_ONCE:
+                    num_hashed = 0
+                    await asyncio.sleep(0)
+            request.root_hash, request.block_hashes = hashed[key]
+
+    async def _hash_blocks(self, prompt: Int32Array, root: bytes) -> bytes:
+        block_size, algorithm = self._config.cache.block_size, self._config.cache.prefix_hash
+        slice_tokens = max(HASHED_AT_ONCE // block_size, 1) * block_size
+        hashes = hash_blocks(prompt[:slice_tokens], block_size, root, (), algorithm)
+        for start in range(slice_tokens, len(prompt), slice_tokens):
+            await asyncio.sleep(0)
+            parent = hashes[-HASH_BYTES:]
+            piece = prompt[start : start + slice_tokens]
+            hashes += hash_blocks(piece, block_size, parent, (), algorithm)
+        return hashes
+
+    def _open_cores(self) -> list[CoreConnection]:
+        """Return the cores that accept new requests."""
+        return [core for core in self._cores if core.ready and core.is_serving]
+
+    def _route(
+        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> list[CoreConnection]:
+        """Return a core for each sequence. Raise Overloaded or ReplicaUnavailable if there is none."""
+        new_tokens: Counter[int] = Counter()
+        new_sequences: Counter[int] = Counter()
+        routed: list[CoreConnection] = []
+        for position, (sequence, request) in enumerate(zip(sequences, requests, strict=True)):
+            prompt = sequence.prompt_token_ids
+            if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
+                core = self._choose(
+                    self._block_keys(request), sequence.data_parallel_rank, new_sequences
+                )
+            new_sequences[core.core_index] += 1
+            new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
+            routed.append(core)
+        for core_index, count in new_sequences.items():
+            try:
+                self._cores[core_index].load.check(count, new_tokens[core_index])
+            except Overloaded:
+                self.metrics.record_rejection(core_index, "queue_full")
+                raise
+        return routed
+
+    def _choose(
+        self, keys: list[int], rank: int | None = None, more: Mapping[int, int] = NO_MORE
+    ) -> CoreConnection:
+        """Return the core for a prompt with these block keys.
+
+        `more` is the number of sequences about to be sent to each core.
+        """
+        candidates = self._open_cores()
+        if rank is not None:
+            if self._cores[rank] not in candidates:
+                raise ReplicaUnavailable(
+                    f"replica {rank} accepts no requests at the moment; use another X-data-parallel-rank or retry later"
+                )
+            return self._cores[rank]
+        if not candidates:
+            # The requests wait for a core. A drained core would not accept them by itself.
+            candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
+        if len(candidates) == 1:
+            return candidates[0]
+        return candidates[
+            choose(
+                [core.load.total + more.get(core.core_index, 0) for core in candidates],
+                [core.load.prefixes.count(keys) for core in candidates],
+                len(keys),
+                keys[0] if keys else 0,
+                self._config.scheduler.max_num_seqs,
+            )
+        ]
+
+    def _block_keys(self, request: EngineCoreRequest) -> list[int]:
+        """Return the keys for prefix routing, or [] if there is only one replica."""
+        return block_keys(request.block_hashes) if len(self._cores) > 1 else []
+
+    def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
+        params = wanted.params
+        prompt = memoryview(request.prompt_token_ids).cast("i")
+        detokenizer = None
+        if params.detokenize and self._config.model.has_tokenizer:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                prompt,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        return Sequence(request, params, len(prompt), detokenizer)
+
+    def _register(self, sequence: Sequence, core: CoreConnection) -> None:
+        """Count a sequence as one in flight at this core."""
+        request = sequence.request
+        request.request_index = self._next_request_index()
+        keys = self._block_keys(request)
+        sequence.assign(core.core_index, core.load, keys)
+        self._output.sequences[request.request_index] = sequence
+        core.load.submitted(sequence.num_prompt_tokens, keys)
+
+    def _send(self, sequence: Sequence) -> None:
+        """Send a sequence to its core, or queue it for the answer to the core's greeting if the core is not ready."""
+        core = self._cores[sequence.core_index]
+        sequence.epoch = core.epoch if core.ready else 0
+        core.add(sequence.request)
+
+    def _next_request_index(self) -> int:
+        index = self._last_index
+        while True:
+            index = 0 if index == MAX_REQUEST_INDEX else index + 1
+            if index not in self._output.sequences:
+                self._last_index = index
+                return index
+
+    def _abort_group(self, group: RequestGroup) -> None:
+        """End the first of its sequences now, and the others soon if there are many."""
+
+        def abort(sequence: Sequence) -> None:
+            self._output.finish(sequence, FinishReason.ABORT)
+            self._abort_at_core(sequence)
+
+        self._end_in_turns(group, abort)
+
+    def _end_in_turns(self, group: RequestGroup, end: Callable[[Sequence], None]) -> None:
+        num_ended = 0
+        for sequence in group.sequences:
+            if sequence.finished:
+                continue
+            if num_ended == ENDED_AT_ONCE:
+                asyncio.get_running_loop().call_soon(self._end_in_turns, group, end)
+                return
+            end(sequence)
+            num_ended += 1
+
+    def _end_group(
+        self, group: RequestGroup, reason: FinishReason, error: str | None = None
+    ) -> None:
+        for sequence in group.sequences:
+            if not sequence.finished:
+                self._output.finish(sequence, reason, error=error)
+                self._abort_at_core(sequence)
+
+    def _watch_deadline(self, group: RequestGroup, deadline: float) -> None:
+        """Schedule the end of a group at its deadline, because a core only ends requests between steps and may be
+        down.
+        """
+        if deadline:
+            group.deadline_timer = asyncio.get_running_loop().call_later(
+                deadline + DEADLINE_GRACE_S - time.monotonic(), self._expire_group, group
+            )
+
+    def _expire_group(self, group: RequestGroup) -> None:
+        self._end_in_turns(group, self._output.expire)
+
+    def _abort_at_core(self, sequence: Sequence) -> None:
+        self._cores[sequence.core_index].abort(sequence.request_index)
+
+    def _core_is_ready(self, ready: CoreReady) -> None:
+        self.metrics.record_ready(ready)
+        num_frontends = self._config.parallel.api_server_count
+        self._isolation_queue[ready.core_index].reset(
+            (self._client_index + ready.epoch) % num_frontends
+        )
+        for sequence in list(self._output.sequences.values()):
+            if sequence.core_index == ready.core_index and self._may_go_on(sequence):
+                self._resubmit(sequence)
+        is_first_life = self._config.epoch == FIRST_EPOCH
+        can_serve = not is_first_life or all(core.ready for core in self._cores)
+        if can_serve and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can be resubmitted; if not, it has failed."""
+        if sequence.finished:
+            return False
+        if self._cores[sequence.core_index].died_silently(sequence.epoch):
+            sequence.suspect_after_silent_crash()
+        if sequence.num_silent_deaths > MAX_SILENT_DEATHS:
+            self._fail_as_poison(sequence)
+        return not sequence.finished
+
+    def _fail_as_poison(self, sequence: Sequence) -> None:
+        """Fail the group of a sequence that caused crashes, because a response needs all sequences."""
+        self._poison_cache.add_request(sequence.request)
+        if self.watch is not None:
+            self.watch.cause_found()
+        self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
+
+    def _resubmit(self, sequence: Sequence) -> None:
+        self._output.resubmit(sequence, self._next_request_index())
+        isolation_queue = self._isolation_queue[sequence.core_index]
+        if sequence.is_silent_suspect:
+            sequence.epoch = 0
+            isolation_queue.add_suspect(sequence)
+        else:
+            self._send(sequence)
+            isolation_queue.wait_for(sequence)
+
+    def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+        for done in outputs.finished:
+            sequence = self._output.sequences.get(done.request_index)
+            if sequence is not None and done.message == POISON_REQUEST:
+                self._fail_as_poison(sequence)
+        self._output.process(outputs)
+        self._isolation_queue[outputs.core_index].advance()
+
+    def _is_up(self, replica: int) -> bool:
+        return self.watch is not None and self.watch.is_up(replica)
+
+    def _status_is_known(self, status: EngineStatus) -> None:
+        """Apply a status: move sequences away from cores that are gone, unless the core is being restarted right
+        now.
+        """
+        if status.failure:
+            self.fail(status.failure)
+            return
+        for core, replica in zip(self._cores, status.replicas, strict=False):
+            core.note_status(replica)
+        if not self.ready:
+            return
+        resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
+        for sequence in list(self._output.sequences.values()):
+            core_index = sequence.core_index
+            if not self._cores[core_index].ready and core_index not in resuming:
+                self._move(sequence)
+
+    def _move(self, sequence: Sequence) -> None:
+        self._isolation_queue[sequence.core_index].remove_sequence(sequence)
+        if self._may_go_on(sequence):
+            core = self._choose(sequence.block_keys)
+            self._output.move(sequence, core.core_index, core.load)
+            self._resubmit(sequence)
+
+    def _replica_was_lost(self, lost: ReplicaLost) -> None:
+        for indices, is_suspect in ((lost.suspects, True), (lost.unsuspected, False)):
+            for index in int32_view(indices).tolist():
+                sequence = self._output.sequences.get(index)
+                if sequence is not None:
+                    sequence.mark_suspected(is_suspect=is_suspect)
+
+    def _request_is_too_large(self, request_index: int) -> None:
+        self._output.fail(
+            [self._output.sequences[request_index]],
+            "this request is too large for a message between the engine's processes; send a shorter prompt or fewer sequences",
+        )
+
+    def _outputs_were_lost(self, core_index: int) -> None:
+        """Fail the sequences without progress since the last loss. The others continue as after a crash of the core."""
+        at_core = [s for s in self._output.sequences.values() if s.core_index == core_index]
+        stuck = [sequence for sequence in at_core if sequence.lose_outputs()]
+        self._output.fail(stuck, "the engine lost this request's tokens twice; retry the request")

@@ -1,0 +1,129 @@
+"""The supervisor's status as received by a frontend, and the commands that a frontend sends to the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ...protocol.config import EngineConfig
+from ...protocol.heartbeat import BEAT_INTERVAL_S
+from ...protocol.supervisor_messages import (
+    EngineStatus,
+    ProcessInfo,
+    ReplicaAction,
+    ReplicaCommand,
+    ReplicaInfo,
+    ReplicaState,
+    Stage,
+)
+from ...protocol.transport import StatusReporter, StatusSubscriber
+
+ANSWER_S = 5.0
+ANSWER_POLL_S = 0.02
+"""How long the supervisor may take to execute a command, and how often its status is checked, in seconds."""
+
+SILENCE_S = 3 * BEAT_INTERVAL_S
+"""Seconds without a heartbeat after which a process counts as stalled. The supervisor kills it later."""
+
+
+class EngineWatch:
+    """Stores the latest `EngineStatus` and passes each one to `on_status`. It belongs to the event loop that created
+    it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        config: EngineConfig,
+        on_status: Callable[[EngineStatus], None],
+    ) -> None:
+        self._subscriber = StatusSubscriber(context, config)
+        self._reporter = StatusReporter(context, config, "a frontend")
+        self._on_status = on_status
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._subscriber.socket.FD, self._read)
+        self._received_at = time.monotonic()
+        self._heartbeat_timeout_s = config.recovery.heartbeat_timeout_s
+        self.status = EngineStatus([])
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._subscriber.socket.FD)
+        self._subscriber.close()
+        self._reporter.close()
+
+    async def command(self, replica: int, action: ReplicaAction) -> ReplicaInfo:
+        """Send a command for a replica and wait until it takes effect.
+
+        Raises:
+            TimeoutError: The supervisor did not execute it.
+        """
+        self._reporter.command(ReplicaCommand(replica, action))
+        is_to_serve = action is ReplicaAction.UNDRAIN
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                await asyncio.sleep(ANSWER_POLL_S)
+                info = self.status.replicas[replica]
+                if (info.state is ReplicaState.SERVING) == is_to_serve:
+                    return info
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._subscriber.num_dropped_frames
+
+    def cause_found(self) -> None:
+        """Report that a request was failed as the cause of crashes."""
+        self._reporter.cause_found()
+
+    def is_up(self, replica: int) -> bool:
+        """Return whether a replica can compute, according to the latest status."""
+        self._read()
+        return bool(self.status.replicas) and self.status.replicas[replica].is_up
+
+    def find_stalled_process(self) -> str:
+        """Return the process that keeps every replica from making progress, with the reason; "" while one replica
+        works.
+
+        Other frontends are ignored, because clients connect to those that respond.
+        """
+        age_s = self._read()
+        if age_s > SILENCE_S and self.status.processes:
+            return f"supervisor: silent for {age_s:.1f} s"
+        degraded, serving = self.find_degraded_replicas(), self._serving()
+        return degraded[min(serving)] if serving and serving == degraded.keys() else ""
+
+    def find_degraded_replicas(self) -> dict[int, str]:
+        """Return the replicas that should serve but make no progress, each with the responsible process."""
+        age_s, serving = self._read(), self._serving()
+        degraded: dict[int, str] = {}
+        # Processes that are not running come first, because the rest of their replica may be waiting for them.
+        for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
+            if process.replica in serving and (reason := _why_stalled(process, age_s)):
+                degraded.setdefault(process.replica, reason)
+        return degraded
+
+    def _serving(self) -> set[int]:
+        return {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
+
+    @property
+    def is_beyond_help(self) -> bool:
+        """Whether the supervisor, which restarts all other processes, is silent itself."""
+        return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
+
+    def _read(self) -> float:
+        """Apply received statuses. Return the age of the latest one in seconds."""
+        while (status := self._subscriber.receive()) is not None:
+            self.status, self._received_at = status, time.monotonic()
+            self._on_status(status)
+        return time.monotonic() - self._received_at
+
+
+def _why_stalled(process: ProcessInfo, age_s: float) -> str:
+    if process.stage is not Stage.READY:
+        return f"{process.name}: {process.stage} {process.detail}".rstrip()
+    if process.silent_s + age_s > SILENCE_S:
+        return f"{process.name}: silent for {process.silent_s + age_s:.1f} s"
+    return ""

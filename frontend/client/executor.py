@@ -1,0 +1,96 @@
+"""Threads for work that would block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Final, TypeVar
+
+from ..supervisor.parse_journal import ParseJournal
+
+T = TypeVar("T")
+
+ON_LOOP_CHARACTERS: Final = 2048
+"""Texts up to this size are processed on the event loop, because a thread switch would cost more."""
+
+LONG_CHARACTERS: Final = 64 * 1024
+"""Longer texts have separate threads, so that short ones never wait for them."""
+
+NUM_THREADS: Final = 2
+"""Threads for short work, and the same number for long work."""
+
+request_digest: ContextVar[bytes | None] = ContextVar("request_digest", default=None)
+"""The digest of the request body that the current task handles, for the journal."""
+
+
+class ThreadExecutor:
+    """Runs functions in threads, in order to keep the event loop responsive.
+
+    Attributes:
+        num_waiting_characters: Total size of unfinished long work.
+
+    The `journal` records the request of each running function, so that a crash can be traced to it.
+    """
+
+    def __init__(self, journal: ParseJournal | None = None) -> None:
+        self._journal = journal
+        self._short = _start_threads("short")
+        self._long = _start_threads("long")
+        self.num_waiting_characters = 0
+
+    def close(self) -> None:
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def create_separate(self) -> ThreadExecutor:
+        """Return further threads with the same journal, for work that must not delay the work in these."""
+        return ThreadExecutor(self._journal)
+
+    async def run(self, size: int, function: Callable[..., T], *args: object) -> T:
+        """Call `function`, in a thread if processing `size` characters would block the event loop."""
+        if size <= ON_LOOP_CHARACTERS:
+            return self.call(function, *args)
+        if size <= LONG_CHARACTERS:
+            return await self.in_thread(function, *args)
+        self.num_waiting_characters += size
+        try:
+            return await self._in(self._long, function, *args)
+        finally:
+            self.num_waiting_characters -= size
+
+    async def in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Call a short-running `function` in a thread."""
+        return await self._in(self._short, function, *args)
+
+    def call(self, function: Callable[..., T], *args: object) -> T:
+        """Call `function` on this thread and record it in the journal."""
+        return self._call(request_digest.get(), function, *args)
+
+    async def _in(
+        self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: object
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            threads, self._call, request_digest.get(), function, *args
+        )
+
+    def _call(self, digest: bytes | None, function: Callable[..., T], *args: object) -> T:
+        if digest is None or self._journal is None:
+            return function(*args)
+        slot = self._journal.enter(digest)
+        try:
+            return function(*args)
+        finally:
+            self._journal.leave(slot)
+
+
+def _start_threads(kind: str) -> ThreadPoolExecutor:
+    """Start all threads immediately, because none may be available later if memory is limited."""
+    threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"{kind} work")
+    all_run = threading.Barrier(NUM_THREADS)
+    for _ in range(NUM_THREADS):
+        threads.submit(all_run.wait)
+    return threads

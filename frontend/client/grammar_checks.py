@@ -1,0 +1,163 @@
+"""Checks grammars before their requests go to a core, in processes that a grammar may bring down."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ...protocol.errors import EngineError
+from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
+from ...protocol.grammars.messages import (
+    LENGTH_BYTES,
+    MAX_WALL_S,
+    Check,
+    Exited,
+    Verdict,
+    decode_reply,
+    frame,
+)
+from ...protocol.grammars.process import GrammarProcesses, describe_exit
+from ...protocol.sampling_params import GrammarKind, StructuredOutput
+from .executor import ThreadExecutor
+
+logger = logging.getLogger(__name__)
+
+MAX_CHECKS: Final = 4
+"""Grammars that are checked at the same time."""
+
+MAX_LONG_CHECKS: Final = 2
+LONG_SPEC: Final = 16 << 10
+"""Characters of a grammar from which on it is one of the `MAX_LONG_CHECKS`, so that short ones need not wait for it."""
+
+MAX_VERDICTS: Final = 1024
+MAX_CHECKS_PER_PROCESS: Final = 200
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class GrammarChecks:
+    """A pool of disposable processes. Grammars that were checked lately are not checked again.
+
+    `run` prepares grammars in the threads of `executor`, which nothing else uses.
+    """
+
+    def __init__(self, processes: GrammarProcesses, executor: ThreadExecutor) -> None:
+        self._processes = processes
+        self._executor = executor
+        self.run = executor.run
+        self._slots = asyncio.Semaphore(MAX_CHECKS)
+        self._long_slots = asyncio.Semaphore(MAX_LONG_CHECKS)
+        self._idle: list[_Checker] = []
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    async def warm_up(self) -> None:
+        """Start a process, so that no request has to wait for it."""
+        try:
+            verdict = await self.check(StructuredOutput(GrammarKind.JSON_OBJECT))
+        except (OSError, EngineError) as error:
+            verdict = Verdict(str(error))
+        if verdict.problem:
+            logger.warning("structured outputs cannot be used: %s", verdict.problem)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._executor.close()
+        self._processes.close()
+
+    async def check(
+        self, structured_output: StructuredOutput, parts: Sequence[StructuredOutput] = ()
+    ) -> Verdict:
+        """Return whether a grammar can be used, and at what cost. Cancelling it ends the process.
+
+        Raises OSError or EngineError if no process can be started.
+        """
+        size = len(structured_output.spec)
+        if size > MAX_SPEC_LENGTH:
+            return Verdict(f"must have at most {MAX_SPEC_LENGTH} characters, got {size}")
+        request = await self.run(size, frame, Check(structured_output, list(parts)))
+        digest = hashlib.blake2b(request, digest_size=16).digest()
+        verdict = self._verdicts.get(digest)
+        if verdict is not None:
+            self._verdicts.move_to_end(digest)
+            return verdict
+        if len(request) > LONG_SPEC:
+            async with self._long_slots:
+                verdict = await self._check(request)
+        else:
+            verdict = await self._check(request)
+        self._verdicts[digest] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _check(self, request: bytes) -> Verdict:
+        async with self._slots:
+            checker = self._idle.pop() if self._idle else None
+            if checker is None or not checker.is_alive:
+                loop = asyncio.get_running_loop()
+                checker = _Checker(await loop.run_in_executor(None, self._processes.spawn))
+            verdict = None
+            try:
+                verdict = await asyncio.wait_for(checker.check(request), 2 * MAX_WALL_S)
+            except TimeoutError:
+                return Verdict(describe_exit(None))
+            finally:
+                if verdict is None or not checker.is_reusable or verdict.is_isolated:
+                    checker.close()
+                else:
+                    self._idle.append(checker)
+            return verdict
+
+
+class _Checker:
+    """One process, for one grammar after another."""
+
+    def __init__(self, process: socket.socket) -> None:
+        process.setblocking(False)
+        self._process = process
+        self._num_checks = 0
+        self.is_reusable = True
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process waits for a grammar. What it has to say without one is that it has ended."""
+        try:
+            self._process.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        self.close()
+        return False
+
+    def close(self) -> None:
+        self._process.close()
+
+    async def check(self, request: bytes) -> Verdict:
+        loop = asyncio.get_running_loop()
+        self._num_checks += 1
+        self.is_reusable = self._num_checks < MAX_CHECKS_PER_PROCESS
+        received = b""
+        try:
+            await loop.sock_sendall(self._process, request)
+            while len(received) < LENGTH_BYTES or len(received) < LENGTH_BYTES + int.from_bytes(
+                received[:LENGTH_BYTES], "big"
+            ):
+                piece = await loop.sock_recv(self._process, 1 << 16)
+                if not piece:
+                    break
+                received += piece
+        except ConnectionError:
+            received = b""
+        reply = decode_reply(received[LENGTH_BYTES:]) if received else None
+        if isinstance(reply, Verdict):
+            return reply
+        self.is_reusable = False
+        return Verdict(describe_exit(reply if isinstance(reply, Exited) else None))

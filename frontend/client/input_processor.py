@@ -1,0 +1,278 @@
+"""Converts a sequence request to the core's message, or raises an error that the client understands."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import Counter
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...protocol.arrays import Int32Array, int32_bytes
+from ...protocol.config import EngineConfig
+from ...protocol.errors import ParameterError
+from ...protocol.grammars.grammar import PARAM as STRUCTURED_OUTPUTS
+from ...protocol.messages import EngineCoreRequest
+from ...protocol.sampling_params import MAX_SEED, SamplingParams
+from ..http.shown_values import echo
+from ..tokenizer import NO_TOKENIZER, Tokenizer
+from ..tokenizer.token_ids import token_id_array
+from .executor import ThreadExecutor
+from .request_group import SequenceRequest, TokenIds
+
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
+
+MAX_ENTRIES_IN_ALL: Final = 1 << 22
+"""Maximum total entries of a request's lists, counted once per sequence."""
+
+MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
+"""Maximum total characters of a request's schema or grammar, counted once per sequence."""
+
+MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 22
+"""Maximum total entries of a request's prompt logprobs."""
+
+SEQUENCES_AT_ONCE: Final = 128
+"""Sequences of a request that are processed before other tasks get their turn: about 2 ms."""
+
+CHARACTERS_A_WORD: Final = 32
+"""The cost of encoding one word, in characters of text."""
+
+
+class InputProcessor:
+    """Validates requests against the model and fills in defaults."""
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
+    ) -> None:
+        self._model = config.model
+        self._max_logprobs = config.frontend.max_logprobs
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._default_max_tokens = config.frontend.default_sampling.get("max_tokens")
+        self._seeds = _Seeds(config.model.seed)
+
+    async def process(
+        self, sequences: list[SequenceRequest], arrival_time: float
+    ) -> list[EngineCoreRequest]:
+        """Return the messages for the core, without request indices and block hashes.
+
+        Objects that several sequences share are processed once.
+
+        Raises:
+            ParameterError: The model cannot serve this request.
+        """
+        prompts: dict[int, tuple[int, bytes]] = {}
+        bad_words: dict[tuple[int, ...], TokenSequences] = {}
+        counts = Counter(_lists_of(sequence.params) for sequence in sequences)
+        for i, sequence in enumerate(sequences, 1):
+            if i % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            prompt, params = sequence.prompt_token_ids, sequence.params
+            if id(prompt) not in prompts:
+                token_ids = self._prompt(prompt)
+                prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
+            lists = _lists_of(params)
+            if lists not in bad_words:
+                if not self._model.has_tokenizer:
+                    _verify_without_text(params)
+                params.verify_lists(vocab_size=self._model.vocab_size)
+                bad_words[lists] = await self._bad_words(params)
+                _verify_volume(params, bad_words[lists], counts[lists])
+        _verify_num_logprobs(
+            [(len(prompts[id(s.prompt_token_ids)][1]) // 4, s.params) for s in sequences],
+            self._model.vocab_size,
+        )
+        messages: list[EngineCoreRequest] = []
+        for sequence in sequences:
+            prompt_of = prompts[id(sequence.prompt_token_ids)]
+            words = bad_words[_lists_of(sequence.params)]
+            messages.append(self._message(sequence, *prompt_of, words, arrival_time))
+            if len(messages) % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return messages
+
+    def _message(
+        self,
+        request: SequenceRequest,
+        num_prompt_tokens: int,
+        prompt: bytes,
+        bad_words: TokenSequences,
+        arrival_time: float,
+    ) -> EngineCoreRequest:
+        params = request.params
+        if params.stop and not params.detokenize:
+            raise ParameterError(
+                "stop", "strings need detokenize=true; set it or use stop_token_ids"
+            )
+        params = msgspec.structs.replace(
+            params,
+            n=1,
+            stop=(),
+            bad_words=(),
+            bad_words_token_ids=bad_words,
+            max_tokens=self._max_tokens(num_prompt_tokens, params.max_tokens),
+            seed=self._seeds.draw() if params.seed is None else params.seed,
+        )
+        params.verify_numbers(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
+        return EngineCoreRequest(
+            request_index=0,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            arrival_time=arrival_time,
+            eos_token_ids=self._model.eos_token_ids,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=request.deadline,
+            trace_headers=request.trace_headers,
+        )
+
+    def _prompt(self, token_ids: TokenIds) -> Int32Array:
+        if isinstance(token_ids, np.ndarray):
+            prompt: npt.NDArray[Any] = token_ids
+        else:
+            try:
+                prompt = token_id_array(token_ids)
+            except ValueError:
+                raise ParameterError(
+                    "prompt", "must be one list of integer token ids below 2**63"
+                ) from None
+        if prompt.ndim != 1:
+            raise ParameterError(
+                "prompt", f"must be one list of token ids, got shape {prompt.shape}"
+            )
+        if not len(prompt):
+            raise ParameterError("prompt", "must not be empty: it has 0 tokens")
+        if prompt.dtype.kind not in "iu":
+            raise ParameterError("prompt", "must consist of integer token ids below 2**63")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._model.vocab_size:
+            raise ParameterError(
+                "prompt",
+                f"has token id {low if low < 0 else high}, "
+                f"outside the vocabulary [0, {self._model.vocab_size})",
+            )
+        limit = self._model.max_model_len
+        if len(prompt) >= limit:
+            raise ParameterError(
+                "prompt",
+                f"is too long: it has {len(prompt)} tokens. This model's maximum context length is "
+                f"{limit} tokens, prompt and completion together, so at most {limit - 1} fit",
+            )
+        return prompt.astype(np.int32, copy=False)
+
+    def _max_tokens(self, num_prompt_tokens: int, given: int | None) -> int:
+        limit = self._model.max_model_len
+        remaining = limit - num_prompt_tokens
+        if given is None:
+            if self._default_max_tokens is None:
+                return remaining
+            return min(int(self._default_max_tokens), remaining)
+        if given > remaining:
+            raise ParameterError(
+                "max_tokens",
+                f"is too large: {given}. This model's maximum context length is {limit} tokens and "
+                f"the prompt has {num_prompt_tokens}, so at most {remaining} can be generated",
+            )
+        return given
+
+    async def _bad_words(self, params: SamplingParams) -> TokenSequences:
+        words = params.bad_words
+        if not words:
+            return params.bad_words_token_ids
+        size = sum(map(len, words)) + CHARACTERS_A_WORD * len(words)
+        encoded = await self._executor.run(size, self._encode_bad_words, words)
+        return params.bad_words_token_ids + encoded
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> TokenSequences:
+        """Encode each word with and without a leading space, because the tokens differ."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            bare = word.lstrip()
+            if not bare:
+                raise ParameterError(
+                    "bad_words", f"must not contain an empty word, got {echo(word)} at {i}"
+                )
+            for spelling in (bare, " " + bare):
+                sequences[tuple(self._tokenizer.encode(spelling, add_special_tokens=False))] = None
+        return tuple(sequences)
+
+
+def _lists_of(params: SamplingParams) -> tuple[int, ...]:
+    """Return the identity of all parameters that may be long."""
+    return (
+        id(params.stop),
+        id(params.stop_token_ids),
+        id(params.allowed_token_ids),
+        id(params.logit_bias),
+        id(params.bad_words),
+        id(params.bad_words_token_ids),
+        id(params.structured_output),
+    )
+
+
+def _verify_without_text(params: SamplingParams) -> None:
+    """Raise ParameterError for what a server without a tokenizer cannot compare with tokens."""
+    texts = (
+        ("stop", params.stop, "stop_token_ids"),
+        ("bad_words", params.bad_words, "logit_bias"),
+        (STRUCTURED_OUTPUTS, params.structured_output, "allowed_token_ids"),
+    )
+    for name, value, instead in texts:
+        if value:
+            raise ParameterError(name, f"needs a tokenizer, and {NO_TOKENIZER}; use {instead}")
+
+
+def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequences: int) -> None:
+    """Raise ParameterError if the lists are too large when every sequence has a copy."""
+    constraint = params.structured_output
+    sizes = (
+        ("stop_token_ids", len(params.stop_token_ids), MAX_ENTRIES_IN_ALL, "entries"),
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ENTRIES_IN_ALL, "entries"),
+        ("logit_bias", len(params.logit_bias or ()), MAX_ENTRIES_IN_ALL, "entries"),
+        ("bad_words", sum(map(len, bad_words)), MAX_ENTRIES_IN_ALL, "tokens"),
+        (
+            STRUCTURED_OUTPUTS,
+            0 if constraint is None else len(constraint.spec),
+            MAX_SPEC_CHARACTERS_IN_ALL,
+            "characters",
+        ),
+    )
+    for name, size, limit, unit in sizes:
+        if size * num_sequences > limit:
+            raise ParameterError(
+                name,
+                f"has {size} {unit} for each of {num_sequences} sequences, "
+                f"{size * num_sequences} in total, but at most {limit} are allowed",
+            )
+
+
+def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size: int) -> None:
+    """Raise ParameterError if the prompt logprobs, which are kept until the end, have too many entries in total."""
+    total = 0
+    for num_tokens, params in sequences:
+        if (wanted := params.prompt_logprobs) is not None:
+            total += num_tokens * (1 + (vocab_size if wanted == -1 else wanted))
+    if total > MAX_PROMPT_LOGPROBS_IN_ALL:
+        raise ParameterError(
+            "prompt_logprobs",
+            f"needs {total} entries for all prompt tokens, but at most {MAX_PROMPT_LOGPROBS_IN_ALL} are allowed; "
+            "request fewer alternatives or send fewer tokens",
+        )
+
+
+class _Seeds:
+    """Seeds that never repeat: a keyed hash of a counter. With `base` 0 they are unpredictable."""
+
+    def __init__(self, base: int) -> None:
+        self._key = base.to_bytes(8, "little") if base else os.urandom(32)
+        self._counter = 0
+
+    def draw(self) -> int:
+        self._counter += 1
+        count = self._counter.to_bytes(8, "little")
+        digest = hashlib.blake2b(count, digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "little") & MAX_SEED

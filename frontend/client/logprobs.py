@@ -1,0 +1,55 @@
+"""Logprobs as the API reports them. They are decoded only when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from ...protocol.arrays import float32_view, int32_view
+from ...protocol.messages import TokenLogprobs
+
+ENTRIES_AT_ONCE: Final = 4096
+"""Entries decoded in one call, during which no other thread runs."""
+
+
+class PositionLogprobs(msgspec.Struct, gc=False):
+    """The logprobs of one position.
+
+    Attributes:
+        token_id: The sampled token.
+        rank: Its rank, from 1.
+        top: Pairs of token ID and logprob, the most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def decode_logprobs(messages: list[TokenLogprobs]) -> list[PositionLogprobs]:
+    """Decode consecutive messages of one request.
+
+    Raises:
+        ValueError: An array does not have `num_positions` rows.
+    """
+    return list(iterate_logprobs(messages))
+
+
+def iterate_logprobs(messages: list[TokenLogprobs]) -> Iterator[PositionLogprobs]:
+    """Yield the positions that `decode_logprobs` returns one by one."""
+    for message in messages:
+        shape = (message.num_positions, -1)
+        all_ids = int32_view(message.token_ids).reshape(shape)
+        all_logprobs = float32_view(message.logprobs).reshape(shape)
+        ranks = int32_view(message.ranks).tolist()
+        num_rows = max(1, ENTRIES_AT_ONCE // all_ids.shape[1])
+        for start in range(0, len(all_ids), num_rows):
+            rows = slice(start, start + num_rows)
+            for ids, values, rank in zip(
+                all_ids[rows].tolist(), all_logprobs[rows].tolist(), ranks[rows], strict=True
+            ):
+                top = list(zip(ids[1:], values[1:], strict=True))
+                yield PositionLogprobs(ids[0], values[0], rank, top)

@@ -1,0 +1,310 @@
+"""Applies the outputs of the cores to the waiting sequences.
+
+This runs once for every token that the server generates, so a message is handled as a whole: one decoding of its
+arrays, one pass over its tokens, and one wake-up for all requests with new output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
+from typing import Final, NamedTuple
+
+from ...protocol.arrays import float32_view, int32_list
+from ...protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EventKind,
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+)
+from ..metrics.metrics import Metrics
+from ..metrics.names import REJECTIONS
+from .core_load import CoreLoad
+from .request_group import FAILURES, RequestGroup, Sequence
+
+logger = logging.getLogger(__name__)
+
+DEADLINE: Final = "deadline"
+"""The stop reason of a sequence that was cut short by its deadline."""
+
+
+class _Rows(NamedTuple):
+    """The sequence of each row of a message, None for removed ones. `watched` are those with stop strings."""
+
+    request_indices: bytes
+    sequences: list[Sequence | None]
+    watched: list[Sequence]
+
+
+class OutputProcessor:
+    """Owns the unfinished sequences, by request index.
+
+    `abort` is called for a sequence that finished here while its core still generates.
+    """
+
+    def __init__(self, metrics: Metrics, abort: Callable[[Sequence], None]) -> None:
+        self.sequences: dict[int, Sequence] = {}
+        self._metrics = metrics
+        self._abort = abort
+        self._woken: list[RequestGroup] = []
+        self._last_rows: dict[int, _Rows] = {}
+        """The rows of each core's last message, because the next mostly has the same. Cleared when a sequence is
+        removed.
+        """
+
+    def process(self, outputs: EngineCoreOutputs) -> None:
+        """Apply one message. Entries of unknown or finished sequences are ignored.
+
+        Raises:
+            ValueError: The sizes of the arrays do not match. Nothing was changed.
+        """
+        rows = self._find_rows(outputs)
+        token_ids = _token_ids(outputs, len(rows.sequences))
+        ended = int32_list(outputs.finished_set)
+        scheduler_times = _scheduler_times(outputs, len(ended))
+        events = [event for group in outputs.events for event in group.split()]
+        for event in events:
+            self._apply_event(event)
+        for message in outputs.logprobs:
+            if (sequence := self.sequences.get(message.request_index)) is not None:
+                sequence.logprobs.append(message)
+        for message in outputs.prompt_logprobs:
+            if (sequence := self.sequences.get(message.request_index)) is not None:
+                sequence.prompt_logprob_messages.append(message)
+        if token_ids:
+            self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
+        if rows.watched:
+            self._find_stop_strings(
+                rows.watched, {done.request_index: done for done in outputs.finished}
+            )
+        if scheduler_times:
+            self._metrics.record_scheduler_times(outputs.core_index, scheduler_times)
+            for request_index, seconds in zip(ended, scheduler_times, strict=True):
+                if (sequence := self.sequences.get(request_index)) is not None:
+                    sequence.scheduler_time = seconds
+        for done in outputs.finished:
+            if (sequence := self.sequences.get(done.request_index)) is not None:
+                self._finish_as_reported(sequence, done)
+        for request_index in ended:
+            if (sequence := self.sequences.get(request_index)) is not None:
+                self.finish(
+                    sequence, FinishReason.ERROR, error="the engine lost this request; retry it"
+                )
+        if outputs.stats is not None:
+            self._metrics.record_stats(outputs.core_index, outputs.stats)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        outcome: FinishReason | None = None,
+    ) -> None:
+        """Finish a sequence. Its core may still be computing it.
+
+        Args:
+            sequence: An unfinished sequence.
+            reason: The finish reason that the client receives.
+            stop_reason: The stop string or token.
+            error: The error message for the client.
+            outcome: The finish reason for metrics, if it differs from `reason`.
+        """
+        self._remove(sequence)
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        sequence.error = error
+        sequence.finish_time = time.monotonic()
+        self._leave_queue(sequence)
+        sequence.load.finished(sequence.block_keys)
+        self._metrics.record_finished(sequence, reason if outcome is None else outcome)
+        sequence.group.sequence_ended()
+        if not sequence.group.num_unfinished:
+            self._metrics.record_group(sequence.group.outputs_by_prompt())
+        self._have_updates([sequence])
+
+    def expire(self, sequence: Sequence) -> None:
+        """Finish a sequence whose deadline has passed without a report from its core."""
+        waited_s = time.monotonic() - sequence.arrival_time
+        message = f"the deadline passed before any token was generated, {waited_s:.3f} s after the request arrived; set a later deadline"
+        expired = FinishedRequest(sequence.request_index, FinishReason.EXPIRED, message=message)
+        self._finish_as_reported(sequence, expired)
+        self._abort(sequence)
+
+    def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
+        """Assign a sequence to another core."""
+        self._leave_queue(sequence)
+        sequence.load.moved_away(sequence.block_keys)
+        load.submitted(sequence.num_prompt_tokens, sequence.block_keys)
+        if sequence.scheduled_time:
+            load.left_queue(sequence.num_prompt_tokens, was_queued=False)
+        else:
+            sequence.queued_time = 0.0
+        sequence.core_index, sequence.load = core_index, load
+
+    def resubmit(self, sequence: Sequence, request_index: int) -> EngineCoreRequest:
+        """Return the request that continues a sequence. Its new index makes outputs for the old one be ignored."""
+        self._remove(sequence)
+        request = sequence.resubmission(request_index)
+        self.sequences[request_index] = sequence
+        return request
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.request_index]
+        self._last_rows.clear()
+
+    def fail(self, sequences: Iterable[Sequence], error: str) -> None:
+        for sequence in list(sequences):
+            self.finish(sequence, FinishReason.ERROR, error=error)
+
+    def _have_updates(self, sequences: list[Sequence]) -> None:
+        """Schedule a wake-up of their readers after the whole message has been applied."""
+        if sequences and not self._woken:
+            asyncio.get_running_loop().call_soon(self._wake_readers)
+        for sequence in sequences:
+            group = sequence.group
+            if not sequence.has_updates:
+                sequence.has_updates = True
+                group.updates.append(sequence)
+            self._woken.append(group)
+
+    def _wake_readers(self) -> None:
+        woken, self._woken = self._woken, []
+        for group in woken:
+            if group.on_update is not None:
+                group.on_update()
+            else:
+                group.wake()
+
+    def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
+        rows = self._last_rows.get(outputs.core_index)
+        if rows is None or rows.request_indices != outputs.request_indices:
+            sequences = list(map(self.sequences.get, int32_list(outputs.request_indices)))
+            watched = [s for s in sequences if s is not None and s.has_stop_strings]
+            rows = _Rows(outputs.request_indices, sequences, watched)
+            self._last_rows[outputs.core_index] = rows
+        return rows
+
+    def _append_tokens(
+        self,
+        outputs: EngineCoreOutputs,
+        owners: Iterable[Sequence | None],
+        token_ids: list[int],
+    ) -> None:
+        timestamp = outputs.timestamp
+        intervals: list[float] = []
+        update: list[Sequence] = []
+        num_tokens = 0
+        for sequence, token_id in zip(owners, token_ids, strict=True):
+            if sequence is None:
+                continue
+            num_tokens += 1
+            tokens = sequence.token_ids
+            tokens.append(token_id)
+            previous = sequence.last_token_time
+            if previous != timestamp:
+                sequence.last_token_time = timestamp
+                if previous:
+                    intervals.append(timestamp - previous)
+                else:
+                    sequence.first_token_time = timestamp
+                    self._metrics.record_first_token(sequence)
+            if len(tokens) >= sequence.wake_at and not sequence.has_updates:
+                update.append(sequence)
+        self._have_updates(update)
+        if num_tokens:
+            self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
+
+    def _find_stop_strings(
+        self, watched: list[Sequence], finished: dict[int, FinishedRequest]
+    ) -> None:
+        for sequence in watched:
+            done = finished.get(sequence.request_index)
+            try:
+                stop = sequence.find_stop_string(
+                    ended_by_token=done is not None and done.reason is FinishReason.STOP
+                )
+            except Exception:
+                logger.exception("request %s: detokenization failed", sequence.group.request_id)
+                self.finish(
+                    sequence,
+                    FinishReason.ERROR,
+                    error="the generated tokens could not be decoded; see the server's log",
+                )
+                self._abort(sequence)
+                continue
+            if stop is not None:
+                self.finish(sequence, FinishReason.STOP, stop_reason=stop)
+                if done is None:
+                    self._abort(sequence)
+
+    def _finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+        sequence.trace_headers = done.trace_headers or sequence.trace_headers
+        if done.reason is FinishReason.EXPIRED and sequence.num_generated_tokens:
+            # The client keeps the tokens generated so far, as with a token limit.
+            self.finish(
+                sequence, FinishReason.LENGTH, stop_reason=DEADLINE, outcome=FinishReason.EXPIRED
+            )
+            return
+        error = done.message or None
+        if error is None and done.reason in FAILURES:
+            error = f"the engine stopped this request with reason {done.reason}"
+        if rejection := REJECTIONS.get(done.reason):
+            self._metrics.record_rejection(sequence.core_index, rejection)
+        sequence.retry_after_s = done.retry_after_s
+        self.finish(sequence, done.reason, stop_reason=done.stop_reason, error=error)
+
+    def _apply_event(self, event: RequestEvent) -> None:
+        sequence = self.sequences.get(event.request_index)
+        if sequence is None:
+            return
+        if event.kind is EventKind.QUEUED and not sequence.queued_time:
+            sequence.queued_time = event.timestamp
+            sequence.was_accepted = True
+            sequence.load.queued()
+        elif event.kind is EventKind.SCHEDULED and not sequence.scheduled_time:
+            self._leave_queue(sequence)
+            sequence.scheduled_time = event.timestamp
+            sequence.num_cached_tokens = event.num_cached_tokens
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        if not sequence.scheduled_time:
+            sequence.load.left_queue(
+                sequence.num_prompt_tokens, was_queued=bool(sequence.queued_time)
+            )
+
+
+def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
+    """Return the tokens of all rows. Raise ValueError if their number does not match the rows."""
+    token_ids = int32_list(outputs.token_ids)
+    if not outputs.num_tokens:
+        if len(token_ids) != num_rows:
+            raise ValueError(f"{len(token_ids)} tokens for {num_rows} requests")
+        return token_ids
+    counts = int32_list(outputs.num_tokens)
+    if len(counts) != num_rows or min(counts) < 0 or sum(counts) != len(token_ids):
+        raise ValueError(f"counts of {len(token_ids)} tokens do not fit {num_rows} requests")
+    return token_ids
+
+
+def _scheduler_times(outputs: EngineCoreOutputs, num_ended: int) -> list[float]:
+    """Return the seconds of each finished request. Raise ValueError if their number does not match."""
+    seconds: list[float] = float32_view(outputs.scheduler_times).tolist()
+    if seconds and len(seconds) != num_ended:
+        raise ValueError(f"{len(seconds)} scheduler times for {num_ended} requests that ended")
+    return seconds
+
+
+def _owners(
+    outputs: EngineCoreOutputs, sequences: list[Sequence | None]
+) -> Iterable[Sequence | None]:
+    """Return the sequence of each token."""
+    if not outputs.num_tokens:
+        return sequences
+    return chain.from_iterable(map(repeat, sequences, int32_list(outputs.num_tokens)))

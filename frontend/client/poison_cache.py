@@ -1,0 +1,48 @@
+"""A cache of requests that caused crashes, so that repeating one does not crash the engine again."""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from ...protocol.messages import EngineCoreRequest
+
+REMEMBERED_S: Final = 300.0
+MAX_REMEMBERED: Final = 1024
+
+
+class PoisonCache:
+    """The last `MAX_REMEMBERED` poison requests of this frontend within `REMEMBERED_S` seconds."""
+
+    def __init__(self) -> None:
+        self._added_at: dict[bytes, float] = {}
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        key = _digest(request)
+        self._added_at.pop(key, None)
+        self._added_at[key] = time.monotonic()
+        if len(self._added_at) > MAX_REMEMBERED:
+            del self._added_at[next(iter(self._added_at))]
+
+    def __contains__(self, request: EngineCoreRequest) -> bool:
+        if not self._added_at:
+            return False
+        added_at = self._added_at.get(_digest(request))
+        return added_at is not None and time.monotonic() - added_at < REMEMBERED_S
+
+
+def _digest(request: EngineCoreRequest) -> bytes:
+    """Return a hash of the request's worker-visible fields, except the seed, which the frontend may have drawn."""
+    asked = EngineCoreRequest(
+        0,
+        request.prompt_token_ids,
+        msgspec.structs.replace(request.sampling_params, seed=0),
+        0.0,
+        eos_token_ids=request.eos_token_ids,
+        lora_name=request.lora_name,
+        encoder_inputs=request.encoder_inputs,
+    )
+    return blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()

@@ -1,0 +1,520 @@
+"""The outputs of one HTTP request, as its handler reads them.
+
+Tokens are stored as they arrive and converted to text when the handler reads them, so a slow client costs only a
+list of integers. Only sequences with stop strings are detokenized immediately.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from ...protocol.sampling_params import SamplingParams
+from ..tokenizer.detokenizer import IncrementalDetokenizer
+from .core_load import CoreLoad
+from .logprobs import PositionLogprobs, decode_logprobs, iterate_logprobs
+
+TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
+
+ONLY_WHEN_FINISHED: Final = sys.maxsize
+
+UNLIMITED: Final = sys.maxsize
+TOKENS_AT_ONCE: Final = 4096
+LOGPROBS_AT_ONCE: Final = 128
+"""Maximum tokens, or logprob entries, that a stream reads from one sequence at once."""
+
+STREAMED_AT_ONCE: Final = 64
+"""Maximum sequences that a stream reads at once."""
+
+SUSPICIOUS_SILENT_DEATHS: Final = 2
+MAX_SILENT_DEATHS: Final = 3
+"""A sequence fails after more silent core crashes than this. It was computed alone during the last two."""
+
+FAILURES: Final = frozenset(FinishReason) - {
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+}
+
+
+@dataclass(slots=True)
+class SequenceRequest:
+    """One prompt with one set of sampling parameters.
+
+    Attributes:
+        prompt_token_ids: Token IDs, shape [T].
+        params: Sampling parameters; `n` is not expanded.
+        deadline: CLOCK_MONOTONIC seconds; 0 for none.
+        data_parallel_rank: The replica to use; None for any.
+        cache_salt: Cached prefixes are shared only by sequences with equal `cache_salt` and `cache_owner`.
+        trace_headers: The W3C trace context of the request.
+    """
+
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    cache_owner: bytes = b""
+    tenant: str = ""
+    deadline: float = 0.0
+    data_parallel_rank: int | None = None
+    trace_headers: dict[str, str] | None = None
+
+
+class Delta(msgspec.Struct, gc=False):
+    """The new output of one sequence since the last read.
+
+    Attributes:
+        error: Set when `finish_reason` is not "stop", "length" or "abort".
+        stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
+        retry_after_s: Seconds after which a request that was rejected for lack of room may be retried.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    retry_after_s: float = 0.0
+
+
+class Sequence:
+    """One prompt and its continuation: tokens, finish state, and times for the metrics.
+
+    Times are CLOCK_MONOTONIC seconds, 0.0 until known. The frontend measures `arrival_time` and `finish_time`; the
+    core measures the others.
+
+    Attributes:
+        token_ids: All generated tokens. The reader is woken when there are `wake_at` of them.
+        scheduler_time: Seconds that the scheduler worked while the sequence ran; 0.0 if the frontend ended it.
+        epoch: The epoch of the core that the sequence was last sent to; 0 for none.
+        block_keys: Keys of the prompt blocks, if there are several replicas.
+        was_accepted: Whether a core has confirmed the sequence.
+        num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
+        num_silent_deaths: Consecutive cores that exited without a last message after receiving the sequence and
+            before
+            returning a token of it.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_num_read",
+        "_num_tokens_when_lost",
+        "_text",
+        "arrival_time",
+        "block_keys",
+        "core_index",
+        "epoch",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_token_time",
+        "group",
+        "has_stop_strings",
+        "has_updates",
+        "last_token_time",
+        "load",
+        "logprobs",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_losses",
+        "num_prompt_tokens",
+        "num_silent_deaths",
+        "params",
+        "position",
+        "prompt_logprob_messages",
+        "queued_time",
+        "request",
+        "retry_after_s",
+        "scheduled_time",
+        "scheduler_time",
+        "stop_reason",
+        "token_ids",
+        "trace_headers",
+        "wake_at",
+        "was_accepted",
+    )
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        detokenizer: IncrementalDetokenizer | None,
+    ) -> None:
+        self.request = request
+        self.block_keys: list[int] = []
+        self.num_losses = 0
+        self.num_silent_deaths = 0
+        self.epoch = 0
+        self.was_accepted = False
+        self._num_tokens_when_lost = -1
+        self.core_index = -1
+        self.load: CoreLoad
+        self.params = params
+        self.max_tokens = request.sampling_params.max_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.has_stop_strings = bool(params.stop)
+
+        self.group: RequestGroup
+        self.position = 0
+        self.token_ids = array("i")
+        self.wake_at = 1
+        self.has_updates = False
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprob_messages: list[TokenLogprobs] = []
+
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.retry_after_s = 0.0
+        self.trace_headers = request.trace_headers
+
+        self.arrival_time = request.arrival_time
+        self.queued_time = 0.0
+        self.scheduled_time = 0.0
+        self.scheduler_time = 0.0
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+        self.finish_time = 0.0
+
+        self._detokenizer = detokenizer
+        self._text = ""
+        self._num_read = 0
+
+    def assign(self, core_index: int, load: CoreLoad, block_keys: list[int]) -> None:
+        """Choose the core that computes it."""
+        self.core_index, self.load, self.block_keys = core_index, load, block_keys
+
+    @property
+    def request_index(self) -> int:
+        """The identifier at the core; each submission has a new one."""
+        return self.request.request_index
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_read_tokens(self) -> int:
+        """The number of tokens that the reader has received."""
+        return self._num_read
+
+    def resubmission(self, request_index: int) -> EngineCoreRequest:
+        """Return the request for the remaining tokens, for a core that does not have the sequence."""
+        self._note_progress()
+        self.request = msgspec.structs.replace(
+            self.request,
+            request_index=request_index,
+            is_resubmitted=self.was_accepted,
+            was_index=self.request_index,
+        )
+        return self.request
+
+    def mark_suspected(self, *, is_suspect: bool) -> None:
+        """Record that the replica was lost while computing this sequence.
+
+        `is_suspect` means that the sequence had got no token since it was admitted.
+        """
+        self._note_progress()
+        self.was_accepted = True
+        self.num_losses += 1
+        self.request.is_suspect |= is_suspect or self.num_losses > 1
+
+    def suspect_after_silent_crash(self) -> None:
+        """Record that its core exited without naming requests. If the sequence was computed alone, its siblings are
+        suspected too.
+        """
+        is_suspected = not self.has_got_further
+        was_alone = self.is_silent_suspect
+        self._note_progress()
+        self.num_silent_deaths += is_suspected
+        self.request.is_suspect |= self.is_silent_suspect
+        if is_suspected and was_alone:
+            for sibling in self.group.sequences:
+                if sibling.is_silent_suspect:
+                    sibling.num_silent_deaths = self.num_silent_deaths
+
+    @property
+    def is_silent_suspect(self) -> bool:
+        return self.num_silent_deaths >= SUSPICIOUS_SILENT_DEATHS
+
+    @property
+    def has_got_further(self) -> bool:
+        """Whether the sequence got a token since it was last sent, or has finished."""
+        return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
+
+    def lose_outputs(self) -> bool:
+        """Record that outputs were lost. Return whether this happened before without a new token in between."""
+        is_stuck = self.num_generated_tokens == self._num_tokens_when_lost
+        if self.scheduled_time:
+            self._num_tokens_when_lost = self.num_generated_tokens
+        return is_stuck
+
+    def _note_progress(self) -> None:
+        """Store the generated tokens in the request. A suspect runs alone, so a new token clears it of suspicion."""
+        request = self.request
+        if self.has_got_further:
+            self.num_silent_deaths = 0
+            if request.is_suspect:
+                request.is_suspect = False
+                self.num_losses = 0
+        request.output_token_ids = self.token_ids.tobytes()
+
+    @property
+    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """One entry per prompt token, None for the first; None if they were not requested.
+
+        Complete once the first token has been read.
+        """
+        if self.params.prompt_logprobs is None:
+            return None
+        return [None, *decode_logprobs(self.prompt_logprob_messages)]
+
+    def iterate_prompt_logprobs(self) -> Iterator[PositionLogprobs | None]:
+        """Yield the entries of `prompt_logprobs` one by one, because the whole list needs much more memory."""
+        yield None
+        yield from iterate_logprobs(self.prompt_logprob_messages)
+
+    @property
+    def weight(self) -> int:
+        """The approximate number of elements in the response: itself, its tokens, and logprob entries."""
+        params, weight = self.params, 1 + len(self.token_ids)
+        if params.logprobs is not None:
+            weight += sum(len(message.token_ids) // 4 for message in self.logprobs)
+        if params.prompt_logprobs is not None:
+            weight += sum(len(message.token_ids) // 4 for message in self.prompt_logprob_messages)
+        return weight
+
+    def find_stop_string(self, *, ended_by_token: bool) -> str | None:
+        """Detokenize new tokens and return the stop string that they complete, if any. Later tokens are dropped.
+
+        `ended_by_token` says whether the last token ended the sequence.
+        """
+        detokenizer = self._detokenizer
+        assert detokenizer is not None
+        try:
+            self._text += detokenizer.append(self._tokens_with_text(detokenizer, ended_by_token))
+        except Exception:
+            # The reader could not decode these tokens either, so it receives the error instead.
+            self._detokenizer = None
+            raise
+        if detokenizer.stop_reason is not None:
+            del self.token_ids[detokenizer.num_tokens :]
+            self._detokenizer = None
+        return detokenizer.stop_reason
+
+    def read(self) -> Delta:
+        """Return all output since the last read."""
+        token_ids = self.token_ids[self._num_read :].tolist()
+        text = self.read_text(UNLIMITED)
+        logprobs = None
+        if self.params.logprobs is not None:
+            messages, self.logprobs = self.logprobs, []
+            logprobs = decode_logprobs(messages)[: len(token_ids)]
+        reason = self.finish_reason
+        if reason is None:
+            return Delta(text, token_ids, logprobs)
+        return Delta(
+            text,
+            token_ids,
+            logprobs,
+            str(reason),
+            self.stop_reason,
+            self.error,
+            self.retry_after_s,
+        )
+
+    def read_some(self) -> Delta:
+        """Return the new output, or its first part if all of it would take long to read; then more updates follow."""
+        params, limit = self.params, TOKENS_AT_ONCE
+        if params.logprobs is not None:
+            # All of the vocabulary is -1.
+            limit = max(1, LOGPROBS_AT_ONCE // (1 + params.logprobs)) if params.logprobs >= 0 else 1
+        if len(self.token_ids) - self._num_read > limit:
+            return self._read_part(limit)
+        return self.read()
+
+    def _read_part(self, num_tokens: int) -> Delta:
+        """Return about the first `num_tokens` new tokens. The group returns the sequence again for the others."""
+        logprobs = None
+        if self.params.logprobs is not None:
+            num_positions = num_messages = 0
+            while num_positions < num_tokens and num_messages < len(self.logprobs):
+                num_positions += self.logprobs[num_messages].num_positions
+                num_messages += 1
+            num_tokens = min(num_positions or num_tokens, len(self.token_ids) - self._num_read)
+            logprobs = decode_logprobs(self.logprobs[:num_messages])[:num_tokens]
+            del self.logprobs[:num_messages]
+        start = self._num_read
+        end = self._num_read = start + num_tokens
+        text, self._text = self._text, ""
+        detokenizer = self._detokenizer
+        if detokenizer is not None and detokenizer.num_tokens < end:
+            is_end = self.finish_reason is FinishReason.STOP and end == len(self.token_ids)
+            if not is_end:
+                text += detokenizer.append(self.token_ids[detokenizer.num_tokens : end])
+        self.wake_at = end + self.group.stream_interval
+        self.has_updates = True
+        self.group.updates.append(self)
+        return Delta(text, self.token_ids[start:end].tolist(), logprobs)
+
+    def read_text(self, max_tokens: int = TOKENS_AT_ONCE) -> str:
+        """Return the text since the last read, for callers that need nothing else of a `Delta`.
+
+        If there are more than `max_tokens` new tokens, return the text of the first ones; then more updates follow.
+        """
+        num_tokens = len(self.token_ids)
+        if num_tokens - self._num_read > max_tokens:
+            return self._read_part(max_tokens).text
+        self._num_read = num_tokens
+        self.wake_at = num_tokens + self.group.stream_interval
+        self.has_updates = False
+        text, self._text = self._text, ""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return text
+        if self.finish_reason is None:
+            if detokenizer.num_tokens == num_tokens - 1:
+                return text + detokenizer.append_one(self.token_ids[-1])
+            return text + detokenizer.append(self.token_ids[detokenizer.num_tokens :])
+        self._detokenizer = None
+        new = self._tokens_with_text(detokenizer, self.finish_reason is FinishReason.STOP)
+        return text + detokenizer.append(new, finished=True)
+
+    def _tokens_with_text(
+        self, detokenizer: IncrementalDetokenizer, ended_by_token: bool
+    ) -> array[int]:
+        """Return the new tokens without the token that ended the sequence, which is not part of the text."""
+        end = len(self.token_ids)
+        if ended_by_token and not self.params.include_stop_str_in_output:
+            end -= 1
+        return self.token_ids[detokenizer.num_tokens : end]
+
+
+class RequestGroup:
+    """The sequences of one request, with `num_outputs` of them per prompt.
+
+    It has a single reader: either a task that calls `next` or `result`, or the callback `on_update`, which calls
+    `take_updates`.
+    """
+
+    __slots__ = (
+        "_num_outputs",
+        "_on_abort",
+        "_waiter",
+        "deadline_timer",
+        "num_unfinished",
+        "on_update",
+        "request_id",
+        "sequences",
+        "stream_interval",
+        "updates",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        sequences: list[Sequence],
+        num_outputs: list[int],
+        *,
+        stream_interval: int,
+        on_abort: Callable[[RequestGroup], None],
+    ) -> None:
+        self.request_id = request_id
+        self.sequences = sequences
+        self._num_outputs = num_outputs
+        self.stream_interval = stream_interval
+        self.num_unfinished = len(sequences)
+        self.updates: list[Sequence] = []
+        self.on_update: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_abort = on_abort
+        self.deadline_timer: asyncio.TimerHandle | None = None
+        for position, sequence in enumerate(sequences):
+            sequence.group = self
+            sequence.position = position
+
+    def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
+        start = 0
+        for count in self._num_outputs:
+            yield self.sequences[start : start + count]
+            start += count
+
+    async def next(self) -> list[Sequence]:
+        """Wait for new output. Return the sequences to read, or [] when all have finished and were returned.
+
+        The first token and the end of a sequence are reported immediately, other tokens every `stream_interval`.
+        """
+        while not self.updates:
+            if not self.num_unfinished:
+                return []
+            await self._wait()
+        return self.take_updates(STREAMED_AT_ONCE)
+
+    def take_updates(self, limit: int = UNLIMITED) -> list[Sequence]:
+        """Return at most `limit` sequences with new output. The caller must read all of them now."""
+        if len(self.updates) > limit:
+            taken, self.updates = self.updates[:limit], self.updates[limit:]
+        else:
+            taken, self.updates = self.updates, []
+        return taken
+
+    async def result(self) -> list[Delta]:
+        """Wait until every sequence has finished. Return one Delta per sequence with everything not read before."""
+        await self.wait_for_end()
+        return self.read_all()
+
+    async def wait_for_end(self) -> None:
+        """Wait until every sequence has finished."""
+        for sequence in self.sequences:
+            sequence.wake_at = ONLY_WHEN_FINISHED
+        while self.num_unfinished:
+            await self._wait()
+        self.updates = []
+
+    def read_all(self) -> list[Delta]:
+        """Return one Delta per sequence; all must have finished. May be called from any thread."""
+        return [sequence.read() for sequence in self.sequences]
+
+    @property
+    def weight(self) -> int:
+        """The approximate number of elements in the complete response."""
+        return sum(sequence.weight for sequence in self.sequences)
+
+    def abort(self) -> None:
+        """End all unfinished sequences with the reason "abort". This does nothing after the end."""
+        if self.num_unfinished:
+            self._on_abort(self)
+
+    def sequence_ended(self) -> None:
+        self.num_unfinished -= 1
+        if not self.num_unfinished and self.deadline_timer is not None:
+            self.deadline_timer.cancel()
+
+    def wake(self) -> None:
+        """Wake the waiting reader task."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

@@ -1,0 +1,187 @@
+"""Access control: API keys, operator routes, and requests from web pages."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from typing import Final
+
+from starlette._utils import get_route_path
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...protocol.config import FrontendConfig
+from .errors import APIError, echo
+
+OPEN_PATHS: Final = frozenset(
+    {"/health", "/livez", "/readyz", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+)
+"""Routes that need no API key."""
+
+OPERATOR_PATHS: Final = frozenset({"/reset_prefix_cache", "/debug/dump"})
+REPLICA_COMMANDS: Final = "/replicas/"
+
+LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
+"""Origins of pages that this machine serves itself."""
+
+ADMIN_TENANT: Final = "admin"
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Access:
+    """Decides whether a request may be answered, from its head alone.
+
+    Where there are several API keys, each is a tenant: `tenant` of the request's state is "key 1" for the first, and
+    `cache_owner` differs between keys unless they share the prefix cache. A web page can make a browser send requests
+    to this server. So a body must be JSON, which a page may send only with the server's permission; operators' routes
+    give no page that permission. A server without keys on a loopback address also refuses the names of other hosts,
+    since a page's own host name may be made to resolve to that address.
+    """
+
+    def __init__(self, config: FrontendConfig, *, is_loopback: bool) -> None:
+        keys = config.api_keys
+        self._keys = [_digest(key.encode()) for key in keys]
+        self._admin_key = _digest(config.admin_api_key.encode()) if config.admin_api_key else None
+        num_owners = len(keys) + (self._admin_key is not None)
+        self._has_owners = bool(keys) and num_owners > 1 and not config.share_prefix_cache
+        self._hosts: frozenset[str] | None = None
+        if "*" not in config.allowed_hosts and (config.allowed_hosts or (is_loopback and not keys)):
+            self._hosts = frozenset(host.lower() for host in (*config.allowed_hosts, config.host))
+
+    def check(self, scope: Scope) -> None:
+        """Raise APIError 401, 403 or 415 for a request that is refused; else fill in the request's state."""
+        path = get_route_path(scope)
+        headers = dict(scope["headers"])
+        self._check_host(headers.get(b"host"))
+        if path not in OPEN_PATHS:
+            self._authorize(scope, headers.get(b"authorization", b""), is_operator_path(path))
+            if is_operator_path(path) and b"origin" in headers:
+                raise _forbidden(
+                    "Web pages may not call this route: the request has the header Origin "
+                    f"{echo(headers[b'origin'].decode('latin-1'))}; send it without one"
+                )
+            if scope["method"] not in _WITHOUT_BODY:
+                _check_media_type(headers)
+
+    def _check_host(self, header: bytes | None) -> None:
+        """IP addresses always pass: only a name can be made to resolve to this machine. Browsers always send one."""
+        if self._hosts is None or header is None:
+            return
+        host = _host_name(header.decode("latin-1"))
+        if host in self._hosts or host == "localhost" or host.endswith(".localhost"):
+            return
+        if not _is_address(host):
+            raise _forbidden(
+                f"The header Host {echo(host)} does not name this server; use its address, "
+                "or start it with --allowed-hosts NAME"
+            )
+
+    def _authorize(self, scope: Scope, authorization: bytes, is_for_operators: bool) -> None:
+        if not self._keys and not (self._admin_key is not None and is_for_operators):
+            return
+        digest = _digest(_bearer(authorization))
+        # Every key is compared in full, so that the time taken says nothing about any of them.
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
+        if not is_admin and not any(matches):
+            raise APIError(
+                401,
+                "Incorrect or missing API key: send it as `Authorization: Bearer KEY`",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        if is_for_operators and not is_admin and (self._admin_key or len(self._keys) > 1):
+            raise _forbidden(
+                "This route is for operators only: "
+                + (
+                    "send the key of --admin-api-key"
+                    if self._admin_key
+                    else "a server with several API keys needs --admin-api-key KEY for it"
+                )
+            )
+        state = scope["state"]
+        if is_admin:
+            state["tenant"] = ADMIN_TENANT
+        elif len(matches) > 1:
+            state["tenant"] = f"key {matches.index(True) + 1}"
+        if self._has_owners:
+            state["cache_owner"] = digest
+
+
+class Origins(CORSMiddleware):
+    """Lets pages of the allowed origins call the server, except for operators' routes.
+
+    `auto` allows every origin, but only pages of this machine where the server listens on a loopback address.
+    """
+
+    def __init__(self, app: ASGIApp, config: FrontendConfig, *, is_loopback: bool) -> None:
+        origins = config.allowed_origins
+        is_auto = origins == ("auto",)
+        super().__init__(
+            app,
+            allow_origins=([] if is_loopback else ["*"]) if is_auto else origins,
+            allow_origin_regex=LOCAL_PAGES if is_auto and is_loopback else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+        self._root_path = config.root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        normalize_path(scope, self._root_path)
+        if is_operator_path(get_route_path(scope)):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def normalize_path(scope: Scope, root_path: str) -> None:
+    """Ignore a slash at the end of the path: clients join paths carelessly."""
+    scope["root_path"] = root_path
+    scope["path"] = scope["path"].removesuffix("/") or "/"
+
+
+def is_operator_path(path: str) -> bool:
+    """Whether the route changes what the server does for everyone."""
+    return path in OPERATOR_PATHS or path.startswith(REPLICA_COMMANDS)
+
+
+def _forbidden(message: str) -> APIError:
+    return APIError(403, message, type="permission_error")
+
+
+def _check_media_type(headers: dict[bytes, bytes]) -> None:
+    """Raise APIError 415 for a body of any other type than JSON: of those a page may send some unasked."""
+    if b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == 0:
+        return
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise APIError(
+            415, f"the request body needs Content-Type application/json, got {echo(given)}"
+        )
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a Host header, in lower case, without brackets, port and final dot."""
+    match = re.fullmatch(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?", header.strip())
+    return header if match is None else (match[1] or match[2] or "").lower().removesuffix(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(b"engine.api-key:" + key).digest()
+
+
+def _bearer(authorization: bytes) -> bytes:
+    scheme, _, key = authorization.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

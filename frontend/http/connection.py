@@ -1,0 +1,332 @@
+"""An HTTP connection that does not wait for ever for its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import httptools
+import msgspec
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .access import OPEN_PATHS
+from .descriptors import DescriptorReserve
+from .errors import APIError, unavailable
+
+MIN_BYTES_PER_S: Final = 1000
+"""A request may take longer than the limit as long as it comes at this pace, as large ones do on slow lines."""
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Of a request's head, and of everything else that is not its body: trailers and chunk extensions."""
+
+PIECE_BYTES: Final = 16 * 1024
+"""What arrives is parsed in such pieces, so that no more than one is parsed beyond that limit."""
+
+PROBE_S: Final = 1.0
+"""How long a connection that is kept for probes may take to send its request, and to read the answer."""
+
+_REASONS: Final = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    501: "Not Implemented",
+}
+
+
+_TOO_LONG: Final = f"the {{part}} of a request must have at most {MAX_HEAD_BYTES} bytes"
+
+
+class _RequestRefused(Exception):
+    """Ends the parsing of a request whose head is not acceptable."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with bounds on what a client may take: the size of a head and of trailers, and time.
+
+    A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
+    what runs for it is aborted as after any disconnect.
+
+    A stream writes here without a coroutine for each chunk: it finds the connection in its request's state.
+    `is_paused` while the client does not read; `on_writable` is called when it reads again or the connection ends.
+    """
+
+    # Every token looks at these, and an object with as many attributes as uvicorn's keeps the others in a hash table.
+    __slots__ = ("has_chunks", "is_paused", "on_writable", "transport")
+
+    def __init__(
+        self, slow_client_s: float, reserve: DescriptorReserve, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._reserve = reserve
+        self._refusal: _RequestRefused | None = None
+        self.is_paused = False
+        self.has_chunks = True
+        self.on_writable: Callable[[], None] | None = None
+        self._slow_client_s = slow_client_s
+        self._began = self._window_began = 0.0
+        self._num_received = 0
+        self._num_since_body = 0
+        self._num_head_bytes = 0
+        self._in_head = False
+        self._in_request = False
+        self._offers_upgrade = False
+        self._cycles: list[RequestResponseCycle] = []
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._reserve.add(self, transport.get_extra_info("socket").fileno()):
+            self._slow_client_s = min(self._slow_client_s, PROBE_S)
+            self.app = self._answer_probes_only
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reserve.remove(self)
+        self._stop_waiting()
+        super().connection_lost(exc)
+        # uvicorn tells only the newest request, and earlier ones on this connection may still be answered.
+        for cycle in self._due():
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._go_on_writing()
+
+    def data_received(self, data: bytes) -> None:
+        # The bytes that arrive with a request's first are not counted: some may belong to the request before.
+        self._num_received += len(data)
+        try:
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                self._num_since_body += len(piece)
+                while piece:
+                    piece = self._parse(piece)
+                if self._is_head_too_long():
+                    break
+        except httptools.HttpParserError as error:
+            if self._refusal is not None:
+                self._refuse(self._refusal.status, str(self._refusal))
+            else:
+                self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
+            return
+        if self._is_head_too_long():
+            part = "head" if self._in_head else "trailers and chunk extensions"
+            self._refuse(431, _TOO_LONG.format(part=part))
+
+    def on_message_begin(self) -> None:
+        # Not for an empty line, which may be all that ever comes.
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+        self.scope["state"]["connection"] = self
+        self._in_head = self._in_request = True
+        self._num_head_bytes = 0
+        self._expect_request()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse `data`; returns what is to be parsed next.
+
+        Only HTTP/1.1 is spoken here, and an `Upgrade` header may be ignored. But after one the parser stops, as if the
+        request's body and all that follows were in the other protocol. So the head is parsed again without that header.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offers_upgrade:
+                [num_parsed] = upgrade.args
+                return self._head_without_upgrade() + data[num_parsed:]
+        return b""
+
+    def _is_head_too_long(self) -> bool:
+        return self._in_request and self._num_since_body > MAX_HEAD_BYTES
+
+    def _head_without_upgrade(self) -> bytes:
+        request = b"%b %b HTTP/%b" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((request, *fields, b"\r\n"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are ignored: they come too late to decide anything."""
+        if self._in_head:
+            self._count_head_bytes(len(name) + len(value) + len(": \r\n"))
+            super().on_header(name, value)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head_bytes(len(url))
+        super().on_url(url)
+
+    def _count_head_bytes(self, num_bytes: int) -> None:
+        """Raise _RequestRefused beyond the limit. A head that arrives as a whole is counted here alone."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(431, _TOO_LONG.format(part="head"))
+
+    def _refuse_head(self, status: int, message: str) -> NoReturn:
+        self._refusal = _RequestRefused(status, message)
+        raise self._refusal
+
+    def _check_framing(self) -> None:
+        """Raise _RequestRefused where a proxy in front may see another end of the request, or another host."""
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            self._refuse_head(
+                501, "Transfer-Encoding must be chunked alone: no other coding is implemented"
+            )
+        if codings and self.parser.get_http_version() == "1.0":
+            self._refuse_head(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1:
+            self._refuse_head(400, "the request has more than one Host header; send one")
+        if not num_hosts and self.parser.get_http_version() == "1.1":
+            self._refuse_head(400, "the request has no Host header, which HTTP/1.1 requires")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_since_body = 0
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        self._check_framing()
+        self._offers_upgrade = (
+            self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        )
+        if self._offers_upgrade:
+            return
+        super().on_headers_complete()
+        self._in_head = False
+        self._cycles = [*self._due(), self.cycle]
+        if len(self.pipeline) == 1:
+            # uvicorn stops reading when a request arrives before the last one is answered. One is read ahead, since
+            # a disconnect is noticed only while reading.
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        self._in_request = False
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """A connection is idle when no request is arriving and no answer is due."""
+        if self._in_request or self._due():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _due(self) -> list[RequestResponseCycle]:
+        """The answers that are not complete."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.is_paused = True
+        self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+        self._go_on_writing()
+
+    def begin_stream(self) -> None:
+        cycle = self._due()[0]
+        self.has_chunks = cycle.scope["http_version"] != "1.0"
+        if not self.has_chunks:
+            cycle.chunked_encoding = False
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a piece of a response that was started without a length; nothing once the connection is lost."""
+        if not self.transport.is_closing():
+            if self.has_chunks:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            self.transport.write(data)
+
+    def _go_on_writing(self) -> None:
+        self.is_paused = False
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def _expect_request(self) -> None:
+        self._began = self.loop.time()
+        self._num_since_body = 0
+        self._begin_window()
+        if self._request_timer is None:
+            self._request_timer = self.loop.call_later(self._slow_client_s, self._check_pace)
+
+    def _begin_window(self) -> None:
+        """Measure the pace of the request from now on: what came before says nothing about what is to come."""
+        self._window_began = self.loop.time()
+        self._num_received = 0
+
+    def _check_pace(self) -> None:
+        # The rest of a request may be late because reading was paused, or because an earlier one is answered first.
+        has_excuse = self.flow.read_paused or bool(self.pipeline)
+        remaining = self._window_began + self._slow_client_s - self.loop.time()
+        is_slow = self._num_received < MIN_BYTES_PER_S * self._slow_client_s
+        if remaining <= 0 and is_slow and not has_excuse:
+            self._request_timer = None
+            taken_s = self.loop.time() - self._began
+            self._refuse(
+                408,
+                f"the request was not complete after {taken_s:.0f} s, and {self._num_received} bytes of it came in "
+                f"the last {self._slow_client_s:g} s; send at least {MIN_BYTES_PER_S} bytes a second",
+            )
+            return
+        if remaining <= 0 or has_excuse:
+            self._begin_window()
+            remaining = self._slow_client_s
+        self._request_timer = self.loop.call_later(remaining, self._check_pace)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, unless another answer has begun or is due before, and close.
+
+        An idle connection is closed without a 408.
+        """
+        self._stop_waiting()
+        due = self._due()
+        has_cycle = self._in_request and not self._in_head
+        is_next = due == [self.cycle] if has_cycle else not due
+        is_idle = status == 408 and not self._in_request
+        if is_next and not is_idle and not any(cycle.response_started for cycle in due):
+            body = msgspec.json.encode(APIError(status, message).body)
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b"
+                % (status, _REASONS[status].encode(), len(body), body)
+            )
+        self.transport.close()
+
+    def cut(self) -> None:
+        """Close the connection without the rest of the answers that are due."""
+        for cycle in self._due():
+            cycle.disconnected = True
+        self.transport.abort()
+
+    async def _answer_probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request of a probe; refuse any other. The connection is needed for the next probe."""
+        cycle = self._due()[0]
+        cycle.keep_alive = False
+        if scope["path"].rstrip("/").endswith(tuple(OPEN_PATHS)):
+            await self.config.loaded_app(scope, receive, send)
+        else:
+            error = unavailable("This server has too many connections", PROBE_S)
+            await error.response()(scope, receive, send)
+
+    def _stop_waiting(self) -> None:
+        for timer in (self._request_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._request_timer = self._stall_timer = None

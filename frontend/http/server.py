@@ -1,0 +1,48 @@
+"""uvicorn's server on a socket that is already open, with the limits of `Connection`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from .connection import Connection
+from .descriptors import DescriptorReserve
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the frontend decides when to stop."""
+
+    def __init__(self, config: uvicorn.Config, slow_client_s: float) -> None:
+        super().__init__(config)
+        self._slow_client_s = slow_client_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on `sockets`. A TLS handshake has as much time as a request."""
+        new_connection = partial(
+            Connection,
+            self._slow_client_s,
+            DescriptorReserve(),
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+        )
+        options: dict[str, Any] = {"ssl": self.config.ssl, "backlog": self.config.backlog}
+        if self.config.ssl is not None:
+            options["ssl_handshake_timeout"] = self._slow_client_s
+            options["ssl_shutdown_timeout"] = self._slow_client_s
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(new_connection, sock=listener, **options)
+            for listener in sockets or []
+        ]
+        self.started = True

@@ -1,0 +1,37 @@
+"""The W3C trace context that a request comes with."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from starlette.types import Scope
+
+MAX_TRACE_STATE: Final = 512
+"""Bytes of a `tracestate` that every party must be able to pass on; longer ones are dropped."""
+
+_TRACE_PARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+_TRACE_STATE: Final = re.compile(rb"[\x20-\x7e\t]*")
+
+
+def read_trace_headers(scope: Scope) -> dict[str, str] | None:
+    """Return `traceparent` and `tracestate`, or None without a valid `traceparent`.
+
+    A trace is never a reason to refuse a request, so what is not valid is left out.
+    """
+    parents: list[bytes] = []
+    states: list[bytes] = []
+    for name, value in scope["headers"]:
+        if name == b"traceparent":
+            parents.append(value.strip())
+        elif name == b"tracestate":
+            states.append(value.strip())
+    if len(parents) != 1 or not _TRACE_PARENT.fullmatch(parents[0]):
+        return None
+    headers = {"traceparent": parents[0].decode("ascii")}
+    state = b",".join(filter(None, states))
+    if state and len(state) <= MAX_TRACE_STATE and _TRACE_STATE.fullmatch(state):
+        headers["tracestate"] = state.decode("ascii")
+    return headers

@@ -1,0 +1,122 @@
+"""The counts of one core, and how those of several frontends are combined."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.config import EngineConfig
+from ...protocol.messages import CoreReady, FinishReason, SchedulerStats
+from .histogram import Histogram
+
+logger = logging.getLogger(__name__)
+
+
+class CoreMetrics(msgspec.Struct):
+    """One frontend's counts for one core and its own sequences there.
+
+    `stats_time` is when the gauges in `stats` arrived (CLOCK_MONOTONIC seconds, 0.0 for never). A core sends them
+    to only one of its frontends.
+    """
+
+    counters: dict[str, int]
+    histograms: dict[str, Histogram]
+    num_finished: dict[FinishReason, int]
+    num_rejected: dict[str, int]
+    stats: SchedulerStats
+    stats_time: float = 0.0
+    ready: CoreReady | None = None
+    num_frames_dropped_there: int = 0
+    num_frames_dropped_here: int = 0
+    num_accepted_per_pos: list[int] = []
+
+    def count_accepted(self, per_pos: list[int]) -> None:
+        """Add how many drafts were accepted at each position."""
+        counts = self.num_accepted_per_pos
+        counts += [0] * (len(per_pos) - len(counts))
+        for position, number in enumerate(per_pos):
+            counts[position] += number
+
+    def add_counts(self, other: CoreMetrics) -> None:
+        """Add another frontend's counts for the same core."""
+        _add(self.counters, other.counters)
+        _add(self.num_finished, other.num_finished)
+        _add(self.num_rejected, other.num_rejected)
+        self.count_accepted(other.num_accepted_per_pos)
+        for name, histogram in self.histograms.items():
+            histogram.add(other.histograms[name])
+        self.num_frames_dropped_there += other.num_frames_dropped_there
+        self.num_frames_dropped_here += other.num_frames_dropped_here
+        if other.stats_time > self.stats_time:
+            self.stats, self.stats_time = other.stats, other.stats_time
+
+
+def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:
+    for name in counts:
+        counts[name] += others[name]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[CoreMetrics]).decode
+
+
+class SharedMetrics:
+    """The metrics of all frontends of an engine. Each stores a copy of its own in the run directory.
+
+    Frontends share a port, so a scrape reaches any one of them and must return the counts of all. A restarted
+    frontend continues from the last copy, so that no counter decreases.
+    """
+
+    def __init__(self, config: EngineConfig, client_index: int) -> None:
+        def path(index: int) -> Path:
+            return Path(config.run_dir) / f"frontend{index}.metrics"
+
+        count = config.parallel.api_server_count
+        self._own = path(client_index)
+        self._others = [path(index) for index in range(count) if index != client_index]
+        self._has_failed = False
+
+    def load_previous(self) -> list[CoreMetrics] | None:
+        """Return the counts of this frontend before its restart; None at the first start."""
+        return _read(self._own)
+
+    def publish(self, cores: list[CoreMetrics]) -> None:
+        """Write these counts for other frontends. While writing fails, they see the last copy."""
+        scratch = self._own.with_suffix(".new")
+        try:
+            scratch.write_bytes(_encode(cores))
+            os.replace(scratch, self._own)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "cannot write metrics to %s: %s; other frontends report outdated counts until this succeeds",
+                    self._own.parent,
+                    error.strerror,
+                )
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    def total(self, cores: list[CoreMetrics]) -> list[CoreMetrics]:
+        """Return `cores` plus the published counts of the other frontends."""
+        self.publish(cores)
+        if not self._others:
+            return cores
+        totals = _decode(_encode(cores))
+        for path in self._others:
+            theirs = _read(path)
+            if theirs is not None:
+                for total, core in zip(totals, theirs, strict=True):
+                    total.add_counts(core)
+        return totals
+
+
+def _read(path: Path) -> list[CoreMetrics] | None:
+    try:
+        return _decode(path.read_bytes())
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,52 @@
+"""A Prometheus histogram with fast bulk observations."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import add
+
+import msgspec
+
+
+class Histogram(msgspec.Struct):
+    """Counts observations by inclusive upper bound. The last count is for those above every bound."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def with_bounds(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(list(bounds), [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Observe all values. This is fast if many are equal, such as the intervals between tokens of two steps."""
+        for value, times in Counter(values).items():
+            self.observe(value, times)
+
+    def add(self, other: Histogram) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        self.counts = list(map(add, self.counts, other.counts))
+        self.sum += other.sum
+
+    def cumulative_buckets(self) -> list[tuple[str, float]]:
+        """Return pairs of upper bound and number of observations up to it, for the exposition format."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self.counts), strict=True))
+
+
+def decimal_bounds(limit: int) -> tuple[float, ...]:
+    """Return the bounds 1, 2, 5, 10, 20, 50 ... up to `limit`."""
+    bounds = []
+    decade = 1
+    while decade <= limit:
+        bounds += [float(decade * step) for step in (1, 2, 5) if decade * step <= limit]
+        decade *= 10
+    return tuple(bounds)

@@ -1,0 +1,275 @@
+"""Reads a local checkpoint's configuration into the settings that every process needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
+from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
+from ...protocol.checkpoint.gguf import GGUFFile
+from ...protocol.checkpoint.gguf_config import GGUFFields, gguf_to_hf_config
+from ...protocol.checkpoint.model_dimensions import UNSAID_BY_GEMMA3, ModelDimensions
+from ...protocol.config import LoadFormat, ModelConfig
+from ...protocol.errors import CheckpointError, ConfigError, ParameterError
+from ...protocol.file_identity import identify_files
+from ...protocol.sampling_params import SamplingParams
+from ..supervisor.console import Console
+from ..tokenizer import TokenizerConfig
+from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
+from .source import find_checkpoint, find_tokenizer, find_tokenizer_directory
+
+LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Field of generation_config.json -> sampling parameter."""
+
+GGUF_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# These scale positions that max_position_embeddings already counts.
+LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "proportional")
+
+
+def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
+    """Find the model, download it if necessary, and read its configuration.
+
+    Raises:
+        ConfigError: There is no such model, or the options do not fit it.
+        CheckpointError: The checkpoint cannot be served.
+    """
+    name, path = find_checkpoint(options, console)
+    tokenizer_path = find_tokenizer(options, path, console)
+    reader = _read_gguf if path.suffix == ".gguf" else _read_directory
+    checkpoint_config, generation, eos = reader(path, tokenizer_path)
+    config = checkpoint_config.with_values(options.hf_overrides)
+    text = _text_config(config)
+    tokenizer_directory = find_tokenizer_directory(options, tokenizer_path)
+    vocab_size = text.integer("vocab_size")
+    eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
+    return ResolvedModel(
+        config=ModelConfig(
+            model=name,
+            path=str(path),
+            tokenizer_path=str(tokenizer_directory or ""),
+            served_names=options.served_model_name or (name,),
+            architecture=text.text("model_type"),
+            vocab_size=vocab_size,
+            max_model_len=_max_model_len(text, options.max_model_len),
+            eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
+            dtype=options.dtype,
+            load_format=LoadFormat(options.load_format),
+            quantization=_quantization_at_load(options.quantization, config, path),
+            seed=options.seed,
+            hf_overrides=options.hf_overrides,
+            weight_files=identify_files(find_weight_files(path)),
+            tokenizer_files=identify_files(
+                find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []
+            ),
+        ),
+        default_sampling=_default_sampling(options, generation),
+        size_bytes=_size_bytes(path),
+        dimensions=_dimensions(text),
+    )
+
+
+def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:
+    """Return the quantization that the worker must apply; None if the checkpoint already has it."""
+    if asked not in CHECKPOINT_QUANTIZATIONS:
+        return asked
+    found = config.first_section("quantization_config", "compression_config").get("quant_method")
+    if found == CHECKPOINT_QUANTIZATIONS[asked]:
+        return None
+    raise ConfigError(
+        f"--quantization {asked}: the weights of {path} are "
+        + (f"quantized with {found!r}" if found else "not quantized")
+        + "; remove the option to serve them unchanged"
+    )
+
+
+def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[ConfigFields, ConfigFields, list[int]]:
+    """Return the config, the generation config and the tokenizer's own end tokens."""
+    gguf = GGUFFile(path)
+    sampling = GGUFFields(gguf.metadata, path, "general.sampling.")
+    generation = {name: sampling.get(key) for key, name in GGUF_SAMPLING_KEYS.items()}
+    return (
+        ConfigFields(gguf_to_hf_config(gguf), path),
+        ConfigFields(generation, path),
+        _tokenizer_eos(tokenizer_path),
+    )
+
+
+def _read_directory(
+    path: Path, tokenizer_path: Path
+) -> tuple[ConfigFields, ConfigFields, list[int]]:
+    return (
+        ConfigFields.read(path / "config.json"),
+        ConfigFields.read_if_present(path / "generation_config.json"),
+        _tokenizer_eos(tokenizer_path),
+    )
+
+
+def _text_config(config: ConfigFields) -> ConfigFields:
+    """Return the language model's part of a config, with the defaults that its family omits."""
+    nested = config.section("text_config")
+    text = config if nested is None else config.with_values(nested.config)
+    is_gemma3 = text.text("model_type").startswith("gemma3")
+    return text.with_defaults(**UNSAID_BY_GEMMA3) if is_gemma3 else text
+
+
+def _dimensions(config: ConfigFields) -> ModelDimensions | None:
+    """Return the model's dimensions; None if the config omits some or the worker will reject it."""
+    try:
+        return ModelDimensions(
+            config.layer_count("num_hidden_layers"),
+            config.integer("num_attention_heads"),
+            config.optional_integer("num_key_value_heads"),
+            config.integer("intermediate_size"),
+            config.integer("vocab_size"),
+        )
+    except CheckpointError:
+        return None
+
+
+def _max_model_len(config: ConfigFields, wanted: int) -> int:
+    limit = _length_limit(config)
+    if limit is None:
+        if wanted == -1:
+            raise config.error("there is no context length; set --max-model-len")
+        return wanted
+    if wanted > limit:
+        raise ConfigError(
+            f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower it, or extend the "
+            """model with --hf-overrides '{"rope_scaling": {…}}' if it was made for that"""
+        )
+    return limit if wanted == -1 else wanted
+
+
+def _length_limit(config: ConfigFields) -> int | None:
+    lengths = [length for name in LENGTH_FIELDS if (length := config.optional_integer(name))]
+    if not lengths:
+        return None
+    limit = min(lengths)
+    rope = config.first_section("rope_scaling", "rope_parameters")
+    rope = rope.section("full_attention") or rope
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind in LENGTH_KEEPING_ROPE_TYPES or config.text("model_type").startswith("gemma3"):
+        return limit
+    factor = rope.optional_positive("factor")
+    if factor is None:
+        # YaRN then extends the trained length to the length in the config.
+        return limit
+    if kind == "yarn":
+        limit = rope.integer("original_max_position_embeddings", limit)
+    return int(min(limit * factor, MAX_INTEGER))
+
+
+def _tokenizer_eos(path: Path) -> list[int]:
+    """Return the id of the tokenizer's end token; nothing if its files are missing or do not name one."""
+    if path.suffix == ".gguf":
+        return GGUFFields(GGUFFile(path).metadata, path, "tokenizer.ggml.").token_ids(
+            "eos_token_id"
+        )
+    directory = path if path.is_dir() else path.parent
+    config = TokenizerConfig(directory)
+    text = config.named_tokens.get("eos_token")
+    return [id_ for id_, content in _added_tokens(directory, config) if content == text][:1]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The required fields of tokenizer.json, so that parsing skips its vocabulary."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def _added_tokens(directory: Path, config: TokenizerConfig) -> Iterator[tuple[int, str]]:
+    for id_, token in config.added_tokens:
+        yield id_, token.text("content", "")
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokens = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+        except msgspec.DecodeError as error:
+            raise CheckpointError(
+                path, f"not a valid tokenizer ({error}); download it again"
+            ) from error
+        yield from ((token.id, token.content) for token in tokens)
+
+
+def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[str, float | int]:
+    if options.generation_config == "vllm":
+        generation = ConfigFields({}, generation.path)
+    elif options.generation_config != "auto":
+        path = Path(options.generation_config).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"--generation-config {path} does not exist; use auto, vllm, or the path of a file or directory"
+            )
+        generation = ConfigFields.read(path / "generation_config.json" if path.is_dir() else path)
+    sampling = {}
+    for name, parameter in SAMPLING_FIELDS.items():
+        if (value := generation.get(name)) is not None:
+            try:
+                sampling[parameter] = _sampling_value(name, value)
+            except ParameterError as error:
+                raise generation.error(
+                    f"{error}; use --generation-config vllm to ignore these defaults"
+                ) from None
+    for name, value in options.override_generation_config.items():
+        if name not in SAMPLING_FIELDS:
+            raise ConfigError(
+                f"--override-generation-config: unknown field {name} = {value!r}; use one of "
+                f"{', '.join(SAMPLING_FIELDS)}"
+            )
+        try:
+            sampling[SAMPLING_FIELDS[name]] = _sampling_value(name, value)
+        except ParameterError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from None
+    return sampling
+
+
+def _sampling_value(name: str, value: Any) -> float | int:
+    """Return the validated value. Raise ParameterError if this field of generation_config.json cannot have it."""
+    parameter = SAMPLING_FIELDS[name]
+    try:
+        params = msgspec.convert({parameter: value}, SamplingParams)
+        params.verify(vocab_size=1, max_logprobs=0)
+    except msgspec.ValidationError:
+        kind = "an integer" if parameter in ("top_k", "max_tokens") else "a number"
+        raise ParameterError(name, f"must be {kind}, got {value!r}") from None
+    except ParameterError as error:
+        raise ParameterError(name, str(error).removeprefix(f"{parameter} ")) from None
+    if value > MAX_INTEGER:
+        raise ParameterError(name, f"must be at most {MAX_INTEGER}, got {value!r}")
+    result: float | int = getattr(params, parameter)
+    return result
+
+
+def _size_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

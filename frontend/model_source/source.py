@@ -1,0 +1,129 @@
+"""Finds the local checkpoint for the model name that the user gave."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...protocol.config import LoadFormat
+from ...protocol.errors import CheckpointError, ConfigError
+from ..supervisor.console import Console
+from ..tokenizer import tokenizer_json_path
+from .default_model import DEFAULT_MODEL, find_packaged_model
+from .options import ModelOptions
+
+_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<gguf>.+))?")
+_SPLIT_NAME = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]:
+    """Return the model's name and its checkpoint: a directory or a `.gguf` file.
+
+    Raises:
+        ConfigError: There is no such model.
+        CheckpointError: The checkpoint is incomplete or not supported.
+    """
+    model = options.model
+    if model is None or model == DEFAULT_MODEL.name:
+        if options.revision is not None:
+            raise ConfigError("--revision needs a model on the hub; pass its ORG/NAME")
+        return DEFAULT_MODEL.name, find_packaged_model(DEFAULT_MODEL, console)
+    path = Path(model).expanduser()
+    if path.exists():
+        return model, _local_checkpoint(path, options.load_format == LoadFormat.DUMMY)
+    match = _HUB_NAME.fullmatch(model)
+    if match is None:
+        raise ConfigError(
+            f"the model {model!r} does not exist: it is neither a local file or directory "
+            "nor a hub name of the form ORG/NAME; check the spelling"
+        )
+    from .hub import fetch_checkpoint, fetch_tokenizer
+
+    if options.load_format == LoadFormat.DUMMY:
+        return model, fetch_tokenizer(
+            match["repo"],
+            revision=options.revision,
+            cache_dir=options.download_dir,
+            console=console,
+        )
+    return model, fetch_checkpoint(
+        match["repo"],
+        gguf=match["gguf"],
+        revision=options.revision,
+        cache_dir=options.download_dir,
+        console=console,
+    )
+
+
+def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) -> Path:
+    """Return the path of the tokenizer: the checkpoint itself, unless `options.tokenizer` is set."""
+    if options.tokenizer is None:
+        return checkpoint
+    path = Path(options.tokenizer).expanduser()
+    if path.exists():
+        return path.absolute()
+    if _HUB_NAME.fullmatch(options.tokenizer) is None:
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer} does not exist; use a directory, a file or ORG/NAME"
+        )
+    from .hub import fetch_tokenizer
+
+    return fetch_tokenizer(
+        options.tokenizer,
+        revision=options.revision if options.tokenizer == options.model else None,
+        cache_dir=options.download_dir,
+        console=console,
+    )
+
+
+def find_tokenizer_directory(options: ModelOptions, tokenizer_path: Path) -> Path | None:
+    """Return the directory with the tokenizer.json to serve with; None if it is to be served without one."""
+    return None if options.skip_tokenizer_init else tokenizer_json_path(tokenizer_path).parent
+
+
+def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
+    path = path.absolute()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        if path.suffix in _WEIGHT_SUFFIXES:
+            raise CheckpointError(
+                path, f"a single weight file is not a checkpoint; use its directory {path.parent}"
+            )
+        raise CheckpointError(path, "not a model; use a checkpoint's directory or a .gguf file")
+    ggufs = _gguf_checkpoints(path)
+    if (path / "config.json").is_file():
+        if needs_config_only or any(path.glob("*.safetensors")):
+            return path
+        if not ggufs:
+            raise CheckpointError(path, _missing_weights(path))
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        names = ", ".join(gguf.name for gguf in ggufs)
+        raise CheckpointError(
+            path, f"the directory has several GGUF files; use the path of one of {names}"
+        )
+    raise CheckpointError(
+        path, "the directory has neither a config.json nor a .gguf file; check the path"
+    )
+
+
+def _gguf_checkpoints(directory: Path) -> list[Path]:
+    """Return the first file of each GGUF checkpoint. `mmproj` files are skipped: they are vision encoders."""
+    firsts: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.gguf")):
+        if not path.name.startswith("mmproj"):
+            match = _SPLIT_NAME.fullmatch(path.name)
+            firsts.setdefault(match[1] if match else path.name, path)
+    return list(firsts.values())
+
+
+def _missing_weights(path: Path) -> str:
+    if any(path.glob("*.bin")):
+        return (
+            "the weights are pickled (*.bin), which can run code when loaded and is not supported; "
+            "convert them to .safetensors"
+        )
+    return "there are no *.safetensors files beside config.json; download the weights"

@@ -1,0 +1,140 @@
+"""An engine without HTTP: its processes, and a client on an event loop of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
+
+import uvloop
+
+from ...protocol.config import EngineConfig
+from ...protocol.errors import ConfigError
+from ..cli.arguments import Settings, parse_settings
+from ..cli.engine_config import make_engine_config
+from ..client.engine_client import EngineClient
+from ..model_source.config import resolve_model
+from ..model_source.options import ModelOptions
+from ..supervisor.console import Console, StartupProgress
+from ..supervisor.run_dir import RunDirectory
+from ..supervisor.supervisor import ProcessFailed, Supervisor, engine_processes
+from ..tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WATCH_INTERVAL_S: Final = 0.1
+
+UNBOUNDED_QUEUE: Final = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
+"""A batch may have any size, because its requests are in memory anyway."""
+
+
+class LocalEngine:
+    """A core and its workers as child processes. `client` belongs to the loop that `run` uses."""
+
+    def __init__(self, model: str | None, keywords: dict[str, Any]) -> None:
+        """Start all processes and wait until they are ready.
+
+        `keywords` are flags of `engine serve`, with underscores. Statistics are logged only with `log_stats=True`.
+
+        Raises:
+            ConfigError: The options are invalid.
+            CheckpointError: The checkpoint cannot be served.
+            EngineDead: A process failed.
+        """
+        console = Console()
+        settings = _settings(model, UNBOUNDED_QUEUE | keywords)
+        resolved = resolve_model(ModelOptions(**settings["model"]), console)
+        with ExitStack() as resources:
+            run_dir = resources.enter_context(RunDirectory())
+            self.config: EngineConfig = make_engine_config(settings, resolved, run_dir.path)
+            self.tokenizer: Tokenizer = load_tokenizer(self.config.model.tokenizer_path)
+            self._loop = uvloop.new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+            thread.start()
+            resources.callback(self._loop.close)
+            resources.callback(thread.join)
+            resources.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+            self.client = EngineClient(self.config, 0, self.tokenizer)
+            resources.callback(lambda: self.run(self._stop()))
+            self._supervisor: Supervisor | None = None
+            self._watcher: asyncio.Task[None] | None = None
+            self.run(self._start(StartupProgress(console)))
+            self._resources = resources.pop_all()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the engine's loop and wait for it. An interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop every process. Unfinished requests fail. Later calls do nothing."""
+        self._resources.close()
+
+    async def _start(self, progress: StartupProgress) -> None:
+        config = self.config
+        self._supervisor = Supervisor(
+            config, engine_processes(config, config.save(), None), on_status=progress.update
+        )
+        self._supervisor.start()
+        self._watcher = asyncio.create_task(self._watch(self._supervisor))
+        await self.client.start()
+
+    async def _watch(self, supervisor: Supervisor) -> None:
+        try:
+            while True:
+                supervisor.poll()
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        except ProcessFailed as error:
+            self.client.fail(str(error))
+        except Exception as error:
+            logger.exception("the supervisor failed unexpectedly")
+            self.client.fail(f"the supervisor failed unexpectedly: {error!r}")
+
+    async def _stop(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        is_alive = self.client.dead_reason is None
+        self.client.close()
+        if self._supervisor is not None:
+            with contextlib.closing(self._supervisor), contextlib.suppress(ProcessFailed):
+                if is_alive:
+                    self._supervisor.drain()
+
+
+def _settings(model: str | None, keywords: dict[str, Any]) -> Settings:
+    """Return the settings. Raise ConfigError with the message that the command line would print."""
+    arguments = ([] if model is None else [model]) + ["--no-log-stats", *_arguments(keywords)]
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return parse_settings(arguments, environ={})
+    except SystemExit:
+        problem = message.getvalue().strip().removeprefix("engine: error: ")
+    raise ConfigError(problem)
+
+
+def _arguments(keywords: dict[str, Any]) -> Iterator[str]:
+    for name, value in keywords.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            yield f"--{flag}"
+        elif value is False:
+            yield f"--no-{flag}"
+        elif isinstance(value, dict):
+            yield f"--{flag}={json.dumps(value)}"
+        elif isinstance(value, list | tuple):
+            yield from (f"--{flag}={item}" for item in value)
+        elif value is not None:
+            yield f"--{flag}={value}"

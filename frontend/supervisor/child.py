@@ -1,0 +1,159 @@
+"""The state of one child process of the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Final
+
+from ...protocol.heartbeat import BEAT_INTERVAL_S
+from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
+from .local_process import Process, ProcessSpec, Role
+
+STARTING_PATIENCE: Final = 12
+"""Factor on the heartbeat timeout before a process is ready, because a large import can block all its threads."""
+
+_REMEDY: Final = "free memory, or lower --kv-cache-memory-bytes or --max-num-seqs"
+_SIGKILL: Final = {
+    True: f"probably by the kernel's out-of-memory killer, which was active; {_REMEDY}",
+    False: "but not by the kernel's out-of-memory killer; check which other program kills processes on this machine",
+    None: f"possibly by the kernel's out-of-memory killer; if so, {_REMEDY}",
+}
+"""Explanations of SIGKILL, by whether the out-of-memory killer was active since the process started (None: unknown)."""
+
+
+_FAULTS: Final = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
+)
+"""Signals that a process raises by its own fault."""
+
+
+class Child:
+    """One process from start to exit.
+
+    Attributes:
+        kill_at: When it is killed if it still runs (CLOCK_MONOTONIC); None for never.
+        hang: How it hung, if it was killed for that.
+        is_known_dead: Whether the supervisor has handled its exit.
+    """
+
+    def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.stage = Stage.STARTING
+        self.detail = ""
+        self.kill_at: float | None = None
+        self.hang = ""
+        self.is_known_dead = False
+        self.last_beat = time.monotonic()
+        self.ready_since: float | None = None
+        self.progress = Heartbeat(spec.name, 0)
+        self._steps_per_s = 0.0
+        self._process = process
+        self.exit_fd = process.exit_fd
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether the process exited by a fault of its own code, or hung and was killed."""
+        code = self._process.poll()
+        return bool(self.hang) or (code is not None and -code in _FAULTS)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended the process, so that it could not report a final error."""
+        code = self._process.poll()
+        return code is not None and code < 0
+
+    def enter(self, stage: Stage, detail: str) -> None:
+        """Record a stage that the process reported."""
+        self.stage, self.detail = stage, detail
+        self.last_beat = time.monotonic()
+        if stage is Stage.READY and self.ready_since is None:
+            self.ready_since = time.monotonic()
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat."""
+        now = time.monotonic()
+        num_steps = heartbeat.num_steps - self.progress.num_steps
+        # Delayed heartbeats arrive together, but were sent at least one interval apart.
+        self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
+        self.last_beat, self.progress = now, heartbeat
+
+    def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
+        """Return a description of how the process hangs, or "" if it does not."""
+        if not self.pid:
+            return ""
+        silent_s = now - self.last_beat
+        if self.ready_since is None:
+            heartbeat_timeout_s *= STARTING_PATIENCE
+        if silent_s > heartbeat_timeout_s:
+            return f"{self.spec.name} sent no heartbeat for {silent_s:.1f} s"
+        if self.progress.busy_s > step_timeout_s:
+            return f"{self.spec.name} spent {self.progress.busy_s:.0f} s in one step"
+        return ""
+
+    def info(self, now: float, num_restarts: int, num_dropped_frames: int) -> ProcessInfo:
+        is_frontend = self.spec.role is Role.FRONTEND
+        return ProcessInfo(
+            name=self.spec.name,
+            pid=self.pid,
+            stage=self.stage if self.alive else Stage.STOPPED,
+            detail=self._process.reason or self.detail,
+            epoch=self.epoch,
+            num_restarts=num_restarts,
+            silent_s=now - self.last_beat,
+            busy_s=self.progress.busy_s,
+            steps_per_s=self._steps_per_s,
+            num_running=self.progress.num_running,
+            num_waiting=self.progress.num_waiting,
+            kv_cache_usage=self.progress.kv_cache_usage,
+            replica=None if is_frontend else self.spec.replica,
+            num_dropped_frames=num_dropped_frames,
+        )
+
+    def signal(self, signum: signal.Signals) -> None:
+        self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its process group."""
+        if self.alive:
+            self._process.kill()
+
+    def close(self) -> None:
+        self._process.close()
+        if self.exit_fd is not None:
+            os.close(self.exit_fd)
+            self.exit_fd = None
+
+    def exit_summary(self) -> str:
+        """Return one line that says how the process exited and why."""
+        if self.stage is Stage.FAILED:
+            return f"{self.spec.name}: {self.detail}"
+        if self.hang:
+            return f"{self.hang}, and was killed"
+        if self._process.reason:
+            return f"{self.spec.name}: {self._process.reason}"
+        code = self._process.poll()
+        if code is None or code >= 0:
+            return f"{self.spec.name} exited unexpectedly with code {code}; see its messages above"
+        name = _name_of_signal(-code)
+        if -code == signal.SIGKILL:
+            return f"{self.spec.name} was killed by {name}, {_SIGKILL[self._process.saw_oom_kills]}"
+        return f"{self.spec.name} was killed by {name}; see its messages above"
+
+
+def _name_of_signal(signum: int) -> str:
+    """Return the name of a signal, or its number: most real-time signals have no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

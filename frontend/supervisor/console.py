@@ -1,0 +1,114 @@
+"""Startup output on the terminal: one line per stage, and a progress bar while bytes are transferred."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from ...protocol.supervisor_messages import ProcessStatus, Stage
+
+BAR_WIDTH = 24
+REDRAW_S = 0.05
+PLAIN_REPEAT_S = 10.0
+
+
+def format_bytes(count: float) -> str:
+    """Return a size such as `98.4 MB`: three significant digits in decimal units."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    digits = 0 if units[0] == "B" or count >= 99.95 else 1
+    return f"{count:.{digits}f} {units[0]}"
+
+
+class Console:
+    """Writes lines that start with the seconds since the console was created.
+
+    On a terminal the line of a running transfer is redrawn in place. Elsewhere it is printed when the transfer
+    begins, every ten seconds, and when it ends.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._on_terminal = self._stream.isatty()
+        self._started = time.monotonic()
+        self._bar: str | None = None
+        self._last_drawn = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def line(self, text: str) -> None:
+        self._end_bar()
+        self._write(f"{self._stamped(text)}\n")
+
+    def error(self, text: str) -> None:
+        """Write the last line of a failure, without a timestamp so that scripts can find it."""
+        self._end_bar()
+        self._write(f"engine: error: {text}\n")
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes were transferred; `done >= total` completes the bar."""
+        finished = done >= total
+        now = time.monotonic()
+        if label != self._bar:
+            self._end_bar()
+            self._bar = label
+        elif not finished:
+            interval = REDRAW_S if self._on_terminal else PLAIN_REPEAT_S
+            if now - self._last_drawn < interval:
+                return
+        self._last_drawn = now
+        self._draw(label, min(done, total), total)
+        if finished:
+            self._end_bar()
+
+    def _draw(self, label: str, done: int, total: int) -> None:
+        fraction = done / total if total else 1.0
+        amount = f"{fraction:4.0%}  {format_bytes(done)} of {format_bytes(total)}"
+        if self._on_terminal:
+            filled = round(fraction * BAR_WIDTH)
+            bar = "█" * filled + "░" * (BAR_WIDTH - filled)
+            self._write(f"\r{self._stamped(label)}  {bar} {amount}\x1b[K")
+        else:
+            self._write(f"{self._stamped(label)}  {amount}\n")
+
+    def _end_bar(self) -> None:
+        if self._bar is not None and self._on_terminal:
+            self._write("\n")
+        self._bar = None
+
+    def _stamped(self, text: str) -> str:
+        return f"[{self.elapsed_s:7.2f} s] {text}"
+
+    def _write(self, text: str) -> None:
+        # A closed terminal must not stop the server.
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._on_terminal = False
+
+
+class StartupProgress:
+    """Combines the reports of many processes into one line per stage."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._loading: dict[str, tuple[int, int]] = {}
+        self._loaded = False
+        self._warming = False
+
+    def update(self, status: ProcessStatus) -> None:
+        if status.stage is Stage.LOADING and status.total and not self._loaded:
+            self._loading[status.process] = (status.done, status.total)
+            done = sum(done for done, _ in self._loading.values())
+            total = sum(total for _, total in self._loading.values())
+            self._console.progress("loading weights", done, total)
+            self._loaded = done >= total
+        elif status.stage is Stage.WARMING and not self._warming:
+            self._warming = True
+            self._console.line(f"warming up  {status.detail}".rstrip())

@@ -1,0 +1,156 @@
+"""A process on this machine, and the interface that every process offers to its parent."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+HAS_EXIT_FD = hasattr(os, "pidfd_open")
+VMSTAT = Path("/proc/vmstat")
+
+NOT_STARTED: Final = 127
+"""The exit code of a process that could not be started, as shells report it."""
+
+
+class Role(enum.Enum):
+    FRONTEND = enum.auto()
+    CORE = enum.auto()
+    WORKER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start one process.
+
+    Attributes:
+        name: The process title, and the name in every report.
+        argv: The command line. The epoch is appended as the last argument.
+        replica: The replica of a core or worker.
+        node: The rank of another machine to run on; None for this one.
+        env: Variables that are added to the environment.
+        can_wait: Whether the process may be started without an epoch before it is needed, and receives the epoch
+            later.
+    """
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    replica: int = 0
+    node: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    can_wait: bool = False
+
+
+class Process(Protocol):
+    """A process that was started, on this machine or another.
+
+    Attributes:
+        pid: The process ID, 0 until it runs.
+        exit_fd: Becomes readable when the process exits; None if the system does not support this. The caller
+            closes it.
+        reason: Why the process does not run, if more is known than its exit code.
+        saw_oom_kills: Whether the kernel's out-of-memory killer killed any process since this one started; None
+            if unknown.
+    """
+
+    pid: int
+    exit_fd: int | None
+    reason: str
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+
+    def send_signal(self, signum: signal.Signals) -> None: ...
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its process group."""
+
+    @property
+    def saw_oom_kills(self) -> bool | None: ...
+
+    def close(self) -> None:
+        """Release the resources of a process that has exited or was killed."""
+
+
+def _num_oom_kills() -> int | None:
+    """Return the number of out-of-memory kills on this machine since boot, including those by control-group limits."""
+    try:
+        counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+class LocalProcess:
+    """A child process. If it cannot be started, it counts as exited immediately and `reason` says why."""
+
+    def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
+        """Start the process. Without an epoch, it waits for `begin`."""
+        argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
+        self.pid = 0
+        self.exit_fd: int | None = None
+        self.reason = ""
+        self._oom_kills_before = _num_oom_kills()
+        self._popen: subprocess.Popen[bytes] | None = None
+        try:
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=spec.pass_fds,
+                # Its own process group, so that Ctrl-C at the terminal reaches only the supervisor.
+                process_group=0,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+            )
+            self.pid = self._popen.pid
+            self.exit_fd = os.pidfd_open(self.pid) if HAS_EXIT_FD else None
+        except OSError as error:
+            self.reason = f"cannot start {spec.argv[0]}: {error.strerror}"
+            self.kill()
+
+    @property
+    def saw_oom_kills(self) -> bool | None:
+        if self._oom_kills_before is None:
+            return None
+        return _num_oom_kills() != self._oom_kills_before
+
+    def begin(self, epoch: int) -> bool:
+        """Send the epoch to a waiting process. Return False if the process has exited."""
+        if self._popen is None:
+            return False
+        assert self._popen.stdin is not None
+        # Waiting processes have no heartbeats, so nobody would notice that this one was suspended.
+        self.send_signal(signal.SIGCONT)
+        try:
+            self._popen.stdin.write(b"%d\n" % epoch)
+        except BrokenPipeError:
+            return False
+        return True
+
+    def poll(self) -> int | None:
+        return NOT_STARTED if self._popen is None else self._popen.poll()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self._popen is not None:
+            self._popen.send_signal(signum)
+
+    def kill(self) -> None:
+        if self._popen is not None and self._popen.poll() is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._popen.kill()
+
+    def close(self) -> None:
+        if self._popen is None:
+            return
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()

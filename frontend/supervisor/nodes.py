@@ -1,0 +1,264 @@
+"""The supervisor's view of the engine's other machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from ...protocol.cluster_key import cluster_key_of
+from ...protocol.config import PROTOCOL_VERSION, EngineConfig
+from ...protocol.heartbeat import BEAT_INTERVAL_S
+from ...protocol.node_messages import (
+    EndNode,
+    NodeHello,
+    NodeLeft,
+    NodeMessage,
+    NodePing,
+    NodeWelcome,
+    ProcessExited,
+    ProcessStarted,
+    SignalProcess,
+    StartProcess,
+)
+from ...protocol.supervisor_messages import ProcessReport, ProcessStatus, Stage
+from ...protocol.transport import Hub
+from .local_process import ProcessSpec
+
+LOST: Final = -signal.SIGKILL
+"""The exit code recorded for processes of a lost node. The node kills them before it joins again."""
+
+GREETING_S: Final = 1.0
+"""How long, in seconds, a node may take to answer a welcome."""
+
+FAREWELL_S: Final = 2.0
+"""How long, in seconds, nodes may take to stop their processes at shutdown."""
+
+
+class RemoteProcess:
+    """A process on another node. It is started when that node has joined."""
+
+    def __init__(self, spec: ProcessSpec, epoch: int, nodes: Nodes) -> None:
+        assert spec.node is not None
+        self.spec = spec
+        self.epoch = epoch
+        self.node_rank = spec.node
+        self.pid = 0
+        self.exit_fd: int | None
+        self.exit_fd, self._exit_writer = os.pipe()
+        self.was_requested = False
+        self.reason = f"waiting for node {spec.node}"
+        self.saw_oom_kills: bool | None = None
+        self._nodes = nodes
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._returncode
+
+    def started(self, pid: int) -> None:
+        self.pid, self.reason = pid, ""
+
+    def exited(self, returncode: int, reason: str = "") -> None:
+        if self._returncode is None:
+            self._returncode, self.reason = returncode, reason
+            os.close(self._exit_writer)
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        self._nodes.send(self.node_rank, SignalProcess(self.spec.name, signum))
+
+    def kill(self) -> None:
+        if self.was_requested:
+            self.send_signal(signal.SIGKILL)
+        else:
+            self.exited(LOST)
+
+    def close(self) -> None:
+        self.exited(LOST)
+        self._nodes.remove_process(self)
+
+
+class _Node(msgspec.Struct):
+    identity: bytes
+    host: str
+    last_message_at: float
+
+
+class Nodes:
+    """Admits nodes, starts processes on them, and detects lost nodes."""
+
+    def __init__(
+        self, context: zmq.Context[Any], config: EngineConfig, report: Callable[[str], None]
+    ) -> None:
+        """Listen for nodes.
+
+        Raises:
+            ConfigError: The address of node 0 does not belong to this machine or is in use.
+        """
+        self._config = config
+        self._welcome = NodeWelcome(PROTOCOL_VERSION, msgspec.msgpack.encode(config))
+        self._report = report
+        self._hub: Hub[NodeMessage] = Hub(
+            context, config.parallel.node_address, NodeMessage, cluster_key_of(config)
+        )
+        self._nodes: dict[int, _Node] = {}
+        self._processes: dict[str, RemoteProcess] = {}
+        self._greeted: dict[bytes, float] = {}
+        self._last_ping = 0.0
+        self._num_dropped_frames = 0
+
+    @property
+    def num_dropped_frames(self) -> int:
+        """Frames from nodes that did not decode or came before the sender was admitted, and frames that nodes
+        dropped.
+        """
+        return self._hub.num_dropped_frames + self._num_dropped_frames
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._hub.socket
+
+    def launch(self, spec: ProcessSpec, epoch: int) -> RemoteProcess:
+        process = self._processes[spec.name] = RemoteProcess(spec, epoch, self)
+        self._start_ready_processes()
+        return process
+
+    def remove_process(self, process: RemoteProcess) -> None:
+        if self._processes.get(process.spec.name) is process:
+            del self._processes[process.spec.name]
+
+    def send(self, node_rank: int, message: msgspec.Struct) -> None:
+        """Send a message to a node. It is dropped if the node is not connected."""
+        if (node := self._nodes.get(node_rank)) is not None:
+            self._hub.send(node.identity, message)
+
+    def read_reports(self) -> Iterator[ProcessReport]:
+        """Yield the reports of the processes on all nodes."""
+        while (received := self._hub.receive()) is not None:
+            identity, message = received
+            rank = next((r for r, n in self._nodes.items() if n.identity == identity), None)
+            if rank is not None:
+                self._nodes[rank].last_message_at = time.monotonic()
+            if isinstance(message, NodeHello):
+                self._admit(identity, message)
+            elif message is None:
+                if rank is not None:
+                    self._lose(rank, "lost its connection")
+                self._greet(identity)
+            elif rank is None:
+                if isinstance(message, NodePing):
+                    self._greet(identity)
+                else:
+                    self._num_dropped_frames += 1
+            elif isinstance(message, ProcessStarted):
+                process = self._processes.get(message.name)
+                if process is not None and process.epoch == message.epoch:
+                    process.started(message.pid)
+                    yield ProcessStatus(message.name, Stage.STARTING, pid=message.pid)
+            elif isinstance(message, ProcessExited):
+                process = self._processes.get(message.name)
+                if process is not None and process.pid == message.pid:
+                    process.exited(message.returncode, message.reason)
+            elif isinstance(message, NodeLeft):
+                self._lose(rank, "left")
+            elif isinstance(message, NodePing):
+                self._num_dropped_frames += message.num_dropped_frames
+            else:
+                yield message
+        self._check_nodes()
+
+    def close(self, reason: str) -> None:
+        """Stop every node. Pass a `reason` if the engine has failed."""
+        for rank in self._nodes:
+            self.send(rank, EndNode(reason))
+        # Closing a socket with unread messages may discard those that were sent last.
+        remaining = {node.identity for node in self._nodes.values()}
+        deadline = time.monotonic() + FAREWELL_S
+        while remaining and (wait_s := deadline - time.monotonic()) > 0:
+            self._hub.socket.poll(int(wait_s * 1000) + 1)
+            while (received := self._hub.receive()) is not None:
+                if isinstance(received[1], NodeLeft):
+                    remaining.discard(received[0])
+        self._hub.close()
+
+    def _admit(self, identity: bytes, hello: NodeHello) -> None:
+        problem = self._find_problem(hello)
+        if problem:
+            self._hub.send(identity, EndNode(problem))
+            self._report(f"rejected {hello.host}: {problem}")
+            return
+        if (before := self._nodes.get(hello.node_rank)) is not None:
+            self._lose(hello.node_rank, f"was replaced by {hello.host}")
+            if before.identity != identity:
+                place = f"its place as node {hello.node_rank}"
+                self._hub.send(before.identity, EndNode(f"{hello.host} took over {place}"))
+        self._nodes[hello.node_rank] = _Node(identity, hello.host, time.monotonic())
+        self._report(f"node {hello.node_rank} joined: {hello.host}")
+        self._start_ready_processes()
+
+    def _greet(self, identity: bytes) -> None:
+        """Welcome a node once, although it may send several messages before it receives the welcome."""
+        now = time.monotonic()
+        # A node that reconnects has another identity.
+        self._greeted = {i: at for i, at in self._greeted.items() if now - at <= GREETING_S}
+        if identity not in self._greeted:
+            self._greeted[identity] = now
+            self._hub.send(identity, self._welcome)
+
+    def _find_problem(self, hello: NodeHello) -> str:
+        parallel = self._config.parallel
+        if hello.version != PROTOCOL_VERSION:
+            return f"it has protocol version {hello.version}, but node 0 has {PROTOCOL_VERSION}; install the same version of Engine"
+        if hello.num_nodes != parallel.num_nodes:
+            meaning = "WORLD_SIZE" if parallel.is_external else "--nnodes"
+            return (
+                f"{meaning} is {hello.num_nodes} there, but {parallel.num_nodes} on node 0, which has "
+                f"{parallel.num_workers} workers; use the same value"
+            )
+        first = parallel.num_nodes - parallel.num_remote_nodes
+        if not first <= hello.node_rank < parallel.num_nodes:
+            return f"node rank {hello.node_rank} is out of range; use {first} to {parallel.num_nodes - 1}"
+        return ""
+
+    def _start_ready_processes(self) -> None:
+        for process in self._processes.values():
+            if process.was_requested or process.node_rank not in self._nodes:
+                continue
+            host = self._rendezvous_host(process.spec.replica)
+            if host is not None:
+                process.was_requested = True
+                port = self._config.rendezvous_port(process.spec.replica)
+                start = StartProcess(process.spec.name, process.epoch, host, port)
+                self.send(process.node_rank, start)
+
+    def _rendezvous_host(self, core_index: int) -> str | None:
+        """Return the host where the workers of a replica connect to each other; None if that node has not joined
+        yet.
+        """
+        parallel = self._config.parallel
+        first = parallel.node_of(core_index * parallel.workers_per_core)
+        if first == 0 and not parallel.is_external:
+            return parallel.master_addr
+        return self._nodes[first].host if first in self._nodes else None
+
+    def _check_nodes(self) -> None:
+        now = time.monotonic()
+        if now - self._last_ping > BEAT_INTERVAL_S:
+            self._last_ping = now
+            for rank in self._nodes:
+                self.send(rank, NodePing())
+        for rank, node in list(self._nodes.items()):
+            silent_s = now - node.last_message_at
+            if silent_s > self._config.recovery.heartbeat_timeout_s:
+                self._lose(rank, f"sent no heartbeat for {silent_s:.1f} s")
+
+    def _lose(self, rank: int, how: str) -> None:
+        host = self._nodes.pop(rank).host
+        self._report(f"node {rank} ({host}) {how}")
+        for process in self._processes.values():
+            if process.node_rank == rank and process.was_requested:
+                process.exited(LOST, f"its machine, node {rank}, {how}")

@@ -1,0 +1,105 @@
+"""A journal of the request bodies that a frontend is parsing, which the supervisor reads after a crash.
+
+A frontend runs parsers over hostile input, and a parser that overflows its stack ends the process without a message.
+The journal is a small file in shared memory with the digest of each body that is being parsed. When a frontend
+crashes, the supervisor reads the journal, and every frontend then rejects the body that caused the crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+DIGEST_BYTES: Final = 16
+
+REMEMBERED_S: Final = 300.0
+MAX_POISON_BODIES: Final = 256
+
+_NUM_SLOTS: Final = 16
+"""Number of slots; must exceed the number of parser threads."""
+
+_NONE: Final = bytes(DIGEST_BYTES)
+
+
+def journal_path(run_dir: str | Path, process: str) -> Path:
+    return Path(run_dir) / f"{process.replace(' ', '')}.parsing"
+
+
+class ParseJournal:
+    """The journal of this process. Threads may use it at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, _NUM_SLOTS * DIGEST_BYTES)
+            self._slots = mmap.mmap(descriptor, _NUM_SLOTS * DIGEST_BYTES)
+        finally:
+            os.close(descriptor)
+        self._free = deque(range(_NUM_SLOTS))
+
+    def enter(self, digest: bytes) -> int | None:
+        """Record that a parser runs on this body. Return the slot, to be passed to `leave`."""
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            return None
+        start = slot * DIGEST_BYTES
+        self._slots[start : start + DIGEST_BYTES] = digest
+        return slot
+
+    def leave(self, slot: int | None) -> None:
+        if slot is not None:
+            start = slot * DIGEST_BYTES
+            self._slots[start : start + DIGEST_BYTES] = _NONE
+            self._free.append(slot)
+
+
+def read_journal(path: Path) -> set[bytes]:
+    """Return the digests that a process left in its journal, and delete the journal."""
+    try:
+        data = path.read_bytes()
+        path.unlink()
+    except OSError:
+        return set()
+    slots = {data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)}
+    return slots - {_NONE}
+
+
+class PoisonBodies:
+    """Digests of request bodies that crashed frontends. Frontends reject these bodies for `REMEMBERED_S` seconds.
+
+    A body is blamed when its parser crashed while no other ran. If several parsers ran, or the cause of the exit is
+    uncertain, a body is blamed after two crashes.
+    """
+
+    def __init__(self) -> None:
+        self._suspected_at: dict[bytes, float] = {}
+        self._blamed_at: dict[bytes, float] = {}
+
+    def record_crash(self, digests: set[bytes], *, has_crashed: bool) -> None:
+        """Record that a frontend exited while these bodies were being parsed.
+
+        Args:
+            digests: The bodies.
+            has_crashed: Whether a parser may have caused the exit.
+        """
+        now = time.monotonic()
+        for digest in digests:
+            if (has_crashed and len(digests) == 1) or digest in self._suspected_at:
+                self._blamed_at[digest] = now
+            self._suspected_at[digest] = now
+        self._remove_expired(now)
+
+    def digests(self) -> list[bytes]:
+        self._remove_expired(time.monotonic())
+        return list(self._blamed_at)
+
+    def _remove_expired(self, now: float) -> None:
+        for known in (self._suspected_at, self._blamed_at):
+            for digest in list(known):
+                if known[digest] < now - REMEMBERED_S or len(known) > MAX_POISON_BODIES:
+                    del known[digest]

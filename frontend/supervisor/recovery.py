@@ -1,0 +1,236 @@
+"""Units of processes that are restarted together: a frontend alone, or a replica."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ...protocol.supervisor_messages import Stage
+from .child import Child
+from .local_process import LocalProcess, Process, ProcessSpec, Role
+
+FINAL_ERROR_S: Final = 1.0
+"""How long, in seconds, a core that lost a worker may take to send its clients the requests that it was computing."""
+
+FIRST_BACKOFF_S: Final = 0.25
+MAX_BACKOFF_S: Final = 8.0
+
+SERVED_BACKOFF_S: Final = 1.0
+"""The longest delay, in seconds, before restarting a frontend that had been ready."""
+
+SPARE_DELAY_S: Final = 2.0
+"""How long, in seconds, after its leader and the engine are ready a spare is started, because its imports slow down
+serving.
+"""
+
+RESUMING_S: Final = 1.0
+"""How long, in seconds, streams of a crashed core wait for its replacement before they move to another replica."""
+
+STABLE_S: Final = {Role.FRONTEND: 10.0, Role.CORE: 600.0}
+"""A crash of a leader that was ready for this many seconds resets the count of consecutive failures, even without a
+token.
+"""
+
+
+class RecoveryUnit:
+    """A leader process and its followers, which are restarted under the next epoch after a crash.
+
+    The leader of a replica is its core, and the followers are its workers. A frontend is a leader without followers.
+
+    When a leader crashes it is restarted alone, so that the workers keep their model loaded. If it crashes again
+    without progress, or a follower crashes, all of them are stopped: the leader receives SIGUSR2 and `FINAL_ERROR_S`
+    seconds for its last message. If the leader's program can wait, a spare leader is kept ready, because its start
+    takes longest.
+    """
+
+    def __init__(
+        self,
+        leader: ProcessSpec,
+        followers: list[ProcessSpec],
+        epoch: int,
+        launch: Callable[[ProcessSpec, int], Process],
+    ) -> None:
+        self.leader = leader
+        self._specs = [*followers, leader]
+        self.children: dict[str, Child] = {}
+        self.epoch = epoch
+        self._launch = launch
+        self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
+        self.num_consecutive_failures = 0
+        self._num_causes_found = 0
+        self.is_down = False
+        self._is_exhausted = False
+        self._awaits_ends = False
+        self._is_renewed = False
+        # Several workers may have stopped in different steps. Only workers on this machine can read the leader's step
+        # log.
+        self._outlives_leader = len(followers) == 1 or all(spec.node is None for spec in followers)
+        self._start_at = 0.0
+        self._resumed_at = -RESUMING_S
+        self._spare: LocalProcess | None = None
+        self._last_spare_at = 0.0
+
+    def start(self) -> list[Child]:
+        """Start all processes that are not running and return them."""
+        started = [spec for spec in self._specs if spec.name not in self.children]
+        for spec in started:
+            spare = self._take_spare() if spec is self.leader else None
+            process = spare or self._launch(spec, self.epoch)
+            self.children[spec.name] = Child(spec, self.epoch, process)
+        return [self.children[spec.name] for spec in started]
+
+    def keep_spare(self, now: float, engine_ready_since: float) -> None:
+        """Start a spare leader if there is none and the current leader has been ready for a while."""
+        leader = self.children.get(self.leader.name)
+        if self._spare is not None and self._spare.poll() is not None:
+            self.dismiss_spare()
+        if (
+            self.leader.can_wait
+            and self._spare is None
+            and leader is not None
+            and leader.ready_since is not None
+            and now - max(engine_ready_since, leader.ready_since, self._last_spare_at)
+            > SPARE_DELAY_S
+        ):
+            self._last_spare_at = now
+            self._spare = LocalProcess(self.leader, None)
+
+    def dismiss_spare(self) -> None:
+        """Kill the spare, if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.kill()
+            spare.close()
+            if spare.exit_fd is not None:
+                os.close(spare.exit_fd)
+
+    def _take_spare(self) -> LocalProcess | None:
+        if self._spare is None or not self._spare.begin(self.epoch):
+            self.dismiss_spare()
+            return None
+        spare, self._spare = self._spare, None
+        return spare
+
+    def restart(self, now: float) -> None:
+        """Kill and restart every process. This does not count as a crash and resets the count of earlier crashes."""
+        self.num_consecutive_failures = self._num_causes_found = 0
+        self.is_down = self._is_renewed = True
+        self._is_exhausted = False
+        self._start_at = now
+        for child in self.children.values():
+            child.kill()
+
+    def record_exit(self, child: Child, max_restarts: int) -> None:
+        """Record the exit of a process. Above `max_restarts` consecutive failures, restarts become rare."""
+        now = time.monotonic()
+        leader = self.children[self.leader.name]
+        if self._has_made_progress(leader):
+            self.num_consecutive_failures = self._num_causes_found = 0
+        if child is not leader and leader.alive and leader.kill_at is None:
+            leader.signal(signal.SIGUSR2)
+            leader.kill_at = now + FINAL_ERROR_S
+        if not self.is_down:
+            self.is_down = True
+            self.num_consecutive_failures += 1
+            # A frontend that was ready may have crashed on hostile input, and its replacement can still serve others.
+            has_served = leader.spec.role is Role.FRONTEND and leader.ready_since is not None
+            self._is_exhausted = self.num_consecutive_failures > max_restarts and not has_served
+            backoff_s = self._backoff_s()
+            self._start_at = now + (min(backoff_s, SERVED_BACKOFF_S) if has_served else backoff_s)
+
+    def record_cause_found(self, max_restarts: int) -> None:
+        """Record that a request was failed as the cause of the last crashes, which then no longer count.
+
+        If this happens more than `max_restarts` times without a token in between, the unit itself may be broken.
+        """
+        self._num_causes_found += 1
+        if self._num_causes_found <= max_restarts:
+            self.num_consecutive_failures = 0
+            self._is_exhausted = False
+
+    def _backoff_s(self) -> float:
+        if self._is_exhausted:
+            return MAX_BACKOFF_S
+        if self.num_consecutive_failures <= 1:
+            return 0.0
+        return min(FIRST_BACKOFF_S * 2 ** (self.num_consecutive_failures - 2), MAX_BACKOFF_S)
+
+    def _has_made_progress(self, leader: Child) -> bool:
+        since = leader.ready_since
+        was_stable = since is not None and time.monotonic() - since > STABLE_S[leader.spec.role]
+        return was_stable or leader.progress.num_tokens > 0
+
+    def recover(self, now: float) -> list[Child]:
+        """Take the next step of a restart. Return the processes that were started."""
+        dead = [child for child in self.children.values() if not child.alive]
+        if not self.is_down or not all(child.is_known_dead for child in dead):
+            # The supervisor has yet to handle an exit; the final report of that process may explain it.
+            return []
+        if not self._may_resume:
+            for child in self.children.values():
+                if child.spec is not self.leader:
+                    child.kill()
+            self._awaits_ends = len(dead) < len(self.children)
+            if self._awaits_ends:
+                return []
+        if now < self._start_at:
+            return []
+        self.is_down = self._is_renewed = False
+        self.epoch += 1
+        for child in dead:
+            child.close()
+            del self.children[child.spec.name]
+            self.num_restarts[child.spec.name] += 1
+        if self.children:
+            self._resumed_at = now
+        return self.start()
+
+    @property
+    def _may_resume(self) -> bool:
+        """Whether the followers keep running and continue with the next leader."""
+        return (
+            self._outlives_leader
+            and not self._is_renewed
+            and self.num_consecutive_failures <= 1
+            and all(
+                child.alive for child in self.children.values() if child.spec is not self.leader
+            )
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        leader = self.children.get(self.leader.name)
+        return leader is not None and leader.alive and leader.stage is Stage.READY
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the leader is being replaced, or was just replaced, while its followers continue."""
+        is_next = self.is_down and self._may_resume
+        return is_next or time.monotonic() - self._resumed_at < RESUMING_S
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the leader has exited and the next epoch has not begun."""
+        return self.is_down and not self.children[self.leader.name].alive
+
+    @property
+    def is_up(self) -> bool:
+        return not self.is_down and self.is_ready
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the unit crashed too often and does not serve."""
+        return self._is_exhausted and not self.is_up
+
+    @property
+    def next_action(self) -> float | None:
+        """When `recover` must be called next if no event happens before (CLOCK_MONOTONIC); None for never."""
+        if not self.is_down:
+            return None
+        if self._awaits_ends:
+            kill_at = self.children[self.leader.name].kill_at
+            return kill_at if kill_at is not None and kill_at > time.monotonic() else None
+        return self._start_at

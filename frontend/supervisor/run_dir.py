@@ -1,0 +1,105 @@
+"""The directory that holds the sockets of one running engine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from ...protocol.config import CONFIG_FILE
+from ...protocol.errors import ConfigError
+
+PREFIX = "engine-"
+MAX_SOCKET_PATH_BYTES = 107
+_LONGEST_SOCKET_NAME = f"{PREFIX}xxxxxxxx/core9999.workers"
+
+
+class RunDirectory:
+    """A private directory (mode 0700) that exists as long as its engine.
+
+    The owner holds a lock on it, which the system releases however the owner exits. A directory without a lock is
+    left over, and the next engine that starts deletes it. The lock also keeps programs that clean temporary files
+    away.
+    """
+
+    def __init__(self) -> None:
+        base = _base_directory()
+        _sweep(base)
+        self.path, self._lock = _create_locked(base)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _base_directory() -> Path:
+    candidates = [os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp"]
+    for candidate in candidates:
+        if not candidate or not os.path.isabs(candidate):
+            continue
+        longest = len(os.fsencode(os.path.join(candidate, _LONGEST_SOCKET_NAME)))
+        if longest <= MAX_SOCKET_PATH_BYTES and os.access(candidate, os.W_OK | os.X_OK):
+            return Path(candidate)
+    raise ConfigError(
+        "no directory for sockets: XDG_RUNTIME_DIR, TMPDIR and /tmp are all unwritable or have paths longer than "
+        f"{MAX_SOCKET_PATH_BYTES - len(_LONGEST_SOCKET_NAME) - 1} bytes; set TMPDIR to a writable directory with a shorter path"
+    )
+
+
+def _create_locked(base: Path) -> tuple[str, int]:
+    while True:
+        try:
+            path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a directory for sockets in {base}: {error.strerror}; free some space there, or set "
+                "XDG_RUNTIME_DIR to another directory"
+            ) from None
+        lock = _try_lock(path)
+        if lock is not None:
+            return path, lock
+
+
+def _try_lock(path: str | Path) -> int | None:
+    """Return an open descriptor that holds the lock on the directory at `path`, or None if it is locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have locked, removed and released it between the two calls.
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _sweep(base: Path) -> None:
+    for path in base.glob(f"{PREFIX}????????"):
+        lock = _try_lock(path) if _looks_like_ours(path) else None
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _looks_like_ours(path: Path) -> bool:
+    try:
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            return False
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return not names or CONFIG_FILE in names

@@ -1,0 +1,70 @@
+"""Stop signals (SIGTERM, SIGINT, SIGHUP) as events of a poll loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_TOGETHER_S: Final = 0.05
+
+
+class StopRequested(Exception):
+    """A stop signal was received."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class StopSignals:
+    """A context manager that makes `fd` readable on a stop signal instead of ending the process.
+
+    The parent process may have blocked signals, which children would inherit, or ignored SIGCHLD, which prevents
+    waiting for children. Both are undone while the context is active. An ignored SIGHUP stays ignored, because nohup
+    relies on it.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+
+    def raise_if_received(self) -> None:
+        """Raise StopRequested once for each signal received.
+
+        The same stop may arrive twice, once at the process and once at its group: `timeout` sends both, as does a
+        parent that forwards Ctrl-C. Only a later signal counts as a second request, which interrupts a drain.
+        """
+        try:
+            received = os.read(self.fd, 1)
+        except BlockingIOError:
+            return
+        time.sleep(_TOGETHER_S)
+        with suppress(BlockingIOError):
+            os.read(self.fd, 1024)
+        raise StopRequested(received[0])
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {
+            s: signal.signal(s, self._on_signal)
+            for s in STOP_SIGNALS
+            if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
+        }
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._previous_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        os.write(self._write_fd, bytes([signum]))

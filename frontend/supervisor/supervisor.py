@@ -1,0 +1,466 @@
+"""The supervisor: the parent process that starts, watches, restarts, drains and stops every process of an engine.
+
+It holds a pipe to the standard input of each child. However the supervisor exits, even by SIGKILL, the pipe closes
+and the children exit. So no process outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from ...protocol.config import EngineConfig
+from ...protocol.errors import EngineError
+from ...protocol.supervisor_messages import (
+    CauseFound,
+    EngineStatus,
+    Heartbeat,
+    ProcessReport,
+    ProcessStatus,
+    ReplicaCommand,
+    Stage,
+)
+from ...protocol.transport import StatusPublisher, StatusReceiver
+from . import recovery
+from .child import Child
+from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
+from .nodes import Nodes
+from .parse_journal import PoisonBodies, journal_path, read_journal
+from .recovery import RecoveryUnit
+from .rotation import Rotation
+from .signals import StopRequested, StopSignals
+
+__all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor", "engine_processes"]
+
+WATCH_INTERVAL_S = 0.1
+"""How often children are polled, in seconds, where the system cannot signal their exit."""
+
+STATUS_INTERVAL_S = 0.5
+"""How often, in seconds, every process is checked and the status is published."""
+
+FINAL_ERROR_S = 0.3
+"""How long to wait, in seconds, for the final error of a process that exited by itself. The report can arrive after the
+exit.
+"""
+
+REPORT_INTERVAL_CRASHES = 50
+"""A process that keeps crashing while others serve is reported again after this many more crashes."""
+
+FAREWELL_S = 3.0
+"""How long, in seconds, frontends may take to end their streams with an error when the engine cannot continue."""
+
+DRAIN_GRACE_S = 5.0
+"""How long, in seconds, a frontend may take beyond the shutdown timeout, and cores and workers each may take to
+exit.
+"""
+
+
+class ProcessFailed(EngineError):
+    """A process failed and the engine cannot continue. The message is complete enough to be the last line of output."""
+
+
+def engine_processes(
+    config: EngineConfig, config_path: Path, listen_fd: int | None
+) -> list[ProcessSpec]:
+    """Return the processes of `config`, slowest to start first. Without a `listen_fd` there are no frontends."""
+
+    def spec(name: str, role: Role, module: str, index: int, *args: int) -> ProcessSpec:
+        # -P: a file in the current directory must not shadow a module.
+        command = (sys.executable, "-P", "-m", f"engine.{module}", str(config_path))
+        argv = command + tuple(map(str, (index, *args)))
+        return ProcessSpec(name, role, argv, replica=index)
+
+    def worker(core: int, rank: int) -> ProcessSpec:
+        number = core * parallel.workers_per_core + rank
+        here = spec(f"worker {number}", Role.WORKER, "workers", core, rank)
+        if parallel.is_external or parallel.node_of(number) > 0:
+            return replace(here, node=parallel.node_of(number))
+        if parallel.spans_nodes(core):
+            return replace(here, env=rendezvous_environment(config, core, parallel.master_addr))
+        return here
+
+    parallel = config.parallel
+    cores = range(parallel.data_parallel_size)
+    specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
+    specs += [
+        replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
+    ]
+    if listen_fd is not None:
+        for client in range(parallel.api_server_count):
+            frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
+            specs.append(ProcessSpec(frontend.name, frontend.role, frontend.argv, (listen_fd,)))
+    return specs
+
+
+def rendezvous_environment(config: EngineConfig, core_index: int, host: str) -> dict[str, str]:
+    """Return torch.distributed's variables with the address where the workers of a replica on several machines
+    connect.
+    """
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(config.rendezvous_port(core_index))}
+
+
+class Supervisor:
+    """The processes of one engine. Call `start`, `wait_until_ready`, `watch` or `poll`, `drain` and `close`, in this
+    order.
+
+    Every wait raises `StopRequested` when `signals` receives a signal. It raises `ProcessFailed` when the engine
+    cannot continue: a process failed before the engine was ready, or keeps failing and no other can serve in its
+    place. After the engine was ready, a process that crashes or hangs is restarted, and `on_recovery` receives a line
+    about it. Leaving the `with` block kills all remaining processes. The caller owns `run_dir`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Sequence[ProcessSpec],
+        *,
+        on_status: Callable[[ProcessStatus], None] | None = None,
+        on_recovery: Callable[[str], None] | None = None,
+        signals: StopSignals | None = None,
+    ) -> None:
+        self._units = _make_units(specs, config.epoch, self._launch)
+        self._limits = config.recovery
+        self.drain_timeout_s = config.frontend.shutdown_timeout_s
+        replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
+        self._rotation = Rotation(replicas, self.drain_timeout_s)
+        self._on_status = on_status
+        self._on_recovery = on_recovery
+        self._signals = signals
+        self._ending: set[Role] = set()
+        self._ready_since: float | None = None
+        self._last_look = time.monotonic()
+        self._last_published = 0.0
+        self._num_dropped_reports = 0
+        self._failure = ""
+        self._run_dir = Path(config.run_dir)
+        self._has_run_dir = True
+        self._poison_bodies = PoisonBodies()
+        self._num_dropped_by: Counter[str] = Counter()
+        """Dropped frames, by process name."""
+        self._poller = zmq.Poller()
+        self._nodes: Nodes | None = None
+        self._context = zmq.Context()
+        try:
+            self._open_sockets(config)
+        except BaseException:
+            # The caller gets no supervisor that it could close.
+            self._context.destroy()
+            raise
+        if signals is not None:
+            self._poller.register(signals.fd, zmq.POLLIN)
+
+    def _open_sockets(self, config: EngineConfig) -> None:
+        self._statuses = StatusReceiver(self._context, config)
+        self._publisher = StatusPublisher(self._context, config)
+        self._poller.register(self._statuses.socket, zmq.POLLIN)
+        if config.parallel.is_distributed:
+            self._nodes = Nodes(self._context, config, self._report)
+            self._poller.register(self._nodes.socket, zmq.POLLIN)
+
+    def _launch(self, spec: ProcessSpec, epoch: int) -> Process:
+        if spec.node is None or self._nodes is None:
+            return LocalProcess(spec, epoch)
+        return self._nodes.launch(spec, epoch)
+
+    def start(self) -> None:
+        """Start every process at once. They connect to each other in any order."""
+        for unit in self._units:
+            self._watch_exits(unit.start())
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process ID of every running process, by name."""
+        return {child.spec.name: child.pid for child in self._children() if child.alive}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all frontends are ready; without frontends, whether all cores are."""
+        facing = [unit for unit in self._units if unit.leader.role is Role.FRONTEND] or self._units
+        return all(unit.is_ready for unit in facing)
+
+    @property
+    def was_ready(self) -> bool:
+        return self._ready_since is not None
+
+    def wait_until_ready(self) -> None:
+        while not self.ready:
+            self._wait(None)
+
+    def watch(self) -> None:
+        """Handle events until a stop signal arrives or the engine cannot continue. This never returns."""
+        while True:
+            self._wait(None)
+
+    def poll(self) -> None:
+        """Handle events since the last call, without waiting."""
+        self._wait(0.0)
+
+    def drain(self, on_frontends_ended: Callable[[], None] = lambda: None) -> None:
+        """Let the frontends finish their streams, then stop cores and workers."""
+        self._ending.add(Role.FRONTEND)
+        for unit in self._units:
+            unit.dismiss_spare()
+        frontends = self._end(Role.FRONTEND)
+        self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
+        on_frontends_ended()
+        self._ending.update(Role)
+        self._wait_for_exit(self._end(Role.CORE), DRAIN_GRACE_S)
+        # The final messages of a core may not have reached other machines yet.
+        self._wait_for_exit(list(self._children()), FINAL_ERROR_S)
+        self._wait_for_exit(self._end(Role.WORKER), DRAIN_GRACE_S)
+
+    def close(self, reason: str = "") -> None:
+        """Kill all remaining processes. If `reason` names a failure, it is sent to clients and other machines."""
+        if reason and self.was_ready:
+            self._fail_streams(reason)
+        for child in self._children():
+            child.kill()
+        for child in self._children():
+            child.close()
+        for unit in self._units:
+            unit.children.clear()
+            unit.dismiss_spare()
+        if self._nodes is not None:
+            self._nodes.close(reason)
+        self._statuses.close()
+        self._publisher.close()
+        self._context.term()
+
+    def _fail_streams(self, reason: str) -> None:
+        """Let the frontends end every response with an error that contains the reason."""
+        self._ending.update(Role)
+        self._failure = reason
+        self._publish()
+        with contextlib.suppress(StopRequested):
+            self._wait_for_exit(self._end(Role.FRONTEND), FAREWELL_S)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(str(error) if isinstance(error, EngineError) else "")
+
+    def _children(self) -> Iterable[Child]:
+        return [child for unit in self._units for child in unit.children.values()]
+
+    def _end(self, role: Role) -> list[Child]:
+        children = [child for child in self._children() if child.spec.role is role]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        return children
+
+    def _wait_for_exit(self, children: list[Child], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(child.alive for child in children):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            self._wait(remaining)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Sleep until an event, the next periodic check or `timeout_s`, then handle what happened."""
+        recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
+        actions = [unit.next_action for unit in recovering]
+        wake_at = min((at for at in actions if at is not None), default=math.inf)
+        interval_s = STATUS_INTERVAL_S if HAS_EXIT_FD else WATCH_INTERVAL_S
+        interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
+        timeout_s = interval_s if timeout_s is None else min(timeout_s, interval_s)
+        self._poller.poll(math.ceil(timeout_s * 1000))
+        if self._signals is not None:
+            self._signals.raise_if_received()
+        self._read_reports()
+        self._kill_hung_processes()
+        self._rotation.advance(time.monotonic())
+        for unit in self._units:
+            for child in list(unit.children.values()):
+                if not child.alive and not child.is_known_dead:
+                    self._on_exit(unit, child)
+            if unit in recovering:
+                self._watch_exits(unit.recover(time.monotonic()))
+            if self._ready_since is not None and not self._ending:
+                unit.keep_spare(time.monotonic(), self._ready_since)
+        if self._ready_since is None and self.ready:
+            self._ready_since = time.monotonic()
+        if time.monotonic() - self._last_published > STATUS_INTERVAL_S / 2:
+            self._publish()
+
+    def _watch_exits(self, children: Iterable[Child]) -> None:
+        for child in children:
+            if child.exit_fd is not None:
+                self._poller.register(child.exit_fd, zmq.POLLIN)
+
+    def _read_reports(self) -> None:
+        if self._nodes is not None:
+            for remote_report in self._nodes.read_reports():
+                self._apply_report(remote_report)
+        while (report := self._statuses.receive(0)) is not None:
+            if isinstance(report, CauseFound):
+                for unit in self._units:
+                    if unit.leader.role is Role.CORE:
+                        unit.record_cause_found(self._limits.max_restarts)
+            elif isinstance(report, ReplicaCommand):
+                if not self.was_ready:
+                    continue
+                self._report(f"replica {report.replica}: {report.action}")
+                self._rotation.apply_command(report, time.monotonic())
+                self._publish()
+            else:
+                self._apply_report(report)
+
+    def _apply_report(self, report: ProcessReport) -> None:
+        child = next((c for c in self._children() if c.spec.name == report.process), None)
+        if child is None or report.pid != child.pid:
+            self._num_dropped_reports += 1
+            return
+        if isinstance(report, Heartbeat):
+            num_dropped_before = child.progress.num_dropped_frames
+            self._num_dropped_by[report.process] += report.num_dropped_frames - num_dropped_before
+            child.beat(report)
+            return
+        child.enter(report.stage, report.detail)
+        self._last_published = 0.0
+        if self._on_status is not None and not self.was_ready:
+            self._on_status(report)
+        if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
+            raise ProcessFailed(child.exit_summary())
+
+    def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
+        child.is_known_dead = True
+        self._close_exit_fd(child)
+        if child.spec.role in self._ending:
+            return
+        deadline = time.monotonic() + (0.0 if child.was_killed else FINAL_ERROR_S)
+        while child.stage is not Stage.FAILED and time.monotonic() < deadline:
+            self._statuses.socket.poll(int(WATCH_INTERVAL_S * 1000))
+            self._read_reports()
+        self._check_run_dir()
+        if not self._has_run_dir:
+            raise ProcessFailed(
+                f"{child.exit_summary()}; no process can be restarted, because the run directory {self._run_dir} was "
+                "deleted; exclude it from programs that clean temporary files"
+            )
+        if not self.was_ready:
+            raise ProcessFailed(child.exit_summary())
+        if child.spec.role is Role.FRONTEND:
+            self._poison_bodies.record_crash(
+                read_journal(journal_path(self._run_dir, child.spec.name)),
+                has_crashed=child.has_crashed,
+            )
+        is_first = not unit.is_down
+        unit.record_exit(child, self._limits.max_restarts)
+        if unit.is_lost:
+            self._give_up_if_alone(unit, child)
+        if is_first:
+            self._report_crash(unit, child)
+        self._publish()
+
+    def _give_up_if_alone(self, unit: RecoveryUnit, child: Child) -> None:
+        """Raise ProcessFailed if no other unit can serve in place of a unit that is lost."""
+        others = [
+            other
+            for other in self._units
+            if other is not unit and other.leader.role is unit.leader.role
+        ]
+        if all(other.is_lost for other in others):
+            crashes = " and ".join(
+                f"{lost.leader.name} crashed {lost.num_consecutive_failures} times in a row without generating a token"
+                for lost in (unit, *others)
+            )
+            raise ProcessFailed(
+                f"{child.exit_summary()}. Stopping the server: {crashes} (limit: --max-restarts {self._limits.max_restarts})"
+            )
+
+    def _report_crash(self, unit: RecoveryUnit, child: Child) -> None:
+        num_more = unit.num_consecutive_failures - self._limits.max_restarts - 1
+        if num_more < 0:
+            self._report(f"{child.exit_summary()}; restarting it")
+        elif num_more % REPORT_INTERVAL_CRASHES == 0:
+            self._report(
+                f"{child.exit_summary()}; {unit.leader.name} crashed {unit.num_consecutive_failures} times in a row "
+                f"without generating a token; others serve, and it is restarted every {recovery.MAX_BACKOFF_S:.0f} s"
+            )
+
+    def _close_exit_fd(self, child: Child) -> None:
+        if child.exit_fd is not None:
+            self._poller.unregister(child.exit_fd)
+            os.close(child.exit_fd)
+            child.exit_fd = None
+
+    def _kill_hung_processes(self) -> None:
+        now = time.monotonic()
+        # A suspended supervisor receives no heartbeats, so that time does not count against the children.
+        lost_s = max(0.0, now - self._last_look - 2 * STATUS_INTERVAL_S)
+        self._last_look = now
+        limits = self._limits
+        for child in self._children():
+            if not child.alive:
+                continue
+            child.last_beat += lost_s
+            child.hang = child.hang or child.find_hang(
+                now, limits.heartbeat_timeout_s, limits.step_timeout_s
+            )
+            if child.hang or (child.kill_at is not None and now > child.kill_at):
+                child.kill()
+
+    def _check_run_dir(self) -> None:
+        """Warn once if the run directory is gone: running processes continue, but new ones cannot connect to them."""
+        if self._has_run_dir and not self._run_dir.exists():
+            self._has_run_dir = False
+            self._report(
+                f"the run directory {self._run_dir} was deleted: running processes continue, but the server stops as soon as "
+                "one of them exits; restart the server when you can"
+            )
+
+    def _publish(self) -> None:
+        self._check_run_dir()
+        self._last_published = now = time.monotonic()
+        processes = [
+            child.info(now, unit.num_restarts[name], self._num_dropped_by[name])
+            for unit in reversed(self._units)
+            for name, child in unit.children.items()
+        ]
+        replicas = self._rotation.infos() if self.was_ready else []
+        status = EngineStatus(processes, replicas, self._num_dropped_frames)
+        status.failure = self._failure
+        status.poison_bodies = self._poison_bodies.digests()
+        self._publisher.publish(status)
+
+    @property
+    def _num_dropped_frames(self) -> int:
+        of_nodes = 0 if self._nodes is None else self._nodes.num_dropped_frames
+        return self._statuses.num_dropped_frames + self._num_dropped_reports + of_nodes
+
+    def _report(self, text: str) -> None:
+        if self._on_recovery is not None:
+            self._on_recovery(text)
+
+
+def _make_units(
+    specs: Sequence[ProcessSpec], epoch: int, launch: Callable[[ProcessSpec, int], Process]
+) -> list[RecoveryUnit]:
+    """Return the replicas and frontends in the order of `specs`."""
+    units = []
+    for spec in specs:
+        workers: list[ProcessSpec] = []
+        if spec.role is Role.WORKER:
+            continue
+        if spec.role is Role.CORE:
+            workers = [s for s in specs if s.role is Role.WORKER and s.replica == spec.replica]
+        units.append(RecoveryUnit(spec, workers, epoch, launch))
+    return units

@@ -1,0 +1,142 @@
+"""Incremental detokenization, and stop strings in the resulting text.
+
+Text is the UTF-8 decoding of the tokens' bytes: a character appears with its last byte, and the cost per token does
+not grow with the text. All pieces together equal `Tokenizer.decode` of all tokens. An incomplete last character
+never appears.
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+
+from . import Tokenizer
+from .stop_strings import StopStrings
+
+_LONGEST_CUT_CHARACTER = 3  # bytes of a character that are not yet the whole of it
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence.
+
+    A stop string counts when its last character comes after the first `min_tokens` tokens. If several match, the
+    one that ends first wins, then the longest.
+
+    Attributes:
+        stop_reason: The stop string that ended the text, if any.
+        num_tokens: The number of consumed tokens; after a stop string, up to the token that completed it.
+    """
+
+    __slots__ = (
+        "_bytes_of",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_stop_strings",
+        "_strips",
+        "_tail",
+        "_texts",
+        "num_tokens",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._bytes_of = tokenizer.bytes_of(skip_special_tokens).__getitem__
+        self._texts = tokenizer.text_of(skip_special_tokens)
+        self._stop_strings = StopStrings(tuple(stop)) if stop else None
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        # A text that starts a sequence loses the space that encoding put there; one that goes on
+        # from a prompt does not.
+        self._strips = tokenizer.strips_leading_space and not any(
+            map(self._bytes_of, prompt_token_ids)
+        )
+        self._tail = self._cut_character(prompt_token_ids)
+        self._held = ""
+        self.num_tokens = 0
+        self.stop_reason: str | None = None
+
+    def append(self, token_ids: Sequence[int], finished: bool = False) -> str:
+        """Return the text that `token_ids` add, except a possible beginning of a stop string and an incomplete
+        character.
+
+        With `finished`, nothing is held back for a stop string. Returns "" after a stop string has matched.
+        """
+        if self.stop_reason is not None:
+            return ""
+        if self._stop_strings is not None:
+            return self._append_until_stop(self._stop_strings, token_ids, finished)
+        self.num_tokens += len(token_ids)
+        return self._decode(token_ids)
+
+    def append_one(self, token_id: int) -> str:
+        """Append one token. This is faster than `append` for tokens whose text does not depend on their neighbors."""
+        text = None
+        if not (self._stop_strings or self._tail or self._strips):
+            text = self._texts[token_id]
+        if text is None:
+            return self.append((token_id,))
+        self.num_tokens += 1
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self._tail and not self._strips:
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
+        data = self._tail + b"".join(map(self._bytes_of, token_ids))
+        text, consumed = utf_8_decode(data, "replace", False)
+        self._tail = data[consumed:]
+        if self._strips and text:
+            self._strips = False
+            text = text.removeprefix(" ")
+        return text
+
+    def _append_until_stop(
+        self, stop_strings: StopStrings, token_ids: Sequence[int], finished: bool
+    ) -> str:
+        protected = self._min_tokens - self.num_tokens
+        if 0 < protected < len(token_ids):
+            text = self._append_until_stop(stop_strings, token_ids[:protected], False)
+            return text + self._append_until_stop(stop_strings, token_ids[protected:], finished)
+
+        tail, strips = self._tail, self._strips
+        piece = self._decode(token_ids)
+        text = self._held + piece
+        match = stop_strings.find(piece, is_protected=protected > 0)
+        if match is not None:
+            self.stop_reason = match.text
+            self._tail, self._strips = tail, strips
+            self._consume_until(token_ids, match.end)
+            end = len(self._held) + (match.end if self._include_stop else match.start)
+            self._held = ""
+            return text[:end]
+
+        self.num_tokens += len(token_ids)
+        cut = len(text) if finished else len(text) - stop_strings.num_possible
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _consume_until(self, token_ids: Sequence[int], num_chars: int) -> None:
+        """Count the first of `token_ids` that together have `num_chars` characters."""
+        for token_id in token_ids:
+            self.num_tokens += 1
+            num_chars -= len(self._decode((token_id,)))
+            if num_chars <= 0:
+                break
+
+    def _cut_character(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """Return the bytes of an incomplete character at the end of the prompt."""
+        data = b""
+        for token_id in reversed(prompt_token_ids):
+            if len(data) >= _LONGEST_CUT_CHARACTER:
+                break
+            data = self._bytes_of(token_id) + data
+        return data[utf_8_decode(data, "replace", False)[1] :]

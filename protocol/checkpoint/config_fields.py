@@ -1,0 +1,194 @@
+"""Typed access to a JSON file of a checkpoint, with errors that name the file, the field and its value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 10_000
+"""Each has something of its own, so a number that is wrong must not fill the memory."""
+MAX_NUMBER = 1e15
+"""What is computed from it still fits into a float32."""
+
+
+class ConfigFields:
+    """One object of the file `path`; every error is a `CheckpointError`. `prefix` stands before its fields in errors.
+
+    A field that is null counts as absent, as it does for transformers.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], path: str | PathLike[str], prefix: str = ""
+    ) -> None:
+        self.config = config
+        self.path = path
+        self.prefix = prefix
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFields:
+        """What the file holds, which must be a JSON object."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(path, f"{error.strerror or error}; download it") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(path, f"not valid JSON ({error}); download it again") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(path, "must hold a JSON object; download it again")
+        return cls(content, path)
+
+    @classmethod
+    def read_if_present(cls, path: Path) -> ConfigFields:
+        return cls.read(path) if path.is_file() else cls({}, path)
+
+    def with_values(self, values: Mapping[str, Any]) -> ConfigFields:
+        return ConfigFields({**self.config, **values}, self.path, self.prefix)
+
+    def with_defaults(self, **defaults: Any) -> ConfigFields:
+        """The same fields, where those that are not mentioned at all have a default."""
+        return ConfigFields({**defaults, **self.config}, self.path, self.prefix)
+
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(self.path, problem)
+
+    def wrong(self, name: str, needed: str, value: Any) -> CheckpointError:
+        return self.error(f"{self.prefix}{name} must be {needed}, it is {value!r}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.config.get(name)
+        return default if value is None else value
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        if value is None:
+            raise self.error(f"{self.prefix}{name} is missing")
+        return value
+
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_INTEGER,
+    ) -> int:
+        value = self._required(name, default)
+        if not _is_integer(value) or not minimum <= value <= maximum:
+            needed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            if maximum < MAX_INTEGER:
+                needed += f", at most {maximum}"
+            raise self.wrong(name, needed, value)
+        return int(value)
+
+    def layer_count(self, name: str) -> int:
+        return self.integer(name, maximum=MAX_LAYERS)
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.integer(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._required(name, default)
+        if not _is_number(value) or value < 0:
+            raise self.wrong(name, "a number that is not negative", value)
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
+
+    def positive(self, name: str, default: float | None = None, *, above: float = 0) -> float:
+        value = self._required(name, default)
+        if not _is_number(value) or value <= above:
+            needed = f"a number above {above:g}" if above else "a positive number"
+            raise self.wrong(name, needed, value)
+        return float(value)
+
+    def optional_positive(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.positive(name)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false", value)
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._required(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string", value)
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """The list `name`; empty if absent."""
+        values = self.get(name, [])
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, str) for value in values
+        ):
+            raise self.wrong(name, "a list of strings", values)
+        return list(values)
+
+    def token_ids(self, name: str) -> list[int]:
+        """The token that `name` is, or all of them if it is a list; not necessarily of the vocabulary."""
+        value = self.get(name, [])
+        values = value if isinstance(value, list | tuple) else [value]
+        if not all(_is_integer(value) for value in values):
+            raise self.wrong(name, "the id of a token or a list of ids", value)
+        return list(values)
+
+    def positives(self, name: str, length: int) -> tuple[float, ...]:
+        values = self._required(name, None)
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) != length
+            or not all(_is_number(value) and value > 0 for value in values)
+        ):
+            raise self.wrong(name, f"a list of {length} positive numbers", values)
+        return tuple(float(value) for value in values)
+
+    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
+        """The list `name`, one entry a layer; None if absent."""
+        values = self.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, list | tuple) or len(values) != num_layers:
+            raise self.error(
+                f"{self.prefix}{name} must have {num_layers} entries, it is {values!r}"
+            )
+        return list(values)
+
+    def section(self, name: str) -> ConfigFields | None:
+        """The object `name` inside this one; None if absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "an object", value)
+        return ConfigFields(value, self.path, f"{self.prefix}{name}.")
+
+    def required_section(self, name: str) -> ConfigFields:
+        section = self.section(name)
+        if section is None:
+            raise self.error(f"{self.prefix}{name} is missing")
+        return section
+
+    def first_section(self, *names: str) -> ConfigFields:
+        """The first of these objects that is not empty; an empty one if there is none."""
+        sections = (self.section(name) for name in names)
+        return next(
+            (found for found in sections if found and found.config), ConfigFields({}, self.path)
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    )

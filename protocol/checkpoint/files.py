@@ -1,0 +1,33 @@
+"""The files of a checkpoint that processes read again whenever they are started again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+_SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+def find_weight_files(path: Path) -> list[Path]:
+    """Return what a worker reads of the checkpoint at `path`, a directory or a `.gguf` file."""
+    if path.is_dir():
+        names = [path / "config.json", *path.glob("*.safetensors*")]
+        return sorted(name for name in names if name.is_file())
+    if split := _SPLIT_GGUF.fullmatch(path.name):
+        return sorted(path.parent.glob(f"{split[1]}-*-of-{split[2]}.gguf"))
+    return [path]
+
+
+def find_tokenizer_files(directory: Path) -> list[Path]:
+    """Return what frontends and cores read of the tokenizer and chat templates in a directory."""
+    names = [directory / name for name in _TOKENIZER_FILES]
+    names += directory.glob("additional_chat_templates/*.jinja")
+    return sorted(name for name in names if name.is_file())

@@ -1,0 +1,223 @@
+"""Structured outputs as grammars: the text that llguidance compiles.
+
+The frontend checks a grammar at the door and the core compiles it; both must mean the same by it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import ParameterError
+from ..sampling_params import FreeReasoning, GrammarKind, StructuredOutput
+
+PARAM: Final = "structured_outputs"
+
+MAX_SPEC_LENGTH: Final = 1 << 20
+"""Characters of a schema, expression or grammar."""
+
+MAX_ERROR_LENGTH: Final = 500
+"""Characters of a grammar's error that a client gets to see."""
+
+_LONG_WORD: Final = re.compile(r"(\S{100})\S+")
+
+WHITE_SPACE: Final = r" |\n{1,2}[ \t]{0,20}"
+"""White space allowed between two elements of JSON: one space, or a line break with indentation.
+
+Without a bound, a model that prefers blanks writes them until `max_tokens`.
+"""
+
+_WHITE_SPACE_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern")
+
+_NO_FORCING: Final = '%llguidance {"no_forcing": true}'
+"""An option of the whole grammar, whichever of its parts has it."""
+
+_FREE_TEXT: Final = r"TEXT: /(.|\n)*/"
+
+
+class _TagStructure(msgspec.Struct, frozen=True):
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class _StructuralTag(msgspec.Struct, frozen=True):
+    structures: list[_TagStructure]
+    triggers: list[str]
+
+
+def grammar_text(structured_output: StructuredOutput, *, allow_forcing: bool = True) -> str:
+    """Return the grammar in llguidance's notation.
+
+    Without `allow_forcing`, masks allow every tokenization of a text that must follow, not only the usual one.
+    Raises ParameterError for a specification that cannot be read.
+    """
+    spec = structured_output.spec
+    if len(spec) > MAX_SPEC_LENGTH:
+        raise ParameterError(
+            PARAM, f"must have at most {MAX_SPEC_LENGTH} characters, got {len(spec)}"
+        )
+    answer = _constraint(structured_output.kind, spec)
+    if structured_output.reasoning is not None:
+        whole = _after_reasoning(structured_output.reasoning)
+    elif allow_forcing:
+        return json.dumps({"grammars": [answer]})
+    else:
+        whole = "start: @answer"
+    if not allow_forcing:
+        whole = f"{_NO_FORCING}\n{whole}"
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", **answer}]})
+
+
+def lark_expression(structured_output: StructuredOutput) -> str | None:
+    """What may stand for it in a rule of a Lark grammar, None where that takes more than one rule."""
+    spec = structured_output.spec
+    match structured_output.kind:
+        case GrammarKind.JSON_OBJECT:
+            return json_expression({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            return json_expression(_decode(spec, dict[str, Any] | bool))
+        case GrammarKind.REGEX:
+            return _regex_literal(spec)
+        case GrammarKind.CHOICE:
+            return _any_of(_decode(spec, list[str]))
+        case GrammarKind.LARK | GrammarKind.STRUCTURAL_TAG:
+            return None
+
+
+def bound_white_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """Return the schema with a bound on white space, unless its own `x-guidance` says what is allowed."""
+    if schema is False:
+        return schema
+    schema = {} if schema is True else schema
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict) or not options.keys().isdisjoint(_WHITE_SPACE_OPTIONS):
+        return schema
+    return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | options}
+
+
+def json_expression(schema: dict[str, Any] | bool) -> str:
+    """Return the expression of a Lark grammar that stands for the JSON values of a schema."""
+    return f"%json {json.dumps(bound_white_space(schema))}"
+
+
+def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
+    match kind:
+        case GrammarKind.JSON_OBJECT:
+            return {"json_schema": bound_white_space({"type": "object"})}
+        case GrammarKind.JSON_SCHEMA:
+            return {"json_schema": bound_white_space(_decode(spec, dict[str, Any] | bool))}
+        case GrammarKind.REGEX:
+            return {"lark_grammar": f"start: {_regex_literal(spec)}"}
+        case GrammarKind.CHOICE:
+            choices = _decode(spec, list[str])
+            if not choices:
+                raise ParameterError(PARAM, "must offer at least one choice, got []")
+            return {"lark_grammar": "start: " + _any_of(choices)}
+        case GrammarKind.LARK:
+            return {"lark_grammar": _lark(spec)}
+        case GrammarKind.STRUCTURAL_TAG:
+            return {"lark_grammar": _tags(_decode(spec, _StructuralTag))}
+
+
+def shorten_error(message: str) -> str:
+    """Return a grammar's error without the parser's state, with a bound on its length and on that of each word."""
+    message = re.split(r"<state>|<non-verbose/>", message)[0].strip()
+    message = re.sub(r" {9,}", " ", _LONG_WORD.sub(r"\1…", message))
+    if len(message) <= MAX_ERROR_LENGTH:
+        return message
+    return message[: MAX_ERROR_LENGTH - 1] + "…"
+
+
+def _after_reasoning(reasoning: FreeReasoning) -> str:
+    """Free text up to the first end, then the answer.
+
+    A mark that is one token, as <think> mostly is, may not match as text. Marks are lazy, so they are not
+    mistaken for the beginning of an answer.
+    """
+    starts = ["start_text", *_tokens(reasoning.start_token_ids)]
+    ends = ["text_to_end", *(f"TEXT {token}" for token in _tokens(reasoning.end_token_ids))]
+    prefix = "start_mark? reasoning" if reasoning.is_open else "(start_mark reasoning)?"
+    return "\n".join(
+        [
+            f"start: {prefix} @answer",
+            f"start_mark: {' | '.join(starts)}",
+            f"start_text[lazy]: {_any_of(reasoning.starts)}",
+            f"reasoning: {' | '.join(ends)}",
+            f"text_to_end[lazy]: TEXT ({_any_of(reasoning.ends)})",
+            _FREE_TEXT,
+        ]
+    )
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return " | ".join(map(json.dumps, texts))
+
+
+def _tokens(token_ids: Iterable[int]) -> list[str]:
+    return [f"<[{token_id}]>" for token_id in token_ids]
+
+
+def _decode(spec: str, expected: Any) -> Any:
+    try:
+        return msgspec.json.decode(spec, type=expected)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ParameterError(PARAM, f"cannot be read: {error}") from None
+
+
+def _regex_literal(regex: str) -> str:
+    """The expression between slashes."""
+
+    def escape(match: re.Match[str]) -> str:
+        character = match[0]
+        return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(character, character)
+
+    return "/" + re.sub(r"\\.|[/\n\r]", escape, regex, flags=re.DOTALL) + "/"
+
+
+def _lark(grammar: str) -> str:
+    """A Lark grammar as it is, or a GBNF one (`root ::= …`) as Lark."""
+    if "::=" not in grammar or grammar.startswith("%llguidance"):
+        return grammar
+    # Only processes that handle grammars pay for the library.
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the converter raises its own and several built-in ones
+        raise ParameterError(PARAM, shorten_error(f"cannot be read as GBNF: {error}")) from None
+
+
+def _tags(structural_tag: _StructuralTag) -> str:
+    """Free text in which every occurrence of a trigger begins one of its tags."""
+    if not structural_tag.structures:
+        raise ParameterError(PARAM, "must have at least one entry in structures, got []")
+    bodies: dict[str, list[str]] = {}
+    for structure in structural_tag.structures:
+        matching = [t for t in structural_tag.triggers if t and structure.begin.startswith(t)]
+        if not matching:
+            raise ParameterError(
+                PARAM,
+                f"must have a trigger that begins {structure.begin!r}, got {structural_tag.triggers}",
+            )
+        trigger = max(matching, key=len)
+        rest = structure.begin[len(trigger) :]
+        body = [
+            json.dumps(rest),
+            json_expression(structure.schema),
+            json.dumps(structure.end),
+        ]
+        bodies.setdefault(trigger, []).append(" ".join(body))
+    rules = [
+        "%llguidance {}",
+        f"start: ({' | '.join(f'tag_{i}' for i in range(len(bodies)))})* TEXT",
+    ]
+    rules.append(_FREE_TEXT)
+    for i, (trigger, tags) in enumerate(bodies.items()):
+        rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
+        rules.append(f"tag_{i}: trigger_{i} ({' | '.join(tags)})")
+    return "\n".join(rules)

@@ -1,0 +1,155 @@
+"""Compiled grammars: their tokenizer, their limits, and the place of one request in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ..errors import EngineError
+from ..sampling_params import StructuredOutput
+from .grammar import grammar_text, shorten_error
+from .special_texts import contains_special_text
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_ITEMS_IN_ROW: Final = 10_000
+"""Items of a parser's row in the core, about 20,000 of which take 1 ms. The library's default is 2,000."""
+
+MAX_ISOLATED_ITEMS: Final = 5_000_000
+MAX_ISOLATED_FUEL: Final = 100_000_000
+"""Lexer fuel, about 50,000 of which take 1 ms: a process's limits on time and memory are reached first."""
+
+MAX_ISOLATED_SYMBOLS: Final = 2_000_000
+
+
+class CompileError(EngineError):
+    """A grammar that cannot be compiled within the limits; `reason` is what the library says."""
+
+    def __init__(self, structured_output: StructuredOutput, reason: str) -> None:
+        self.reason = shorten_error(reason)
+        super().__init__(f"the {structured_output.kind.value} cannot be compiled: {self.reason}")
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """A request's place in its grammar. A stopped matcher does not count the end tokens that follow; this does.
+
+    A matcher that has refused a token, or could not go back, is in error: it accepts nothing any more.
+    """
+
+    matcher: LLMatcher
+    end_token_ids: frozenset[int]
+    num_ends_after_stop: int = 0
+
+    @property
+    def error(self) -> str:
+        """Why the matcher accepts nothing any more; "" while it does."""
+        return shorten_error(self.matcher.get_error()) if self.matcher.is_error() else ""
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance by these tokens. Return False if the grammar forbids one of them."""
+        for token_id in token_ids:
+            if not self.matcher.is_stopped():
+                if not self.matcher.consume_token(token_id):
+                    return False
+            elif token_id in self.end_token_ids and not self.matcher.is_error():
+                self.num_ends_after_stop += 1
+            else:
+                return False
+        return True
+
+    def num_acceptable(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens would be accepted in a row, without advancing."""
+        count = self.matcher.validate_tokens(list(token_ids))
+        if count:
+            is_over = token_ids[count - 1] in self.end_token_ids
+        else:
+            is_over = self.matcher.is_stopped() and not self.matcher.is_error()
+        if is_over:
+            count += sum(1 for _ in takewhile(self.end_token_ids.__contains__, token_ids[count:]))
+        return count
+
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow these, without advancing."""
+        if not self.accept(token_ids):
+            return []
+        forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+        return forced if not token_ids or self.rollback(len(token_ids)) else []
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Take back the last accepted tokens. Return False if that is not possible."""
+        ends = min(num_tokens, self.num_ends_after_stop)
+        self.num_ends_after_stop -= ends
+        return self.matcher.rollback(num_tokens - ends)
+
+
+def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Load a tokenizer.json, or the one of a directory. Raises EngineError if there is none."""
+    # Only processes that handle grammars pay for the library.
+    from llguidance import LLTokenizer
+
+    json_path = Path(path)
+    if path and json_path.is_dir():
+        json_path /= "tokenizer.json"
+    if json_path.suffix != ".json" or not json_path.is_file():
+        raise EngineError("structured outputs need a tokenizer.json, and this model has none")
+    tokenizer = LLTokenizer(
+        str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None
+    )
+    # Find the special tokens now: processes forked from this one need not find them again.
+    contains_special_text(tokenizer, "")
+    return tokenizer
+
+
+def shared_limits() -> LLParserLimits:
+    """Return the limits of a grammar that is used in the core: no token costs others more than some milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
+
+
+def isolated_limits() -> LLParserLimits:
+    """Return the limits of a grammar that has a process to itself, whose time and memory are limited."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=MAX_ISOLATED_ITEMS,
+        step_max_items=MAX_ISOLATED_ITEMS,
+        initial_lexer_fuel=MAX_ISOLATED_FUEL,
+        step_lexer_fuel=MAX_ISOLATED_FUEL,
+        max_grammar_size=MAX_ISOLATED_SYMBOLS,
+        verbose_errors=False,
+    )
+
+
+def verify_grammar(structured_output: StructuredOutput) -> None:
+    """Raise CompileError or ParameterError for a grammar that is wrong for any tokenizer."""
+    from llguidance import LLMatcher
+
+    grammar = grammar_text(structured_output)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=isolated_limits())
+    if is_error:
+        raise CompileError(structured_output, " ".join(messages))
+
+
+def compile_grammar(
+    tokenizer: LLTokenizer, structured_output: StructuredOutput, limits: LLParserLimits
+) -> LLMatcher:
+    """Compile a grammar and compute its first mask, which is much of the work of a large one.
+
+    Raises CompileError, or ParameterError for a specification that cannot be read.
+    """
+    from llguidance import LLMatcher
+
+    has_special_text = contains_special_text(tokenizer, structured_output.spec)
+    text = grammar_text(structured_output, allow_forcing=not has_special_text)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise CompileError(structured_output, matcher.get_error())
+    return matcher

@@ -1,0 +1,294 @@
+"""`python -m engine.protocol.grammars.nursery FD TOKENIZER VOCAB_SIZE EOS…` forks processes for grammars.
+
+A grammar can overflow the stack of the library that compiles it, or take any amount of time and memory. So that this
+costs one request, each grammar is handled in a process that may be lost. This program loads the tokenizer once. For
+every socket that arrives at FD it forks a child that serves the socket; when a child was killed, it reports the signal.
+It ends with the process that started it, and so do its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ..errors import EngineError, ParameterError
+from ..process import name_process
+from ..sampling_params import StructuredOutput
+from .grammar import shorten_error
+from .matcher import (
+    CompileError,
+    GrammarState,
+    compile_grammar,
+    isolated_limits,
+    load_grammar_tokenizer,
+    shared_limits,
+    verify_grammar,
+)
+from .messages import (
+    CHECK_STACK_BYTES,
+    ISOLATED_STACK_BYTES,
+    LENGTH_BYTES,
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    MAX_WALL_S,
+    Advance,
+    Check,
+    Compile,
+    Exited,
+    Failed,
+    Mask,
+    Reply,
+    Request,
+    Verdict,
+    decode_request,
+    frame,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_SHARED_SPEC: Final = 32 << 10
+"""Characters of a grammar that may be used in the core: the core's stack is enough for it however deep it is."""
+
+MAX_SHARED_COMPILE_S: Final = 0.1
+MAX_SHARED_TOKEN_S: Final = 0.01
+"""Processor time of a token above which a grammar does not share the core's process."""
+
+TRIAL_TOKENS: Final = 12
+"""Tokens of the walk by which the cost of a token is tried."""
+
+
+class _Child:
+    """Serves one socket. The main thread reads it, so that the process ends with its client; another one works."""
+
+    def __init__(self, client: socket.socket, tokenizer: LLTokenizer | str, eos: list[int]) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos)
+        self._state: GrammarState | None = None
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+
+    def run(self) -> NoReturn:
+        received = b""
+        is_working = False
+        while piece := self._client.recv(1 << 20):
+            received += piece
+            while len(received) >= LENGTH_BYTES:
+                end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big")
+                if len(received) < end:
+                    break
+                request = decode_request(received[LENGTH_BYTES:end])
+                received = received[end:]
+                if not is_working:
+                    is_working = True
+                    is_check = isinstance(request, Check)
+                    threading.stack_size(CHECK_STACK_BYTES if is_check else ISOLATED_STACK_BYTES)
+                    threading.Thread(target=self._work, daemon=True).start()
+                self._requests.put(request)
+        os._exit(0)
+
+    def _work(self) -> None:
+        while True:
+            request = self._requests.get()
+            # The kernel ends a process that takes longer, whatever it is doing.
+            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+            signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
+            reply = self._answer(request)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._client.sendall(frame(reply))
+
+    def _answer(self, request: Request) -> Reply:
+        if isinstance(request, Check):
+            return self._check(request)
+        try:
+            match request:
+                case Compile(structured_output):
+                    matcher = self._compile(structured_output, is_isolated=True)
+                    self._state = GrammarState(matcher, self._eos)
+                case Advance(token_ids):
+                    assert self._state is not None
+                    if not self._state.accept(token_ids):
+                        return Failed(self._state.error or "it forbids a token that was generated")
+            assert self._state is not None
+            bits = self._state.matcher.compute_bitmask()
+            return Failed(self._state.error) if self._state.error else Mask(bits)
+        except MemoryError:
+            os.kill(os.getpid(), signal.SIGABRT)
+            raise
+        except EngineError as error:
+            return Failed(str(error))
+        except BaseException as error:
+            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            return Failed(shorten_error(f"the grammar cannot be used: {error}"))
+
+    def _check(self, check: Check) -> Verdict:
+        for index, part in enumerate(check.parts):
+            try:
+                verify_grammar(part)
+            except Exception as error:
+                return Verdict(_problem(part, error), part=index)
+        try:
+            return Verdict(is_isolated=self._is_expensive(check.structured_output))
+        except MemoryError:
+            os.kill(os.getpid(), signal.SIGABRT)
+            raise
+        except BaseException as error:
+            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            return Verdict(_problem(check.structured_output, error))
+
+    def _compile(self, structured_output: StructuredOutput, *, is_isolated: bool) -> LLMatcher:
+        if isinstance(self._tokenizer, str):
+            raise EngineError(self._tokenizer)
+        limits = isolated_limits() if is_isolated else shared_limits()
+        return compile_grammar(self._tokenizer, structured_output, limits)
+
+    def _is_expensive(self, structured_output: StructuredOutput) -> bool:
+        """Return whether a grammar may not be used in the core. Raises EngineError if it cannot be used at all."""
+        if isinstance(self._tokenizer, str):
+            # The core refuses the request; what is wrong with its grammar is said first.
+            verify_grammar(structured_output)
+            return False
+        if len(structured_output.spec) <= MAX_SHARED_SPEC:
+            began = time.thread_time()
+            with contextlib.suppress(EngineError):
+                matcher = self._compile(structured_output, is_isolated=False)
+                took = time.thread_time() - began
+                if took <= MAX_SHARED_COMPILE_S and self._is_cheap(matcher):
+                    return False
+        self._compile(structured_output, is_isolated=True)
+        return True
+
+    def _is_cheap(self, matcher: LLMatcher) -> bool:
+        """Return whether the tokens of a walk through the grammar cost little."""
+        seed = 1
+        for _ in range(TRIAL_TOKENS):
+            began = time.thread_time()
+            bits = matcher.compute_bitmask()
+            if matcher.is_error():
+                return False
+            if matcher.is_stopped():
+                return True
+            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+            if not matcher.consume_token(_allowed_token(bits, seed)):
+                return False
+            if time.thread_time() - began > MAX_SHARED_TOKEN_S:
+                return False
+        return True
+
+
+def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
+    """Return what to say of a parameter that holds the grammar."""
+    match error:
+        case ParameterError():
+            return str(error).removeprefix(f"{error.param} ")
+        case RecursionError():
+            return "is nested too deeply"
+        case CompileError():
+            reason = error.reason
+        case _:
+            reason = shorten_error(str(error))
+    return f"is not a {structured_output.kind.value} that can be compiled: {reason}"
+
+
+def _allowed_token(bits: bytes, seed: int) -> int:
+    """Return the first allowed token from a position on, or from the start."""
+    start = seed % len(bits)
+    for index in itertools.chain(range(start, len(bits)), range(start)):
+        if byte := bits[index]:
+            return index * 8 + (byte & -byte).bit_length() - 1
+    return 0
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/self/status") as status:
+            size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+        limit = size + MAX_MEMORY_BYTES + ISOLATED_STACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _fork(
+    client: socket.socket,
+    clients: dict[int, socket.socket],
+    control: socket.socket,
+    tokenizer: LLTokenizer | str,
+    eos: list[int],
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for other in (control, *clients.values()):
+            other.close()
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        name_process("grammar")
+        # What a library prints before it aborts is of no use to anyone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        _limit_memory()
+        _Child(client, tokenizer, eos).run()
+    finally:
+        os._exit(1)
+
+
+def _reap(clients: dict[int, socket.socket]) -> None:
+    """Report to their clients the children that have ended."""
+    while clients:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        client = clients.pop(pid)
+        with contextlib.suppress(OSError):
+            client.setblocking(False)
+            client.sendall(frame(Exited(max(-os.waitstatus_to_exitcode(status), 0))))
+        client.close()
+
+
+def main() -> None:
+    fd, path, vocab_size, *eos = sys.argv[1:]
+    name_process("grammar nursery")
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    eos_token_ids = list(map(int, eos))
+    tokenizer: LLTokenizer | str
+    try:
+        tokenizer = load_grammar_tokenizer(path, int(vocab_size), eos_token_ids)
+    except Exception as error:
+        tokenizer = str(error)
+    control = socket.socket(fileno=int(fd))
+    woken, waker = socket.socketpair()
+    for end in (woken, waker):
+        end.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda signum, stack: None)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        readable, _, _ = select.select([control, woken], [], [])
+        if woken in readable:
+            with contextlib.suppress(BlockingIOError):
+                woken.recv(4096)
+            _reap(clients)
+        if control in readable:
+            data, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            for client_fd in fds:
+                client = socket.socket(fileno=client_fd)
+                clients[_fork(client, clients, control, tokenizer, eos_token_ids)] = client
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Disposable processes for grammars, as the process that uses them sees them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from ..errors import EngineError
+from .messages import (
+    CHECK_STACK_BYTES,
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    MAX_WALL_S,
+    Exited,
+)
+
+_MIB = 1 << 20
+
+
+class GrammarProcesses:
+    """Starts processes, by a nursery that has the tokenizer loaded. Used by any thread.
+
+    The tokenizer's path may be a function that returns it. The nursery starts with the first process, or by `start`.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str | Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._numbers = [str(vocab_size), *map(str, eos_token_ids)]
+        self._lock = threading.Lock()
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the nursery if it does not run. Raises OSError if the system refuses."""
+        with self._lock:
+            self._start()
+
+    def spawn(self) -> socket.socket:
+        """Return a socket to a new process. It ends when the socket is closed. Raises OSError."""
+        own, other = socket.socketpair()
+        with other:
+            try:
+                with self._lock:
+                    try:
+                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
+                    except (BrokenPipeError, ConnectionResetError):
+                        self._stop()
+                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
+            except BaseException:
+                own.close()
+                raise
+        return own
+
+    def close(self) -> None:
+        """End the nursery and every process."""
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def _start(self) -> socket.socket:
+        if self._is_closed:
+            raise BrokenPipeError("no process is started any more")
+        if self._control is None:
+            path = self._tokenizer_path
+            control, other = socket.socketpair()
+            with other:
+                self._nursery = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        f"{__package__}.nursery",
+                        str(other.fileno()),
+                        path() if callable(path) else path,
+                        *self._numbers,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[other.fileno()],
+                )
+            self._control = control
+        return self._control
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._nursery is not None:
+            self._nursery.kill()
+            self._nursery.wait()
+            self._nursery = None
+
+
+def describe_exit(exited: Exited | None) -> str:
+    """Return which limit a grammar exceeded when its process was lost; None stands for an unknown cause."""
+    match exited.signal if exited is not None else None:
+        case signal.SIGPROF:
+            return f"takes more than {MAX_CPU_S} s of processor time; use a smaller one"
+        case signal.SIGALRM:
+            return f"takes more than {MAX_WALL_S} s; use a smaller one"
+        case signal.SIGABRT | signal.SIGKILL:
+            return f"needs more than {MAX_MEMORY_BYTES // _MIB} MiB of memory; use a smaller one"
+        case signal.SIGSEGV | signal.SIGBUS:
+            return (
+                f"is nested too deeply: it needs more than {CHECK_STACK_BYTES // _MIB} MiB of stack; "
+                "use fewer levels of rules, references or nesting"
+            )
+        case _:
+            return "cannot be compiled: its process was lost"
+
+
+class ProcessLost(EngineError):
+    """A grammar has ended its process; the message says which limit it exceeded."""

@@ -1,0 +1,82 @@
+"""Throughput of the server alone, and beside processes that keep the cores busy.
+
+    scripts/bench/run cpu_contention [--model PATH] [-c 8] [--hogs 1] [--rounds 3] [-- serve arguments]
+
+Both are measured in each round, so that both see the same machine. `fair_share` is what the server's threads would get
+if every runnable thread got as much as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from typing import Any
+
+import uvloop
+from load import measure
+from support.server import Server
+
+
+def count_for_ever() -> None:
+    number = 0
+    while True:
+        number += 1
+
+
+async def throughput(url: str, model: str, concurrency: int, requests: int) -> float:
+    result = await measure(
+        url, model, concurrency=concurrency, requests=requests, prompt_tokens=32, max_tokens=64
+    )
+    if result["failed"]:
+        raise SystemExit(f"{result['failed']} requests failed: {result['first_error']}")
+    rate: float = result["output_tok_s"]
+    return rate
+
+
+def with_hogs(count: int, url: str, model: str, concurrency: int, requests: int) -> float:
+    hogs = [multiprocessing.Process(target=count_for_ever, daemon=True) for _ in range(count)]
+    for hog in hogs:
+        hog.start()
+    try:
+        return uvloop.run(throughput(url, model, concurrency, requests))
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("-c", "--concurrency", type=int, default=8)
+    parser.add_argument("-n", "--requests", type=int, default=32)
+    parser.add_argument("--hogs", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("serve", nargs="*", help="more arguments of `engine serve`")
+    arguments = parser.parse_args()
+    model = [arguments.model] if arguments.model else []
+    named = [*model, "--served-model-name", "busy", *arguments.serve]
+    results: dict[str, list[float]] = {"alone": [], "busy": []}
+    with Server(*named) as server:
+        point = server.url, "busy", arguments.concurrency, arguments.requests
+        with_hogs(0, *point)
+        for _ in range(arguments.rounds):
+            results["alone"].append(with_hogs(0, *point))
+            results["busy"].append(with_hogs(arguments.hogs, *point))
+    alone, busy = (statistics.median(rates) for rates in results.values())
+    cores = len(os.sched_getaffinity(0))
+    report: dict[str, Any] = {
+        "output_tok_s": results,
+        "busy_to_alone": round(busy / alone, 3),
+        "fair_share": round(min(1.0, cores / (cores + arguments.hogs)), 3),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Fills the reference pages from the sources, as a hook of mkdocs.
+
+A page has a marker `<!-- generated: NAME -->` for each table, and the function `_NAME` below returns that table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
+COMMANDS = ("replay", "simulate", "status", "keygen", "worker")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the diagram program that `scripts/docs` downloaded, so that pages load it from their own site."""
+    mermaid = os.environ.get("ENGINE_DOCS_MERMAID")
+    if mermaid:
+        files.append(
+            File.generated(
+                config, "assets/mermaid.min.js", content=Path(mermaid).read_text(encoding="utf-8")
+            )
+        )
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, name.lower(), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each marker by its table."""
+    return MARKER.sub(lambda match: _TABLES[match.group(1)](), markdown)
+
+
+def _flags() -> str:
+    from engine.frontend.cli import arguments
+
+    sections = []
+    for group in arguments._make_parser()._action_groups:
+        actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
+        rows = [_flag_row(action, group) for action in actions if action.option_strings]
+        rows = [row for row in rows if "`--help`" not in row[0]]
+        if rows:
+            title = "General" if group.title in ("options", "positional arguments") else group.title
+            sections.append(f"### {title}\n\n{_table(('flag', 'meaning'), rows)}")
+    return "\n\n".join(sections)
+
+
+def _flag_row(action: argparse.Action, group: argparse._ArgumentGroup) -> tuple[str, str]:
+    aliases = [
+        name
+        for other in group._group_actions
+        if other.dest == action.dest and other is not action and other.help == argparse.SUPPRESS
+        for name in other.option_strings
+    ]
+    names = [f"`{name}`" for name in (*action.option_strings, *aliases)]
+    meaning = (action.help or "").replace("%%", "%")
+    if action.choices:
+        meaning += ". One of " + ", ".join(f"`{choice}`" for choice in action.choices)
+    return "<br>".join(names), meaning
+
+
+def _peer_flags() -> str:
+    from engine.frontend.cli import peer_flags
+
+    rows = [(f"`{name} {values[0]}`",) for name, values in peer_flags.ONLY_VALUE.items()]
+    rows += [(f"`{name}`",) for name in peer_flags.IGNORED]
+    return _table(("flag",), rows)
+
+
+def _commands() -> str:
+    parts = []
+    for command in COMMANDS:
+        result = subprocess.run(
+            [sys.executable, "-m", "engine.frontend.cli.main", command, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        parts.append(f"## engine {command}\n\n```text\n{result.stdout.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _document() -> dict[str, Any]:
+    """Return the OpenAPI document of a server with default settings."""
+    from engine.frontend.api.app import make_routes
+    from engine.frontend.api.openapi import describe_routes
+    from engine.protocol.config import FrontendConfig
+
+    serving: Any = SimpleNamespace(config=SimpleNamespace(frontend=FrontendConfig()))
+    return describe_routes(make_routes(serving))
+
+
+def _routes() -> str:
+    from engine.frontend.http.access import OPEN_PATHS, is_operator_path
+
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    document = _document()
+    for path, operations in document["paths"].items():
+        if f"/v1{path}" in document["paths"]:
+            continue
+        operation = next(iter(operations.values()))
+        access = "open" if path in OPEN_PATHS else "client"
+        if is_operator_path(path):
+            access = "operator"
+        methods = ", ".join(method.upper() for method in operations)
+        row = (f"`{methods} {path}`", operation["summary"], access)
+        groups.setdefault(operation["tags"][0], []).append(row)
+    return "\n\n".join(
+        f"### {group.capitalize()}\n\n{_table(('route', 'does', 'access'), rows)}"
+        for group, rows in groups.items()
+    )
+
+
+def _fields() -> str:
+    from engine.frontend.api.docs_page import type_name
+
+    parts = []
+    for name, schema in sorted(_document()["components"]["schemas"].items()):
+        required = schema.get("required", [])
+        rows = [
+            (f"`{field}`", type_name(kind), "yes" if field in required else "")
+            for field, kind in schema.get("properties", {}).items()
+        ]
+        if rows:
+            parts.append(f"### {name}\n\n{_table(('field', 'type', 'required'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _metrics() -> str:
+    import msgspec
+    from engine.frontend.metrics.metrics import Metrics
+    from engine.protocol.config import CacheConfig, EngineConfig, FrontendConfig, ModelConfig
+    from engine.protocol.messages import FinishReason
+
+    required = {
+        "served_names": ("model",),
+        "vocab_size": 1,
+        "max_model_len": 1,
+        "eos_token_ids": (),
+    }
+    fields = [field.name for field in msgspec.structs.fields(ModelConfig) if field.required]
+    config = EngineConfig(
+        run_dir=tempfile.gettempdir(),
+        epoch=0,
+        model=ModelConfig(**{name: required.get(name, "") for name in fields}),
+        cache=CacheConfig(host_gib=1.0),
+        frontend=FrontendConfig(metrics_compat=("vllm",)),
+    )
+    rows: dict[str, list[tuple[str, ...]]] = {"engine": [], "vllm": []}
+    for family in Metrics(config).collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels}
+        labels -= {"model_name", "engine", "le"}
+        shown = ", ".join(f"`{label}`" for label in sorted(labels))
+        meaning = family.documentation
+        rows[name.partition(":")[0]].append((f"`{name}`", family.type, shown, meaning))
+    head = ("series", "kind", "other labels", "meaning")
+    shared = "## vLLM's names\n\nPublished as well with `--metrics-compat vllm`.\n\n"
+    reasons = ", ".join(f"`{reason.name.lower()}`" for reason in FinishReason)
+    return "\n\n".join(
+        (
+            _table(head, rows["engine"]),
+            f"`finished_reason` is one of {reasons}.",
+            shared + _table(head, rows["vllm"]),
+        )
+    )
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    head = tuple(head)
+    lines = [head, ("---",) * len(head), *rows]
+
+    def escaped(line: Iterable[str]) -> str:
+        return " | ".join(cell.replace("|", "\\|") for cell in line)
+
+    return "\n".join(f"| {escaped(line)} |" for line in lines)
+
+
+_TABLES = {
+    "flags": _flags,
+    "peer-flags": _peer_flags,
+    "commands": _commands,
+    "routes": _routes,
+    "fields": _fields,
+    "metrics": _metrics,
+}

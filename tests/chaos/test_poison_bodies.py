@@ -1,0 +1,46 @@
+"""A request that ends its frontend is refused from then on, and the server goes on."""
+
+from __future__ import annotations
+
+import urllib.error
+from http.client import HTTPException
+from typing import Any
+
+import pytest
+from support.faults import environment_with
+from support.program import wait_until
+from support.server import Server, default_model
+
+GOOD = {"prompt": [5, 6], "max_tokens": 2}
+
+
+def post_until_answered(server: Server, body: dict[str, Any]) -> tuple[int, Any]:
+    """What a client gets that tries again after every lost connection."""
+    answer: list[tuple[int, Any]] = []
+
+    def has_answer() -> bool:
+        try:
+            answer.append(server.post("/v1/completions", body))
+        except (urllib.error.URLError, HTTPException, ConnectionError):
+            return False
+        return True
+
+    wait_until(has_answer, 60, what="an answer")
+    return answer[0]
+
+
+def test_requests_that_end_their_frontend_are_refused_and_never_end_the_server() -> None:
+    args = ("--device", "null", "--max-restarts", "1")
+    with Server(default_model(), *args, env=environment_with("crashing_parser")) as server:
+        for number in range(4):
+            poison = {"prompt": f"crash the parser {number}", "max_tokens": 2}
+            with pytest.raises((urllib.error.URLError, HTTPException, ConnectionError)):
+                server.post("/v1/completions", poison)
+            frontend = server.child("frontend 0").pid
+            status, answer = post_until_answered(server, poison)
+            assert status == 500, answer
+            assert "crashed while parsing this request" in answer["error"]["message"]
+            assert server.post("/v1/completions", GOOD)[0] == 200
+            assert server.child("frontend 0").pid == frontend
+        assert "Stopping the server" not in server.log
+        assert server.stop() == 0, server.log

@@ -1,0 +1,384 @@
+"""KV connectors, the scheduler's half. Tests are named for the lines of the scheduler's specification."""
+
+from __future__ import annotations
+
+import pytest
+from engine.core.kv_cache.connector import (
+    ExternalMatch,
+    KVConnector,
+    create_connector,
+    register_connector,
+)
+from engine.core.state.request import Request, RequestStatus
+from engine.protocol.arrays import int32_view
+from engine.protocol.config import KVTransferConfig, LoadFailurePolicy
+from engine.protocol.errors import ConfigError
+from engine.protocol.messages import EventKind, FinishReason
+from support.model_connector import ModelConnector
+from support.scheduler_harness import Harness
+
+
+def load(num_tokens: int, *, is_async: bool = False) -> ModelConnector:
+    """Up to so many tokens beyond the computed ones can be loaded, for any request."""
+
+    def match(request: Request, num_computed_tokens: int) -> ExternalMatch:
+        most = request.num_tokens - num_computed_tokens
+        return ExternalMatch(min(num_tokens, most), is_async)
+
+    return ModelConnector(match)
+
+
+def num_held(harness: Harness) -> int:
+    pool = harness.scheduler.kv_cache_manager.pool
+    return pool.num_blocks - 1 - pool.num_free
+
+
+def test_8_1_what_a_connector_finds_adds_to_the_local_hit():
+    harness = Harness(connector=load(6))
+    harness.add([7] * 8, 2)
+    harness.drain()
+    key = harness.add([7] * 8 + [9] * 12, 3)
+    step = harness.schedule()
+    assert step.new_requests[0].num_computed_tokens == 8 + 6
+    assert harness.batch == {0: 20 - 14}
+    harness.drain()
+    assert harness.heard[key].events[1].num_cached_tokens == 14
+    assert sum(stats.kv_connector.prefix_cache_hits for stats in harness.stats) == 6 + 6
+    assert sum(stats.kv_connector.prefix_cache_queries for stats in harness.stats) == 8 + 12
+    assert sum(stats.prefix_cache_hits for stats in harness.stats) == 8
+
+
+def test_8_1_a_prompt_whose_log_probabilities_are_wanted_is_not_loaded():
+    harness = Harness(connector=load(6), inject_preemption=0.2)
+    harness.add(20, 30, prompt_logprobs=1)
+    harness.drain()
+    first, resumed, *_ = [data for step in harness.steps for data in step.new_requests]
+    assert first.num_computed_tokens == 0
+    # Of its 24 tokens some are found, the others loaded up to the last one.
+    assert resumed.num_computed_tokens == 23
+
+
+def test_8_1_a_synchronous_load_leaves_the_last_token_to_compute():
+    harness = Harness(connector=load(100))
+    harness.add(12, 2)
+    assert harness.schedule().new_requests[0].num_computed_tokens == 11
+    harness.drain()
+
+
+def test_8_1_a_request_that_cannot_be_answered_yet_keeps_its_place():
+    answers = {8: None}
+    harness = Harness(
+        connector=ModelConnector(
+            lambda request, computed: answers.get(request.num_tokens, ExternalMatch(0))
+        ),
+        max_num_seqs=2,
+        max_in_flight=1,
+    )
+    late, passing, behind = harness.add(8, 2), harness.add(5, 2), harness.add(5, 9)
+    harness.step()
+    assert harness.heard[late].num_events(EventKind.SCHEDULED) == 0
+    assert harness.heard[passing].num_events(EventKind.SCHEDULED) == 1
+    del answers[8]
+    # There is room for one more when `passing` ends.
+    third = harness.add(6, 2)
+    while not harness.heard[third].num_events(EventKind.SCHEDULED):
+        harness.step()
+    starts = [harness.heard[key].events[1].timestamp for key in (behind, late, third)]
+    assert starts == sorted(starts)
+    harness.drain()
+
+
+def test_8_1_the_connector_is_asked_again_though_nothing_else_happens():
+    answers = iter((None, None, None, ExternalMatch(0)))
+    harness = Harness(connector=ModelConnector(lambda request, computed: next(answers)))
+    key = harness.add(8, 2)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.LENGTH
+
+
+def test_8_1_the_end_of_a_request_is_told_once_with_its_reason():
+    connector = ModelConnector()
+    harness = Harness(connector=connector, max_num_seqs=1)
+    done, waiting = harness.add(5, 2), harness.add(5, 2)
+    harness.abort(waiting)
+    harness.drain()
+    assert connector.ended == [(waiting, FinishReason.ABORT), (done, FinishReason.LENGTH)]
+
+
+def test_8_1_connectors_are_found_by_name_or_by_module():
+    register_connector("by-name", lambda config: ModelConnector())
+    assert isinstance(create_connector(KVTransferConfig("by-name")), ModelConnector)
+    with pytest.raises(ValueError, match="registered already"):
+        register_connector("by-name", lambda config: ModelConnector())
+    with pytest.raises(
+        ConfigError, match="kv_connector='absent' is not known; registered: by-name"
+    ):
+        create_connector(KVTransferConfig("absent"))
+    here = "support.model_connector"
+    by_module = KVTransferConfig("ConfiguredConnector", kv_connector_module_path=here)
+    assert isinstance(create_connector(by_module), KVConnector)
+    for name, path in (("Absent", here), ("Transfer", here), ("Absent", "support.absent")):
+        with pytest.raises(ConfigError, match=f"kv_connector='{name}'"):
+            create_connector(KVTransferConfig(name, kv_connector_module_path=path))
+
+
+def test_8_2_an_asynchronous_load_waits_without_a_slot_and_computes_the_last_token():
+    harness = Harness(connector=load(100, is_async=True), max_in_flight=1)
+    harness.worker.transfers.get_delay = lambda: 2
+    key = harness.add(12, 2)
+    step = harness.schedule()
+    assert step.kv_connector_metadata and not step.new_requests
+    assert harness.request(key).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert harness.scheduler.get_request_counts() == (0, 1)
+    assert num_held(harness) == 3
+    harness.drain()
+    starts = [step for step in harness.steps if step.new_requests]
+    assert [step.step for step in starts] == [4]
+    assert starts[0].new_requests[0].num_computed_tokens == 11
+
+
+def test_8_2_others_go_on_during_a_load():
+    harness = Harness(
+        connector=ModelConnector(
+            lambda request, computed: ExternalMatch(8 if request.num_tokens == 9 else 0, True)
+        )
+    )
+    harness.worker.transfers.get_delay = lambda: 6
+    slow, quick = harness.add(9, 2), harness.add(5, 4)
+    while not harness.heard[quick].is_over:
+        harness.step()
+    assert harness.request(slow).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert (harness.stats[-1].num_waiting, harness.stats[-1].num_deferred) == (1, 1)
+    harness.drain()
+    assert (harness.stats[-1].num_waiting, harness.stats[-1].num_deferred) == (0, 0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_3_5_loaded_blocks_are_findable_when_the_load_has_ended_and_not_before(is_async):
+    harness = Harness(connector=load(8, is_async=is_async), max_in_flight=1)
+    pool = harness.scheduler.kv_cache_manager.pool
+    harness.worker.transfers.get_delay = lambda: 0
+    harness.add(9, 9)
+    harness.schedule()
+    assert pool.num_cached == 0
+    harness.update()
+    assert pool.num_cached == 2
+    harness.drain()
+
+
+def test_8_3_a_failed_asynchronous_load_is_cut_back_to_the_valid_prefix():
+    harness = Harness(connector=load(100, is_async=True), max_in_flight=1)
+    harness.worker.transfers.find_bad_blocks = lambda transfer: {1}
+    harness.add(12, 2)
+    harness.drain()
+    starts = [step.new_requests[0] for step in harness.steps if step.new_requests]
+    # Nothing is loaded a second time.
+    assert [start.num_computed_tokens for start in starts] == [4]
+    assert sum(stats.kv_connector.num_failed_loads for stats in harness.stats) == 1
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_8_3_a_failed_synchronous_load_skips_the_output_and_computes_from_the_valid_prefix(
+    caching, depth
+):
+    harness = Harness(connector=load(9), max_in_flight=depth, enable_prefix_caching=caching)
+    harness.worker.transfers.find_bad_blocks = lambda transfer: (
+        {1} if len(transfer.token_ids) == 4 * 12 else set()
+    )
+    bad, good = harness.add([1] * 12, 4), harness.add([2] * 11, 4)
+    harness.step()
+    assert harness.heard[bad].token_ids == []
+    assert len(harness.heard[good].token_ids) == 1
+    harness.drain()
+    starts = [new for step in harness.steps for new in step.new_requests]
+    assert [new.num_computed_tokens for new in starts if new.request_id == bad] == [9, 4]
+    assert harness.heard[good].num_events(EventKind.PREEMPTED) == 0
+
+
+def test_8_3_a_bad_block_that_is_shared_is_computed_once():
+    harness = Harness(connector=load(8), max_in_flight=1)
+    harness.add([1] * 8 + [2], 20)
+    harness.step()
+    harness.add([1] * 8 + [3], 20)
+    harness.step()
+    (blocks,) = harness.scheduler.kv_cache_manager.blocks
+    assert blocks[0][:2] == blocks[1][:2]
+    # The workers find the damage late, when both requests have the block.
+    harness.worker.transfers._invalid = [blocks[0][0]]
+    for offset in range(4):
+        harness.worker.kv_cache[blocks[0][0]][offset] = -1
+    computed = harness.worker.num_prompt_tokens_computed
+    harness.drain()
+    # One request computes its 9 prompt tokens again, the other what follows the two blocks.
+    assert harness.worker.num_prompt_tokens_computed - computed == 9 + 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_8_3_under_the_policy_fail_a_failed_load_ends_the_request(is_async):
+    harness = Harness(
+        connector=load(8, is_async=is_async), load_failure_policy=LoadFailurePolicy.FAIL
+    )
+    harness.worker.transfers.find_bad_blocks = lambda transfer: {1} if transfer.seed == 1 else set()
+    bad, good = harness.add([1] * 9, 4, seed=1), harness.add([2] * 9, 4)
+    harness.drain()
+    assert harness.heard[bad].reason is FinishReason.ERROR
+    assert (
+        "loading the KV cache of the request failed at block" in harness.heard[bad].finished.message
+    )
+    assert harness.heard[good].reason is FinishReason.LENGTH
+
+
+def test_8_4_blocks_are_kept_until_they_were_fetched():
+    connector = ModelConnector(delays_free=lambda request: True)
+    harness = Harness(connector=connector, max_in_flight=1, num_blocks=8)
+    harness.worker.transfers.get_delay = lambda: 3
+    key = harness.add(8, 1)
+    harness.step()
+    heard = harness.heard[key]
+    assert heard.is_over and heard.finished.kv_transfer_params == {"remote_id": 0}
+    assert num_held(harness) == 2
+    # What comes meanwhile must not overwrite them.
+    harness.add([5] * 19, 2)
+    harness.drain()
+    assert connector.expired == []
+
+
+def test_8_4_blocks_that_nobody_fetches_are_given_up_after_the_time_out():
+    connector = ModelConnector(delays_free=lambda request: True)
+    harness = Harness(connector=connector, transfer_timeout_s=9.0)
+    harness.worker.transfers.get_delay = lambda: 1000
+    harness.add(8, 1)
+    harness.drain()
+    assert connector.expired == [0]
+    assert sum(stats.kv_connector.num_expired_transfers for stats in harness.stats) == 1
+
+
+def test_1_10_the_workers_are_asked_again_only_when_nothing_else_is_in_flight():
+    harness = Harness(connector=load(8, is_async=True), max_in_flight=4)
+    harness.add(9, 2)
+    assert harness.schedule() is not None
+    assert harness.schedule() is None
+    harness.update()
+    assert harness.schedule() is not None
+    harness.drain()
+
+
+def test_blocks_of_an_aborted_load_are_held_until_nothing_writes_to_them():
+    harness = Harness(connector=load(8, is_async=True), max_in_flight=1)
+    harness.worker.transfers.get_delay = lambda: 4
+    key = harness.add(9, 2)
+    harness.step()
+    harness.abort(key)
+    assert num_held(harness) == 2
+    assert harness.scheduler.get_num_unfinished_requests() == 0
+    harness.drain()
+
+
+def test_requests_that_wait_with_blocks_do_not_stop_the_one_in_front():
+    """Two loaded prompts that do not fit together: the later one gives way, and computes."""
+    harness = Harness(
+        connector=load(8, is_async=True), num_blocks=7, max_num_batched_tokens=4, max_in_flight=1
+    )
+    first, second = harness.add([1] * 20, 4), harness.add([2] * 20, 4)
+    harness.drain()
+    assert harness.heard[first].reason is harness.heard[second].reason is FinishReason.LENGTH
+
+
+def raising(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    raise RuntimeError("the store is gone")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (raising, "KV connector: the store is gone"),
+        (lambda request, computed: ExternalMatch(99), "returned 99, expected 0 to 9 tokens"),
+        (lambda request, computed: ExternalMatch(-1, True), "returned -1, expected 0 to 9 tokens"),
+        (lambda request, computed: ExternalMatch(0.5), "returned 0.5, expected 0 to 9 tokens"),
+        (lambda request, computed: 7, "KV connector: 'int' object"),
+    ],
+)
+def test_a_senseless_answer_ends_one_request_with_a_reason(answer, message):
+    harness = Harness(
+        connector=ModelConnector(
+            lambda request, computed: (
+                answer(request, computed) if request.num_tokens == 9 else ExternalMatch(0)
+            )
+        )
+    )
+    good, bad, other = harness.add(5, 4), harness.add([9] * 9, 4), harness.add(6, 4)
+    harness.drain()
+    assert harness.heard[bad].reason is FinishReason.ERROR
+    assert message in harness.heard[bad].finished.message
+    assert harness.heard[good].reason is harness.heard[other].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failing_allocation_notice_ends_one_request_and_frees_its_blocks(is_async, monkeypatch):
+    connector = load(4, is_async=is_async)
+    monkeypatch.setattr(connector, "update_state_after_alloc", None)
+    harness = Harness(connector=connector)
+    key = harness.add(9, 4)
+    harness.schedule()
+    assert num_held(harness) == 0
+    harness.drain()
+    assert "KV connector" in harness.heard[key].finished.message
+
+
+def test_a_failing_end_notice_ends_one_request_with_a_reason():
+    def delays_free(request: Request) -> bool:
+        raise RuntimeError("no such session")
+
+    harness = Harness(connector=ModelConnector(delays_free=delays_free))
+    key = harness.add(9, 4)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.ERROR
+    assert harness.heard[key].finished.message == "KV connector: no such session"
+
+
+def test_reports_of_unknown_transfers_are_passed_over():
+    harness = Harness(connector=ModelConnector())
+    key = harness.add(9, 4)
+    report = harness.worker.transfers._report
+    report.finished_recving += [0, 7, 7]
+    report.finished_sending += [0, 7]
+    harness.worker.transfers._invalid = [63, 64, 100_000]
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert int32_view(harness.steps[0].chunks).tolist() == [0, 9]
+
+
+def test_a_load_waits_until_no_step_in_flight_uses_its_blocks():
+    connector = ModelConnector(
+        lambda request, computed: ExternalMatch(
+            8 - computed if request.params.seed == 1 else 0, request.params.seed == 1
+        )
+    )
+    harness = Harness(connector=connector, num_blocks=6, max_in_flight=2, max_num_seqs=2)
+    # It ends while a step is in flight that writes to its last block.
+    ending = harness.add([5] * 9, 3, eos=(), seed=0)
+    harness.worker.is_late = True
+    harness.schedule()
+    harness.schedule()
+    harness.abort(ending)
+    loading = harness.add([1] * 9, 2, seed=1)
+    harness.schedule()
+    assert harness.request(loading).status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    harness.drain()
+    assert harness.heard[loading].reason is FinishReason.LENGTH
+
+
+def test_a_load_that_still_waits_for_its_blocks_is_given_up_with_its_request():
+    connector = load(8, is_async=True)
+    harness = Harness(connector=connector, num_blocks=4, max_in_flight=2)
+    connector.match = lambda request, computed: ExternalMatch(0)
+    ending = harness.add([5] * 9, 3)
+    harness.schedule()
+    harness.abort(ending)
+    connector.match = lambda request, computed: ExternalMatch(8 - computed, True)
+    key = harness.add([1] * 9, 2)
+    harness.schedule()
+    harness.abort(key)
+    assert num_held(harness) == 0
+    harness.drain()

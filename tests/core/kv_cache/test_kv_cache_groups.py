@@ -1,0 +1,191 @@
+"""Groups of layers that see different parts of a sequence, line 3.7 of the scheduler's specification."""
+
+from __future__ import annotations
+
+import pytest
+from engine.core.kv_cache.cached_prefix import group_key
+from engine.protocol.config import SpeculativeConfig
+from engine.protocol.errors import ConfigError
+from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from engine.protocol.messages import EventKind, FinishReason
+from support.model_connector import ModelConnector
+from support.scheduler_harness import Harness
+
+FULL = KVCacheGroup()
+SLIDING = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8)
+CHUNKED = KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 8)
+STATE = KVCacheGroup(AttentionKind.STATE_SPACE)
+CROSS = KVCacheGroup(AttentionKind.CROSS, 10)
+
+
+def num_held(harness: Harness, group: int, slot: int = 0) -> int:
+    return sum(block != 0 for block in harness.scheduler.kv_cache_manager.blocks[group][slot])
+
+
+def num_cached(harness: Harness, key: tuple[int, int]) -> int:
+    events = harness.heard[key].events
+    return next(e.num_cached_tokens for e in events if e.kind == EventKind.SCHEDULED)
+
+
+def forget(harness: Harness, key: tuple[int, int], group: int, *indices: int) -> None:
+    """Evict some of a prompt's blocks."""
+    digests = harness.heard[key].message.block_hashes
+    names = [group_key(digests[i * 32 : i * 32 + 32], group) for i in indices]
+    pool = harness.scheduler.kv_cache_manager.pool
+    assert all(pool.is_cached(name) for name in names)
+    pool.uncache_blocks(names)
+
+
+@pytest.mark.parametrize(
+    ("group", "most"), [(SLIDING, 3), (CHUNKED, 2), (STATE, 2), (CROSS, 3), (FULL, 26)]
+)
+def test_3_7_what_a_long_decode_holds(group, most):
+    harness = Harness(block_size=4, num_blocks=80, groups=(FULL, group), max_in_flight=1)
+    harness.add(4, 100)
+    held = [0]
+    while harness.step() and harness.scheduler.requests:
+        held.append(num_held(harness, 1))
+    assert max(held) == most
+    harness.drain()
+
+
+def test_3_7_freed_blocks_are_told_to_the_worker_as_null_blocks():
+    harness = Harness(block_size=4, groups=(SLIDING,), max_in_flight=1)
+    harness.add(4, 100)
+    for _ in range(9):
+        harness.step()
+    # The token at position 12 sees 5 … 12: the first block is outside.
+    freed = [step.block_updates for step in harness.steps if step.block_updates]
+    assert freed[-1] == b"\0\0\0\0" * 4
+    harness.drain()
+
+
+def test_3_7_a_prompt_frees_blocks_chunk_by_chunk():
+    harness = Harness(
+        block_size=4, num_blocks=8, groups=(SLIDING,), max_num_batched_tokens=16, max_model_len=128
+    )
+    key = harness.add(100, 20)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert len(harness.heard[key].token_ids) == 20
+
+
+def test_2_6_a_window_lets_prompts_in_that_full_attention_refuses():
+    for groups, reason in (((FULL,), FinishReason.IGNORED), ((SLIDING,), FinishReason.LENGTH)):
+        harness = Harness(block_size=4, num_blocks=12, groups=groups, max_num_batched_tokens=16)
+        key = harness.add(100, 5)
+        harness.drain()
+        assert harness.heard[key].reason is reason
+
+
+def test_3_7_a_windowed_hit_needs_only_the_tail():
+    for group, expected in ((SLIDING, 36), (FULL, 0)):
+        harness = Harness(block_size=4, groups=(group,))
+        first = harness.add(40, 1)
+        harness.drain()
+        forget(harness, first, 0, 0, 1, 2, 3, 4, 5, 6)
+        again = harness.add(40, 1)
+        harness.drain()
+        assert num_cached(harness, again) == expected
+
+
+def test_3_7_a_hole_in_the_tail_shortens_the_hit():
+    harness = Harness(block_size=4, groups=(SLIDING,))
+    first = harness.add(40, 1)
+    harness.drain()
+    forget(harness, first, 0, 7)
+    again = harness.add(40, 1)
+    harness.drain()
+    # Token 28 sees 21 … 28, which are in blocks 5 and 6.
+    assert num_cached(harness, again) == 28
+
+
+def test_3_7_a_chunk_that_begins_needs_nothing():
+    harness = Harness(block_size=4, groups=(FULL, CHUNKED))
+    first = harness.add(38, 1)
+    harness.drain()
+    forget(harness, first, 1, *range(9))
+    again = harness.add(38, 1)
+    harness.drain()
+    assert num_cached(harness, again) == 32
+
+
+def test_3_7_a_hybrid_hit_is_the_longest_that_every_group_honours():
+    harness = Harness(block_size=4, groups=(FULL, SLIDING, SLIDING))
+    first = harness.add(40, 1)
+    harness.drain()
+    forget(harness, first, 0, 8)
+    forget(harness, first, 2, 7)
+    forget(harness, first, 1, 6)
+    again = harness.add(40, 1)
+    harness.drain()
+    assert num_cached(harness, again) == 24
+
+
+def test_3_7_a_state_is_found_only_where_a_step_ended():
+    harness = Harness(block_size=4, groups=(FULL, STATE), max_num_batched_tokens=8)
+    harness.add(22, 1)
+    harness.drain()
+    longer = harness.add(30, 1)
+    harness.drain()
+    # Steps ended after 8, 16 and 22 tokens; only 8 and 16 fill a block.
+    assert num_cached(harness, longer) == 16
+
+
+def test_3_7_a_state_is_not_shared_within_the_step_that_computes_it():
+    harness = Harness(block_size=4, groups=(STATE,))
+    harness.add(8, 1)
+    harness.add(9, 1)
+    step = harness.schedule()
+    assert [data.num_computed_tokens for data in step.new_requests] == [0, 0]
+    harness.drain()
+    third = harness.add(9, 1)
+    harness.drain()
+    assert num_cached(harness, third) == 8
+
+
+@pytest.mark.parametrize("groups", [(FULL, SLIDING), (SLIDING,), (FULL, CHUNKED), (FULL, STATE)])
+def test_3_7_the_next_turn_finds_what_its_window_needs(groups):
+    harness = Harness(block_size=4, groups=groups, max_in_flight=1)
+    first = harness.add(10, 31)
+    harness.drain()
+    history = list(range(1, 11)) + harness.heard[first].token_ids
+    second = harness.add([*history, 7, 7, 7], 3)
+    harness.drain()
+    assert num_cached(harness, second) == 40
+
+
+def test_7_3_cross_attention_blocks_are_allocated_once():
+    harness = Harness(block_size=4, groups=(FULL, CROSS))
+    harness.add(5, 30)
+    tables = set()
+    while harness.step():
+        tables.add(tuple(harness.scheduler.kv_cache_manager.blocks[1][0]))
+    assert {len(table) for table in tables} == {0, 3}
+    assert len(tables) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"groups": (FULL, SLIDING)}, {"groups": (SLIDING,)}, {"num_host_blocks": 4}],
+)
+def test_a_connector_goes_with_full_attention_alone(settings):
+    with pytest.raises(ConfigError, match="kv_connector='model' supports only full"):
+        Harness(connector=ModelConnector(), **settings)
+
+
+def test_a_state_takes_no_drafts():
+    with pytest.raises(ConfigError, match="num_speculative_tokens=2: a state-space layer"):
+        Harness(groups=(FULL, STATE), speculative=SpeculativeConfig(2))
+
+
+def test_a_window_keeps_what_rejected_drafts_take_back():
+    harness = Harness(
+        block_size=1,
+        groups=(FULL, KVCacheGroup(AttentionKind.SLIDING_WINDOW, 3)),
+        speculative=SpeculativeConfig(4),
+        propose=lambda row: [0] * 4,
+        async_scheduling=True,
+    )
+    harness.add(5, 30)
+    harness.drain()

@@ -1,0 +1,596 @@
+"""What the event log keeps is replayed to the same decisions, and nobody's words are in it."""
+
+from __future__ import annotations
+
+import random
+import stat
+import zlib
+from fractions import Fraction
+from functools import cached_property, partial
+from hashlib import sha256
+from inspect import getattr_static
+
+import msgspec
+import numpy as np
+import pytest
+from engine.core.kv_cache.block_pool import BlockPool
+from engine.core.kv_cache.connector import ExternalMatch, RequestEnd
+from engine.core.replay import dump as event_dump
+from engine.core.replay import log as event_log_module
+from engine.core.replay.__main__ import main
+from engine.core.replay.dump import Dump, DumpError, read_dump, write_dump
+from engine.core.replay.events import AddRequest, Schedule, Update
+from engine.core.replay.frozen_state import FrozenState, field_names
+from engine.core.replay.replayer import Difference, Replayer
+from engine.core.scheduler.queues.request_queue import FCFSQueue
+from engine.core.scheduler.scheduler import Scheduler
+from engine.protocol import messages, sampling_params
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import KVTransferConfig, SchedulingPolicy, SpeculativeConfig
+from engine.protocol.messages import (
+    DraftTokenIds,
+    EncoderInput,
+    FinishReason,
+    ModelRunnerOutput,
+)
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import ModelConnector
+from support.recorded_harness import RecordedHarness, replay
+from support.scheduler_harness import Harness
+from support.traffic import Traffic, random_harness
+
+SMALL_SEGMENT = 20_000
+
+
+def record(seed: int, segment_bytes: int, num_actions: int = 300) -> RecordedHarness:
+    rng = random.Random(seed)
+    harness = random_harness(rng, partial(RecordedHarness, segment_bytes=segment_bytes))
+    traffic = Traffic(harness, rng)
+    for _ in range(num_actions):
+        traffic.act()
+        if len(harness.scheduler.requests) > 60:
+            harness.step()
+    return harness
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_i6_recorded_traffic_replays_from_the_start(seed):
+    harness = record(seed, 1 << 30)
+    dump = harness.dump()
+    assert [segment.snapshot for segment in dump.segments] == [None]
+    assert replay(dump)[0] > 50
+
+
+@pytest.mark.parametrize("seed", range(20, 60))
+def test_i6_recorded_traffic_replays_from_the_middle(seed):
+    harness = record(seed, SMALL_SEGMENT)
+    dump = harness.dump()
+    assert all(segment.snapshot is not None for segment in dump.segments)
+    assert len(dump.segments) == 2
+    assert sum(replay(dump)) > 5
+    # The state that the replay ends with is the recorded one: what follows is the same, too.
+    replayer = Replayer(dump.setup, dump.segments[-1])
+    for _ in replayer.run():
+        pass
+    assert replayer.scheduler.get_request_counts() == harness.scheduler.get_request_counts()
+    assert replayer.scheduler.check_invariants() == []
+    pools = replayer.scheduler.kv_cache_manager.pool, harness.scheduler.kv_cache_manager.pool
+    assert pools[0].ref_counts == pools[1].ref_counts
+
+
+def test_recording_changes_no_decision():
+    def decisions(make_harness):
+        rng = random.Random(7)
+        harness = random_harness(rng, make_harness)
+        traffic = Traffic(harness, rng)
+        for _ in range(300):
+            traffic.act()
+        harness.drain(50_000)
+        return harness.steps
+
+    assert decisions(partial(RecordedHarness, segment_bytes=SMALL_SEGMENT)) == decisions(Harness)
+
+
+def test_a_grammars_refusal_is_replayed():
+    harness = RecordedHarness()
+    constrained = StructuredOutput(GrammarKind.JSON_OBJECT, '{"secret": 1}')
+    key = harness.add([1, 2, 3], 8, structured_output=constrained)
+    harness.compile_grammars()
+    for _ in range(3):
+        harness.step()
+    harness.grammar.num_accepted[key] += 1  # The next token will be of the wrong parity.
+    harness.step()
+    harness.step()
+    assert harness.heard[key].finished is not None
+    replay(harness.dump())
+
+
+def test_frames_that_the_core_has_dropped_are_no_decision():
+    class NoisyHarness(RecordedHarness):
+        def _hear(self, outputs):
+            for message in outputs.values():
+                if message.stats is not None:
+                    message.stats.num_dropped_frames = 3
+            super()._hear(outputs)
+
+    harness = NoisyHarness()
+    harness.add([1, 2, 3], 5)
+    harness.drain()
+    assert replay(harness.dump())[0] > 5
+
+
+def test_drafts_that_come_late_are_replayed():
+    harness = RecordedHarness(speculative=SpeculativeConfig(3), async_scheduling=False)
+    key = harness.add([1, 2, 3], 9)
+    harness.schedule()
+    harness.update()
+    slot = harness.request(key).slot
+    harness.scheduler.update_draft_token_ids(
+        DraftTokenIds(1, int32_bytes(slot), int32_bytes(3), int32_bytes([4, 5, 6]))
+    )
+    harness.schedule()
+    assert harness.batch[slot] == 4
+    replay(harness.dump())
+
+
+def raise_error(*args):
+    raise RuntimeError("the store is not reachable")
+
+
+def answer_nonsense(*args):
+    return "nonsense"
+
+
+def answer_late(request, num_computed_tokens):
+    request.tenant += "x"
+    return ExternalMatch(8, True) if len(request.tenant) > 3 else None
+
+
+ANSWERS = {
+    "late": {"get_num_new_matched_tokens": answer_late},
+    "asynchronous": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(8, True)},
+    "synchronous": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(8)},
+    "too much": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(1 << 70)},
+    "half a token": {"get_num_new_matched_tokens": lambda *args: ExternalMatch(0.5)},
+    "no match": {"get_num_new_matched_tokens": answer_nonsense},
+    "no question": {"get_num_new_matched_tokens": raise_error},
+    "no allocation": {
+        "get_num_new_matched_tokens": lambda *args: ExternalMatch(8),
+        "update_state_after_alloc": raise_error,
+    },
+    "no end": {"request_finished": raise_error},
+    "an end of nonsense": {"request_finished": answer_nonsense},
+    "parameters of nonsense": {
+        "request_finished": lambda *args: RequestEnd(False, {"a": object()})
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("num_bad_blocks", [0, 1])
+def test_8_1_i6_what_a_connector_answers_about_one_request_is_replayed(name, num_bad_blocks):
+    """Late, failing or lying: the others do not notice, and the log tells it all."""
+
+    class Connector(ModelConnector):
+        pass
+
+    for method, answer in ANSWERS[name].items():
+        usual = getattr(ModelConnector, method)
+
+        def ask(self, request, *args, usual=usual, answer=answer):
+            told = usual(self, request, *args)
+            if request.request_index != 1:
+                return told
+            told = answer(request, *args)
+            if isinstance(told, ExternalMatch) and told.num_tokens == 8:
+                self._matched[request.transfer_id] = args[0], told.is_async
+            return told
+
+        setattr(Connector, method, ask)
+    harness = RecordedHarness(connector=Connector(), enable_prefix_caching=False)
+    harness.worker.transfers.find_bad_blocks = lambda load: set(range(num_bad_blocks))
+    for index in range(3):
+        harness.add([index + 1] * 12, 6)
+    harness.drain()
+    is_wrong = name.startswith(("too", "half", "no", "an end", "parameters"))
+    expected = FinishReason.ERROR if is_wrong else FinishReason.LENGTH
+    assert [heard.reason for heard in harness.heard.values()] == [
+        FinishReason.LENGTH,
+        expected,
+        FinishReason.LENGTH,
+    ]
+    replay(harness.dump())
+
+
+def test_8_4_i6_blocks_that_are_fetched_late_or_never_are_replayed():
+    connector = ModelConnector(delays_free=lambda request: True)
+    harness = RecordedHarness(connector=connector, transfer_timeout_s=20.0)
+    delays = iter((3, 30, 300))
+    harness.worker.transfers.get_delay = lambda: next(delays)
+    for index in range(3):
+        harness.add([index + 1] * 12, 6)
+    harness.drain()
+    assert len(connector.expired) == 2
+    replay(harness.dump())
+
+
+def test_a_crash_of_a_connector_is_reproduced(tmp_path, capsys):
+    connector = ModelConnector()
+    connector.build_connector_meta = raise_error
+    harness = RecordedHarness(connector=connector)
+    harness.add([1, 2, 3], 5)
+    with pytest.raises(RuntimeError):
+        harness.schedule()
+    path = write_dump(harness.scheduler, str(tmp_path), reason="crash", wall_time=0.0, now=9.0)
+    assert main([str(path)]) == 0
+    assert "build_connector_meta raised an error" in capsys.readouterr().out
+
+
+def test_a_connector_that_is_asked_otherwise_is_found():
+    class Forgetful(Scheduler):
+        """Believes that every connector has nothing to say."""
+
+        def schedule(self, now):
+            self._lifecycle.reservations.end_reservation = lambda request: setattr(
+                request, "computes_locally", True
+            )
+            return super().schedule(now)
+
+    harness = RecordedHarness(connector=ModelConnector(lambda *args: ExternalMatch(4)))
+    harness.add([1] * 9, 3)
+    harness.drain()
+    with pytest.raises(
+        Difference, match=r"1 more answers from outside .* Matched: transfer_id=0, num_tokens=4"
+    ):
+        replay(harness.dump(), Forgetful)
+
+
+def test_a_dump_names_no_connector():
+    harness = RecordedHarness(connector=ModelConnector())
+    dump = harness.dump()
+    assert dump.setup.kv_transfer == KVTransferConfig("recorded", transfer_timeout_s=1000.0)
+
+
+def test_memory_is_bounded_and_the_last_events_are_there():
+    harness = RecordedHarness(segment_bytes=SMALL_SEGMENT, num_blocks=200)
+    log = harness.scheduler.log
+    for index in range(300):
+        harness.add([index] * 5, 6)
+        harness.step()
+        assert len(log.segments) <= 2
+        assert sum(len(segment.events) for segment in log.segments) < 400
+    arrivals = [e for s in log.segments for e in s.events if isinstance(e, AddRequest)]
+    assert arrivals[-1].message.request_index == 299
+
+
+def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):
+    monkeypatch.setattr(event_log_module, "MAX_FROZEN_REQUESTS", 3)
+    harness = RecordedHarness(segment_bytes=2_000)
+    for index in range(20):
+        harness.add([index] * 5, 4)
+    for _ in range(3):
+        harness.step()
+    dump = harness.dump()
+    assert not dump.segments[-1].is_whole
+    with pytest.raises(event_dump.EngineError, match="no state to start from"):
+        Replayer(dump.setup, dump.segments[-1])
+    harness.drain()
+    for _ in range(20):
+        harness.add([1, 2], 4)
+        harness.drain()
+    assert all(segment.is_whole for segment in harness.dump().segments)
+    replay(harness.dump())
+
+
+def test_an_error_of_the_log_harms_nobody(monkeypatch):
+    def broken(scheduler):
+        raise RuntimeError("no snapshot today")
+
+    monkeypatch.setattr(event_log_module, "FrozenState", broken)
+    harness = record(3, SMALL_SEGMENT)
+    harness.drain(50_000)
+    assert "no snapshot today" in harness.dump().problem
+
+
+def test_everything_that_an_object_has_is_part_of_its_state():
+    harness = record(21, 1 << 30)
+    met = FrozenState(harness.scheduler.scheduler)._met.values()
+    instances = [item for item in met if hasattr(item, "__dict__")]
+    assert len(instances) > 15
+    for instance in instances:
+        computed = {
+            n
+            for n in vars(instance)
+            if isinstance(getattr_static(type(instance), n, None), cached_property)
+        }
+        assert vars(instance).keys() - computed <= set(field_names(type(instance)))
+
+
+def test_a_state_that_cannot_be_described_leaves_the_events():
+    harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
+    harness.scheduler.invariant_violations.append(Fraction(1, 3))
+    for index in range(200):
+        harness.add([index] * 5, 4)
+        harness.step()
+    dump = harness.dump()
+    assert dump.problem == "a fractions.Fraction cannot be captured"
+    assert not dump.segments[-1].is_whole
+    assert len(dump.segments[-1].events) > 5
+
+
+# a changed scheduler
+
+
+class LastComeFirstServed(FCFSQueue):
+    def _insert(self, request):
+        self._arrivals.appendleft(request)
+
+
+class ImpatientScheduler(Scheduler):
+    """Serves the last to come first."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._queue.__class__ = LastComeFirstServed
+
+
+class StingyScheduler(Scheduler):
+    """Believes that there is one block less from its 20th step on."""
+
+    def schedule(self, now):
+        if self._step == 19:
+            self.kv_cache_manager.pool.allocate_blocks(1)
+        return super().schedule(now)
+
+
+def contended() -> RecordedHarness:
+    harness = RecordedHarness(num_blocks=30, max_num_seqs=3, max_num_batched_tokens=16)
+    for index in range(12):
+        harness.add([index + 1] * 9, 12)
+    harness.drain()
+    return harness
+
+
+def test_a_changed_order_of_admission_is_located():
+    with pytest.raises(Difference) as caught:
+        replay(contended().dump(), ImpatientScheduler)
+    message = str(caught.value)
+    assert "scheduling of step 1," in message
+    assert "new_requests, recorded: [slot=0, request_id=[0; 0]" in message
+    assert "new_requests, now:      [slot=0, request_id=[0; 11]" in message
+
+
+def test_a_changed_block_is_located_at_the_step_that_first_shows_it():
+    with pytest.raises(Difference, match="scheduling of step 20,"):
+        replay(contended().dump(), StingyScheduler)
+
+
+def test_a_changed_input_is_found():
+    dump = contended().dump()
+    updates = [event for event in dump.segments[0].events if isinstance(event, Update)]
+    ended = next(event for event in updates if event.told and event.told[0].finished_set)
+    ended.result.failed_slots = [(0, "")]
+    with pytest.raises(Difference, match=f"output of step {ended.result.step}"):
+        replay(dump)
+
+
+def test_a_changed_class_is_named():
+    dump = record(20, SMALL_SEGMENT).dump()
+    snapshot = dump.segments[0].snapshot
+    layout = next(
+        layout for layout in snapshot.layouts if layout.name == "core.state.request:Request"
+    )
+    index = snapshot.layouts.index(layout)
+    old = msgspec.structs.replace(layout, fields=("colour", *layout.fields[1:]))
+    snapshot.layouts[index] = old
+    with pytest.raises(event_dump.EngineError, match="the class has changed"):
+        replay(dump)
+
+
+def test_a_changed_enumeration_is_named():
+    dump = record(20, SMALL_SEGMENT).dump()
+    snapshot = dump.segments[0].snapshot
+    node = snapshot.root
+    for name in ("_admission", "stop"):
+        fields = node.fields
+        position = snapshot.layouts[node.layout].fields.index(name)
+        node = fields[position]
+    fields[position] = msgspec.structs.replace(node, value="bored")
+    with pytest.raises(event_dump.EngineError, match=r"'bored' .* the enumeration has changed"):
+        replay(dump)
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "core.request:os", "builtins:eval", "core.request:Nobody", "core.x:y"]
+)
+def test_a_snapshot_makes_nothing_but_our_own_objects(name):
+    dump = record(20, SMALL_SEGMENT).dump()
+    snapshot = dump.segments[0].snapshot
+    snapshot.layouts[-1] = msgspec.structs.replace(snapshot.layouts[-1], name=name)
+    with pytest.raises(event_dump.EngineError, match="there is no class"):
+        replay(dump)
+
+
+# crashes
+
+
+def test_a_crash_of_the_scheduler_is_reproduced(monkeypatch, tmp_path, capsys):
+    def fail(self, blocks):
+        raise ZeroDivisionError("released once too often")
+
+    harness = RecordedHarness()
+    harness.add([1, 2, 3], 5)
+    monkeypatch.setattr(BlockPool, "release_blocks", fail)
+    with pytest.raises(ZeroDivisionError):
+        harness.drain()
+    path = write_dump(harness.scheduler, str(tmp_path), reason="crash", wall_time=0.0, now=9.0)
+    assert main([str(path)]) == 0
+    assert "ZeroDivisionError: released once too often" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main([str(path)]) == 1
+    assert "the recorded scheduler raised an error, this one did not" in capsys.readouterr().out
+
+
+def test_an_output_of_nonsense_is_still_dumped():
+    harness = RecordedHarness()
+    harness.add([1, 2, 3], 5)
+    step = harness.schedule()
+    with pytest.raises(event_dump.EngineError):
+        harness.scheduler.update_from_output(step, ModelRunnerOutput(1, b"12345678"), 1.0)
+    replayer = Replayer(harness.dump().setup, harness.dump().segments[0])
+    for _ in replayer.run():
+        pass
+    assert "returned 2 tokens for 1 rows" in replayer.reproduced_error
+    with pytest.raises(ValueError):
+        harness.scheduler.update_from_output(step, ModelRunnerOutput(1, b"12345"), 1.0)
+    assert len(harness.dump().segments[0].events) == 4
+
+
+# files
+
+
+def write(harness: RecordedHarness, directory: str, second: int = 0) -> str:
+    path = write_dump(
+        harness.scheduler, directory, reason="test", wall_time=float(second), now=harness.now
+    )
+    return str(path)
+
+
+def test_a_file_is_private_complete_and_readable(tmp_path):
+    harness = record(20, SMALL_SEGMENT)
+    path = write(harness, str(tmp_path / "dumps"))
+    (found,) = (tmp_path / "dumps").iterdir()
+    assert str(found) == path
+    assert stat.S_IMODE(found.stat().st_mode) == 0o600
+    assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
+    assert sum(replay(read_dump(path))) > 10
+
+
+def test_old_files_give_way(tmp_path):
+    harness = contended()
+    other = tmp_path / "core1-mine.engine-events"
+    other.touch()
+    paths = [write(harness, str(tmp_path), second) for second in range(14)]
+    kept = sorted(str(path) for path in tmp_path.iterdir() if path != other)
+    assert kept == paths[-event_dump.MAX_FILES :]
+    assert other.exists()
+
+
+def test_a_default_directory_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_dump.tempfile, "gettempdir", lambda: str(tmp_path))
+    directory = event_dump.default_directory()
+    (tmp_path / "elsewhere").mkdir(mode=0o777)
+    (tmp_path / "elsewhere").chmod(0o777)
+    (tmp_path / directory.rsplit("/", 1)[1]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DumpError, match="not a private directory"):
+        write(contended(), directory)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "no event dump"),
+        (b"garbage", "no event dump"),
+        (zlib.compress(b"garbage"), "no event dump"),
+        (zlib.compress(msgspec.msgpack.encode(["engine events", 999])), "has version 999"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(data, problem, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    assert main([str(path)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+# privacy
+
+
+def test_nothing_of_what_was_said_is_in_a_dump():
+    """Each of these words and tokens must be known to the core, and none of them may leave it."""
+    rng = np.random.default_rng(5)
+    secrets = ("tenant-secret", "salt-secret", "schema-secret", "stop-secret", "word-secret")
+    secrets += ("adapter-secret", "picture-secret", "trace-secret")
+    picture = EncoderInput(2, 3, sha256(b"picture").digest(), 3, secrets[6].encode())
+    drafts = []
+
+    def propose(row):
+        drafts.append(rng.integers(200_004, 1 << 18, 2).tolist())
+        return drafts[-1]
+
+    harness = RecordedHarness(
+        segment_bytes=6_000,
+        vocab_size=2**18,
+        policy=SchedulingPolicy.FAIR,
+        log_kv_events=True,
+        speculative=SpeculativeConfig(2),
+        propose=propose,
+    )
+    prompts = []
+    for _ in range(30):
+        prompt = rng.integers(200_004, 1 << 18, 9).tolist()
+        prompts.append(prompt)
+        harness.add(
+            prompt,
+            12,
+            tenant=secrets[0],
+            salt=secrets[1],
+            lora_name=secrets[5],
+            inputs=[picture],
+            trace_headers={"tracestate": secrets[7]},
+            structured_output=None,
+            stop=(secrets[3],),
+            bad_words=(secrets[4],),
+            logit_bias={200_003: 1.0},
+            bad_words_token_ids=((200_003,),),
+            allowed_token_ids=None,
+        )
+        harness.add([3], 2, structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, secrets[2]))
+        harness.step()
+    hashes = [picture.content_hash]
+    hashes += [heard.message.block_hashes[:32] for heard in harness.heard.values()]
+    outputs = [heard.token_ids for heard in harness.heard.values()]
+    dump = harness.dump()
+    assert dump.segments[0].snapshot is not None
+    data = msgspec.msgpack.encode(dump)
+    for secret in secrets:
+        assert secret.encode() not in data
+    for digest in filter(None, hashes):
+        assert digest not in data
+    tokens = {token for sequence in (*prompts, *outputs, *drafts, [200_003]) for token in sequence}
+    large = [token for token in tokens if token >= 1 << 17]
+    assert len(large) > 300
+    four_bytes = {data[start : start + 4] for start in range(len(data))}
+    for token in large:
+        assert token.to_bytes(4, "little") not in four_bytes
+        assert token.to_bytes(4, "big") not in four_bytes
+    replay(dump)
+
+
+@pytest.mark.parametrize(
+    ("struct", "num_fields"),
+    [
+        (messages.EngineCoreRequest, 19),
+        (messages.ModelRunnerOutput, 10),
+        (messages.SchedulerOutput, 14),
+        (messages.NewRequestData, 11),
+        (messages.EngineCoreOutputs, 13),
+        (messages.EncoderInput, 5),
+        (messages.EncoderWork, 4),
+        (messages.DraftTokenIds, 4),
+        (sampling_params.SamplingParams, 25),
+    ],
+)
+def test_a_new_field_is_thought_of(struct, num_fields):
+    """A new field needs a decision in `redaction`, `decision_chain` and `snapshot`; then it is counted here."""
+    assert len(struct.__struct_fields__) == num_fields
+
+
+def test_a_dump_holds_what_it_should():
+    harness = contended()
+    dump = harness.dump()
+    events = dump.segments[0].events
+    arrivals = [event for event in events if isinstance(event, AddRequest)]
+    assert [event.num_prompt_bytes for event in arrivals] == [36] * 12
+    steps = [event.step for event in events if isinstance(event, Schedule) and event.step]
+    assert [step.step for step in steps] == [step.step for step in harness.steps]
+    assert isinstance(dump, Dump)

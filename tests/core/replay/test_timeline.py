@@ -1,0 +1,336 @@
+"""The account of a request says what really happened to it."""
+
+from __future__ import annotations
+
+import pytest
+from engine.core.kv_cache.connector import ExternalMatch
+from engine.core.replay.__main__ import main
+from engine.core.replay.dump import write_dump
+from engine.core.replay.events import Schedule, Update
+from engine.core.replay.replayer import Replayer
+from engine.core.replay.timeline import (
+    NEXT_STEP,
+    REASONS,
+    WHY_FIRST,
+    RequestTimeline,
+    find_requests,
+)
+from engine.core.scheduler.queues.admission_stop import AdmissionStop
+from engine.core.scheduler.queues.request_queue import WaitReason
+from engine.protocol.config import SchedulingPolicy
+from engine.protocol.messages import EncoderInput, EventKind, FinishReason
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from support.model_connector import ModelConnector
+from support.recorded_harness import RecordedHarness
+
+
+def account(harness: RecordedHarness, key: tuple[int, int]) -> str:
+    dump = harness.dump()
+    account = RequestTimeline(key, dump.setup.config.policy)
+    for segment in dump.segments:
+        replayer = Replayer(dump.setup, segment)
+        account.begin(replayer.scheduler)
+        for moment in replayer.run():
+            account.watch(moment, replayer.scheduler)
+    account.finish()
+    return "\n".join([*account.lines, account.summary()])
+
+
+def test_a_request_alone():
+    harness = RecordedHarness()
+    key = harness.add(6, 4)
+    harness.drain()
+    text = account(harness, key)
+    assert "queued: 6 prompt tokens, at most 4 to generate" in text
+    assert "computed its prompt in 1 steps; tokens of it and of all: 6/6 in " in text
+    assert "3 steps of one token" in text
+    assert "beside 0.0 others" in text
+    assert "ended: length" in text
+    assert "preempted" not in text
+
+
+def test_waiting_for_a_sequence():
+    harness = RecordedHarness(max_num_seqs=1)
+    first = harness.add(6, 4)
+    second = harness.add(6, 4)
+    harness.drain()
+    text = account(harness, second)
+    events = {event.kind: event.timestamp for event in harness.heard[second].events}
+    waited = events[EventKind.SCHEDULED] - events[EventKind.QUEUED]
+    assert f"waited {waited:.3f} s" in text
+    assert "max_num_seqs requests were running" in text
+    assert "1 others waiting" in text
+    assert "max_num_seqs" not in account(harness, first)
+
+
+def test_waiting_for_tokens_of_a_step():
+    harness = RecordedHarness(max_num_batched_tokens=8)
+    harness.add(30, 2)
+    key = harness.add(6, 2)
+    harness.drain()
+    assert "the step was full: max_num_batched_tokens" in account(harness, key)
+
+
+def test_waiting_for_blocks_and_preemption():
+    harness = RecordedHarness(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
+    keys = [harness.add([index] * 10, 14) for index in range(1, 4)]
+    harness.drain()
+    num_preemptions = {key: harness.heard[key].num_events(EventKind.PREEMPTED) for key in keys}
+    assert sum(num_preemptions.values()) > 0
+    for key, number in num_preemptions.items():
+        text = account(harness, key)
+        assert text.count("preempted with") == number
+        assert text.count("admitted again") == number
+        assert ("blocks were lacking" in text) == bool(number)
+    waited = account(harness, keys[2])
+    assert "the next in the queue did not fit into the free KV-cache blocks" in waited
+
+
+def causes(harness: RecordedHarness, key: tuple[int, int]) -> set[str]:
+    """What the request waited for."""
+    harness.drain()
+    summary = account(harness, key).splitlines()[-1]
+    return {part.split(" s: ")[1] for part in summary.split("; ") if " s: " in part}
+
+
+def test_waiting_for_a_tenants_turn():
+    harness = RecordedHarness(max_num_seqs_per_tenant=1)
+    first = harness.add(6, 4, tenant="a")
+    second = harness.add(6, 4, tenant="a")
+    other = harness.add(6, 4, tenant="b")
+    reason = "max_num_seqs_per_tenant requests of its tenant were running"
+    assert causes(harness, second) == {NEXT_STEP, reason}
+    assert causes(harness, first) == causes(harness, other) == {NEXT_STEP}
+
+
+def test_waiting_for_a_slot_for_an_adapter():
+    harness = RecordedHarness(max_loras=1)
+    harness.add(6, 4, lora_name="x")
+    key = harness.add(6, 4, lora_name="y")
+    assert causes(harness, key) == {NEXT_STEP, "requests of max_loras other adapters were running"}
+
+
+def test_waiting_behind_an_adapter_whose_turn_it_is():
+    harness = RecordedHarness(max_loras=1, max_in_flight=1)
+    harness.add(6, 10, lora_name="x")
+    harness.add(6, 4, lora_name="y")
+    for _ in range(3):
+        harness.step()
+    key = harness.add(6, 4, lora_name="x")
+    reason = "the next slot for an adapter was kept for a request that had waited longer"
+    assert reason in causes(harness, key)
+
+
+def test_waiting_for_the_answer_of_a_connector():
+    answers = iter([None, None, None])
+    connector = ModelConnector(lambda request, num_computed: next(answers, ExternalMatch(0)))
+    harness = RecordedHarness(connector=connector)
+    key = harness.add(6, 4)
+    reason = "the KV connector did not know yet what it can load"
+    assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def test_waiting_for_a_load():
+    connector = ModelConnector(lambda request, num_computed: ExternalMatch(4 - num_computed, True))
+    harness = RecordedHarness(connector=connector)
+    key = harness.add(6, 4)
+    assert causes(harness, key) == {NEXT_STEP, "its KV cache was being loaded"}
+
+
+def test_waiting_as_a_long_prompt_and_then_for_a_sequence():
+    harness = RecordedHarness(
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=4,
+    )
+    harness.add([1] * 30, 20)
+    key = harness.add([2] * 20, 1)
+    for index in range(2):
+        harness.add([3, index], 20)
+    assert causes(harness, key) == {
+        NEXT_STEP,
+        "max_long_partial_prefills other long prompts were being computed",
+        "max_num_seqs requests were running",
+    }
+
+
+def test_waiting_for_a_sequence_when_the_tokens_of_the_step_are_gone_too():
+    harness = RecordedHarness(max_num_seqs=1, max_num_batched_tokens=6)
+    harness.add(6, 40)
+    key = harness.add([2] * 6, 1)
+    assert causes(harness, key) == {NEXT_STEP, "max_num_seqs requests were running"}
+
+
+def test_waiting_for_the_encoder():
+    harness = RecordedHarness(max_num_encoder_input_tokens=5, encoder_cache_size=20)
+    for content in (b"a", b"b"):
+        key = harness.add([1] * 8, 2, inputs=[EncoderInput(0, 4, content, 4, b"pixels")])
+    reason = "the encoder budget of the step or the encoder cache was used up"
+    assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def test_waiting_while_a_suspect_is_tried():
+    harness = RecordedHarness()
+    harness.add(6, 4)
+    harness.step()
+    harness.add([2] * 6, 4, is_suspect=True)
+    key = harness.add([3] * 6, 4)
+    reason = "a suspect of having killed a worker is tried alone"
+    assert causes(harness, key) == {NEXT_STEP, reason}
+
+
+def timed(harness: RecordedHarness) -> dict[int, float]:
+    """The seconds of each step, one after the other."""
+    seconds, last, sent = {}, 0.0, {}
+    for event in harness.dump().segments[-1].events:
+        if isinstance(event, Schedule) and event.step is not None:
+            sent[event.step.step] = event.now
+        elif isinstance(event, Update):
+            number = event.result.step
+            seconds[number] = event.now - max(sent[number], last)
+            last = event.now
+    return seconds
+
+
+def test_steps_of_a_prompt_have_durations():
+    harness = RecordedHarness(max_num_batched_tokens=8)
+    key = harness.add(20, 2)
+    harness.drain()
+    first, second, third = (1e3 * timed(harness)[number] for number in (1, 2, 3))
+    shown = f"8/8 in {first:.1f} ms, 8/8 in {second:.1f} ms, 4/4 in {third:.1f} ms"
+    assert f"in 3 steps; tokens of it and of all: {shown}" in account(harness, key)
+
+
+def test_waiting_for_long_steps_in_flight_names_the_slowest():
+    harness = RecordedHarness()
+    harness.add(40, 9)
+    harness.schedule()
+    harness.schedule()
+    key = harness.add([2] * 6, 2)
+    harness.now += 20.0
+    harness.drain()
+    text = account(harness, key)
+    slowest = timed(harness)[1]
+    assert slowest > 20
+    detail = (
+        f"{NEXT_STEP} (2 in flight, the slowest {slowest:.3f} s long with 40 tokens of 1 requests)"
+    )
+    assert detail in text
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_deadline_that_passes_is_told_with_what_the_request_did(is_waiting):
+    harness = RecordedHarness(max_num_seqs=1)
+    if is_waiting:
+        harness.add([1] * 6, 20)
+    key = harness.add([2] * 6, 30, deadline=10.5)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.EXPIRED
+    text = account(harness, key)
+    did = "waited" if is_waiting else "was running"
+    assert f"ended: expired, its deadline passed 10.500 s after its arrival, while it {did}" in text
+    assert ("max_num_seqs requests were running" in text) == is_waiting
+    for line in text.splitlines():
+        assert not line.rstrip().endswith(":"), "each wait has a cause"
+        if "waited" in line and "ended" not in line:
+            assert line.split(": ")[1]
+    whole, *parts = (float(part.split(" s")[0]) for part in text.splitlines()[-1].split("; "))
+    assert sum(parts) == pytest.approx(whole)
+
+
+def test_a_request_is_told_who_passed_it_and_by_what_policy():
+    harness = RecordedHarness(max_num_seqs=1, policy="priority")
+    harness.add(6, 4, priority=1)
+    harness.step()
+    key = harness.add([2] * 6, 4, priority=5)
+    for index in range(5):
+        harness.add([3, index], 2, priority=2)
+    harness.drain()
+    text = account(harness, key)
+    who = "overtaken by 5 requests (0/2, 0/3, 0/4, …) that came later"
+    assert f"{who}: the priority policy puts smaller values first" in text
+    assert "overtaken" not in account(harness, (0, 2))
+
+
+def test_a_request_that_is_set_aside_is_told_who_passed_it():
+    harness = RecordedHarness(max_num_seqs_per_tenant=1)
+    harness.add(6, 8, tenant="a")
+    second = harness.add(6, 4, tenant="a")
+    harness.add([5] * 6, 4, tenant="b")
+    harness.drain()
+    who = "overtaken by 1 request (0/2) that came later"
+    assert f"{who}: those behind a request that is set aside pass it" in account(harness, second)
+
+
+def test_there_are_words_for_every_reason():
+    assert WHY_FIRST.keys() == set(SchedulingPolicy)
+    assert REASONS.keys() == {*AdmissionStop, *WaitReason}
+
+
+def test_displacement_by_priority():
+    harness = RecordedHarness(max_num_seqs=1, policy="priority", priority_preemption=True)
+    low = harness.add(6, 10, priority=5)
+    harness.step()
+    harness.add([9] * 6, 2, priority=0)
+    harness.drain()
+    assert "a request of higher priority took its place" in account(harness, low)
+
+
+def test_waiting_for_a_grammar_and_an_abort():
+    harness = RecordedHarness()
+    other = harness.add(6, 30)
+    key = harness.add(
+        [7] * 6, 20, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT, "{}")
+    )
+    for _ in range(3):
+        harness.step()
+    harness.compile_grammars()
+    for _ in range(3):
+        harness.step()
+    harness.abort(key)
+    harness.drain()
+    text = account(harness, key)
+    assert "its grammar was being compiled" in text
+    assert "ended: by the client or its frontend" in text
+    assert "grammar" not in account(harness, other)
+
+
+def test_a_request_that_is_older_than_the_log_and_outlives_it():
+    harness = RecordedHarness(segment_bytes=4_000, num_blocks=200, max_model_len=128)
+    key = harness.add(6, 100)
+    for index in range(12):
+        harness.add([index] * 5, 3)
+        for _ in range(4):
+            harness.step()
+    text = account(harness, key)
+    assert "queued, before the log begins" in text
+    assert "still running where the log ends" in text
+
+
+def test_times_add_up():
+    harness = RecordedHarness(num_blocks=10, max_num_seqs=2, enable_prefix_caching=False)
+    keys = [harness.add([index] * 10, 14) for index in range(1, 5)]
+    harness.drain()
+    for key in keys:
+        summary = account(harness, key).splitlines()[-1]
+        whole, *parts = (float(part.split(" s")[0]) for part in summary.split("; "))
+        assert sum(parts) == pytest.approx(whole)
+
+
+def test_requests_are_found_by_their_names(tmp_path, capsys):
+    harness = RecordedHarness()
+    for key in (harness.add(4, 2), harness.add(5, 2)):
+        harness.scheduler.requests[key].request_id = "unused"
+    for event in harness.scheduler.log.events:
+        event.message.request_id = f"req-{event.message.request_index}-abcdef"
+    harness.drain()
+    assert find_requests(harness.dump(), "req-1") == [(0, 1)]
+    assert find_requests(harness.dump(), "0/0") == [(0, 0)]
+    assert find_requests(harness.dump(), "req-") == [(0, 0), (0, 1)]
+    assert find_requests(harness.dump(), "") == []
+    path = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
+    assert main([str(path), "--why", "req-1"]) == 0
+    assert "request 0/1" in capsys.readouterr().out
+    assert main([str(path), "--why", "nobody"]) == 2
+    assert "req-1-abcdef" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""What a core tells its frontends lets them know what it has."""
+
+from __future__ import annotations
+
+import numpy as np
+from engine.core.reporting.client_updates import ClientUpdates
+from engine.frontend.client.routing import CachedPrefixes
+from engine.protocol.block_hash import block_keys, hash_blocks
+from engine.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from engine.protocol.messages import ReplicaLoadUpdate
+from hypothesis import given
+from hypothesis import strategies as st
+
+HASHES = [hash_blocks(np.arange(4, dtype=np.int32) + i, 4) for i in range(12)]
+
+
+def stored(*indices: int) -> KVCacheEvent:
+    return BlockStored([HASHES[i] for i in indices], None, [], 4, None, None, None)
+
+
+def removed(*indices: int) -> KVCacheEvent:
+    return BlockRemoved([HASHES[i] for i in indices], None)
+
+
+events = st.one_of(
+    st.lists(st.integers(0, 11), min_size=1).map(lambda indices: stored(*indices)),
+    st.lists(st.integers(0, 11), min_size=1).map(lambda indices: removed(*indices)),
+    st.just(AllBlocksCleared()),
+)
+
+
+def have(event: KVCacheEvent, cached: set[bytes]) -> set[bytes]:
+    if isinstance(event, BlockStored):
+        return cached | set(event.block_hashes)
+    return cached - set(event.block_hashes) if isinstance(event, BlockRemoved) else set()
+
+
+@given(st.lists(st.lists(events, max_size=4), max_size=8), st.integers(0, 7))
+def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
+    batches: list[list[KVCacheEvent]], late: int
+) -> None:
+    update = ClientUpdates()
+    frontends = {0: CachedPrefixes(), 1: CachedPrefixes()}
+    update.open(0)
+    cached: set[bytes] = set()
+    for number, batch in enumerate([*batches, []]):
+        if number == min(late, len(batches)):
+            update.open(1)
+        for event in batch:
+            cached = have(event, cached)
+        update.apply(batch)
+        for client_index, message in update.take():
+            frontends[client_index].apply(message)
+    for prefixes in frontends.values():
+        found = {digest for digest in HASHES if prefixes.count(block_keys(digest))}
+        assert found == cached
+
+
+def test_each_frontend_hears_how_many_requests_the_others_have() -> None:
+    update = ClientUpdates()
+    update.open(0)
+    update.open(1)
+    assert dict(update.take()) == {i: ReplicaLoadUpdate(0, is_whole=True) for i in (0, 1)}
+    update.added(0, 3)
+    assert dict(update.take()) == {1: ReplicaLoadUpdate(3)}
+    update.added(1, 2)
+    update.finished(0, 1)
+    assert dict(update.take()) == {0: ReplicaLoadUpdate(2), 1: ReplicaLoadUpdate(2)}
+    assert dict(update.take()) == {}
+    update.close(0)
+    assert dict(update.take()) == {1: ReplicaLoadUpdate(0)}

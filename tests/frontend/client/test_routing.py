@@ -1,0 +1,68 @@
+"""Where a prompt goes: near its prefix, but never at the price of balance."""
+
+from __future__ import annotations
+
+from engine.frontend.client.routing import HEADROOM, CachedPrefixes, choose
+from engine.protocol.arrays import uint64_bytes
+from engine.protocol.messages import ReplicaLoadUpdate
+from hypothesis import given
+from hypothesis import strategies as st
+
+MAX_NUM_SEQS = 64
+
+
+def chosen(loads: list[int], num_cached: list[int], num_blocks: int = 10, home: int = 0) -> int:
+    return choose(loads, num_cached, num_blocks, home, MAX_NUM_SEQS)
+
+
+def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
+    assert chosen([3, 2, 4], [0, 0, 0]) == 1
+
+
+def test_equal_replicas_are_told_apart_by_the_prompt() -> None:
+    assert {home: chosen([2, 2, 2], [0, 0, 0], home=home) for home in range(4)} == {
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 0,
+    }
+
+
+def test_the_longest_prefix_goes_before_the_least_load() -> None:
+    assert chosen([5, 3, 2], [9, 7, 0]) == 0
+
+
+def test_less_than_half_a_prompt_is_not_worth_a_wait() -> None:
+    assert chosen([3, 2], [4, 0]) == 1
+    assert chosen([2, 2], [4, 0], home=1) == 0
+
+
+def test_a_prefix_is_computed_again_where_there_is_room() -> None:
+    assert chosen([HEADROOM, 0], [9, 0]) == 0
+    assert chosen([HEADROOM + 1, 0], [9, 0]) == 1
+    assert chosen([40, 20], [9, 0]) == 0
+    assert chosen([41, 20], [9, 0]) == 1
+    assert chosen([MAX_NUM_SEQS, 50], [9, 0]) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10)), min_size=1), st.integers())
+def test_the_choice_is_balanced_whatever_is_cached(
+    replicas: list[tuple[int, int]], home: int
+) -> None:
+    loads = [load for load, _ in replicas]
+    load = loads[chosen(loads, [cached for _, cached in replicas], home=home)]
+    assert load <= max(min(loads) + HEADROOM, 2 * min(loads))
+
+
+def test_blocks_count_from_when_a_sequence_is_sent_for_as_long_as_it_runs() -> None:
+    prefixes = CachedPrefixes()
+    prefixes.add_expected([1, 2, 3])
+    prefixes.add_expected([1, 2])
+    assert prefixes.count([1, 2, 3, 4]) == 3
+    prefixes.remove_expected([1, 2, 3])
+    assert prefixes.count([1, 2, 3, 4]) == 2
+    prefixes.apply(ReplicaLoadUpdate(0, stored=uint64_bytes([1])))
+    prefixes.remove_expected([1, 2])
+    assert prefixes.count([1, 2, 3, 4]) == 1
+    prefixes.clear()
+    assert prefixes.count([1]) == 0

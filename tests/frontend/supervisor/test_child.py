@@ -1,0 +1,73 @@
+"""What the supervisor makes of the signs of life of a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine.frontend.supervisor import local_process
+from engine.frontend.supervisor.child import Child
+from engine.frontend.supervisor.local_process import LocalProcess, ProcessSpec, Role
+from engine.protocol.supervisor_messages import Heartbeat
+
+
+@pytest.mark.parametrize(
+    ("signum", "name"),
+    [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+)
+def test_exit_summary_names_the_signal(signum: int, name: str) -> None:
+    program = "import os, sys; os.kill(os.getpid(), int(sys.argv[1]))"
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-S", "-c", program, str(int(signum))))
+    process = LocalProcess(spec, 1)
+    child = Child(spec, 1, process)
+    process.close()
+    assert child.exit_summary() == f"core 0 was killed by {name}; see its messages above"
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("oom_kill 3\n", "oom_kill 3\n", "but not by the kernel's out-of-memory killer"),
+        (
+            "oom_kill 3\n",
+            "oom_kill 4\n",
+            "probably by the kernel's out-of-memory killer, .*; free memory, or lower --kv",
+        ),
+        ("nr_free_pages 3\n", "nr_free_pages 4\n", "possibly by the kernel's out-of-memory killer"),
+    ],
+)
+def test_exit_summary_says_whether_the_oom_killer_was_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, said: str
+) -> None:
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(local_process, "VMSTAT", vmstat)
+    vmstat.write_text(before)
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
+    process = LocalProcess(spec, 1)
+    child = Child(spec, 1, process)
+    vmstat.write_text(after)
+    child.kill()
+    process.close()
+    assert re.match(f"core 0 was killed by SIGKILL, {said}", child.exit_summary())
+    child.close()
+
+
+def test_delayed_heartbeats_do_not_raise_the_step_rate() -> None:
+    spec = ProcessSpec("core 0", Role.CORE, (sys.executable, "-c", "input()"))
+    process = LocalProcess(spec, 1)
+    try:
+        child = Child(spec, 1, process)
+        for num_steps in (50, 100, 150):
+            child.beat(Heartbeat(num_steps=num_steps))
+        assert 0 < child.info(time.monotonic(), 0, 0).steps_per_s <= 100
+    finally:
+        process.kill()
+        process.close()
+        if process.exit_fd is not None:
+            os.close(process.exit_fd)

@@ -1,0 +1,136 @@
+"""Whatever dies in whatever order, a replica comes back whole, and nobody takes the place of one who still runs."""
+
+import math
+import signal
+
+from engine.frontend.supervisor.child import Child
+from engine.frontend.supervisor.local_process import ProcessSpec, Role
+from engine.frontend.supervisor.recovery import RecoveryUnit
+from engine.protocol.supervisor_messages import Heartbeat, Stage
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+MAX_RESTARTS = 3
+
+
+class Simulated:
+    """A process whose end comes when the test says so, also after it was killed."""
+
+    def __init__(self, spec: ProcessSpec, epoch: int) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.pid = 1
+        self.exit_fd: int | None = None
+        self.reason = ""
+        self.saw_oom_kills = None
+        self.returncode: int | None = None
+        self.is_to_end = False
+        self.is_closed = False
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        assert signum is signal.SIGUSR2 and self.spec.role is Role.CORE
+        self.is_to_end = True
+
+    def kill(self) -> None:
+        self.is_to_end = True
+
+    def end(self) -> None:
+        self.returncode = -signal.SIGKILL
+
+    def close(self) -> None:
+        assert self.returncode is not None and not self.is_closed
+        self.is_closed = True
+
+
+class Replica(RuleBasedStateMachine):
+    @initialize(num_workers=st.integers(1, 2), node=st.sampled_from([None, 1]))
+    def start(self, num_workers: int, node: int | None) -> None:
+        self.processes: dict[str, Simulated] = {}
+        core = ProcessSpec("core 0", Role.CORE, ())
+        workers = [
+            ProcessSpec(f"worker {rank}", Role.WORKER, (), node=node) for rank in range(num_workers)
+        ]
+        self.can_outlive = num_workers == 1 or node is None
+        self.names = {spec.name for spec in (core, *workers)}
+        self.unit = RecoveryUnit(core, workers, 1, self.launch)
+        self.unit.start()
+
+    def launch(self, spec: ProcessSpec, epoch: int) -> Simulated:
+        before = self.processes.get(spec.name)
+        if before is not None:
+            assert before.is_closed and before.epoch < epoch
+        self.processes[spec.name] = Simulated(spec, epoch)
+        return self.processes[spec.name]
+
+    @property
+    def children(self) -> list[Child]:
+        return list(self.unit.children.values())
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        self.processes[data.draw(st.sampled_from(sorted(self.names)))].end()
+
+    @rule(data=st.data())
+    def obey(self, data: st.DataObject) -> None:
+        process = self.processes[data.draw(st.sampled_from(sorted(self.names)))]
+        if process.is_to_end:
+            process.end()
+
+    @rule(num_tokens=st.integers(0, 1))
+    def serve(self, num_tokens: int) -> None:
+        core = self.unit.children["core 0"]
+        if core.alive:
+            core.enter(Stage.READY, "")
+            core.beat(Heartbeat(num_tokens=num_tokens))
+
+    @rule()
+    def find_cause(self) -> None:
+        self.unit.record_cause_found(MAX_RESTARTS)
+
+    @rule()
+    def restart(self) -> None:
+        self.unit.restart(0.0)
+
+    @rule()
+    def see_to_ends(self) -> None:
+        for child in self.children:
+            if not child.alive and not child.is_known_dead:
+                child.is_known_dead = True
+                self.unit.record_exit(child, MAX_RESTARTS)
+
+    @rule()
+    def recover(self) -> None:
+        unseen = [child for child in self.children if not child.alive and not child.is_known_dead]
+        alive = {child.spec.name for child in self.children if child.alive}
+        started = {child.spec.name for child in self.unit.recover(math.inf)}
+        if started:
+            assert not unseen
+            assert started | alive == self.names and not started & alive
+            assert started == self.names or (started == {"core 0"} and self.can_outlive)
+
+    @invariant()
+    def one_that_is_down_does_not_serve(self) -> None:
+        unit = self.unit
+        assert set(unit.children) == self.names
+        assert not (unit.is_up and unit.is_lost) and not (unit.is_up and unit.is_down)
+        assert all(child.epoch <= unit.epoch for child in self.children)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "unit"):
+            return
+        for _ in range(4):
+            for process in self.processes.values():
+                if process.is_to_end:
+                    process.end()
+            self.see_to_ends()
+            self.recover()
+        assert all(child.alive for child in self.children) and not self.unit.is_down
+        assert self.unit.children["core 0"].epoch == self.unit.epoch
+
+
+Replica.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestReplica = Replica.TestCase

@@ -1,0 +1,218 @@
+"""Every field of every route gets the wrongest, longest, deepest and largest values.
+
+Routes and fields are read from the server's own `/openapi.json`, so a new one is attacked by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import pytest
+from support.hostile.client import make_request
+from support.hostile.target import NUM_THREADS, Attack, Route, Target
+from support.hostile.values import LARGE, LARGEST, NESTED, SMALL
+
+IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
+"""Each field of each schema gets every value, which takes an hour."""
+
+FIELDS_OF_BATCHES: Final = ("messages", "n", "stream", "tools")
+"""Fields that batches read in their own way. The others are those of chat completions."""
+
+NUM_WRONG: Final = 25
+"""Wrong values of a field that another schema has as well, which change from field to field."""
+
+NUM_LARGE: Final = 2
+"""Large values of each field, which change from field to field."""
+
+FIELDS_PER_LARGEST: Final = 7
+"""One in so many fields gets one of the largest values."""
+
+_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^a+$", "maxLength": 3}},
+    "required": ["a"],
+}
+_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True},
+}
+_CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+V = TypeVar("V")
+
+pytestmark = pytest.mark.timeout(0 if IS_FULL else 900)
+
+SAMPLES: Final[dict[str, list[Any]]] = {
+    "messages": [
+        [
+            {"role": "system", "content": [{"type": "text", "text": "x"}], "name": "n"},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL], "reasoning_content": "r"},
+            {"role": "tool", "tool_call_id": "c", "content": "1"},
+        ]
+    ],
+    "tools": [[_TOOL]],
+    "tool_choice": [
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_TOOL]}},
+    ],
+    "response_format": [
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}},
+        {"type": "structural_tag", "structures": [{"begin": "b", "schema": {}, "end": "e"}]},
+    ],
+    "structured_outputs": [
+        {"json": _SCHEMA, "whitespace_pattern": "w", "disable_any_whitespace": True},
+        {"regex": "a"},
+        {"choice": ["a"]},
+        {"grammar": 'root ::= "a"'},
+        {"json_object": True},
+        {"structural_tag": "{}"},
+    ],
+    "json_schema": [_SCHEMA],
+    "stream_options": [{"include_usage": True, "continuous_usage_stats": True}],
+    "logit_bias": [{"5": 1}],
+    "documents": [[{"title": "t", "text": "x"}]],
+    "chat_template_kwargs": [{"enable_thinking": True, "messages": [], "tools": []}],
+    "thinking": [{"type": "enabled", "budget_tokens": 5}],
+    "metadata": [{"a": "b"}],
+}
+"""Valid objects and lists, in each place of which a wrong value is put."""
+
+
+def fields_of(target: Target, *, once: bool) -> Iterator[tuple[Route, str]]:
+    """Every field with its route; with `once`, of one route for each schema.
+
+    Unless the attack is full, batches have only their own fields.
+    """
+    schemas: set[str] = set()
+    for route in target.routes:
+        if once and route.schema in schemas:
+            continue
+        schemas.add(route.schema)
+        for field in route.fields:
+            if IS_FULL or not route.is_batch or field in FIELDS_OF_BATCHES:
+                yield route, field
+
+
+def in_turn(values: dict[str, V], turn: int, count: int = 1) -> list[tuple[str, V]]:
+    """Return the `count` values whose turn it is, or all in a full attack."""
+    items = list(values.items())
+    if IS_FULL:
+        return items
+    return [items[(turn * count + position) % len(items)] for position in range(count)]
+
+
+def assert_no_faults(faults: list[str]) -> None:
+    shown = "\n".join(fault[:600] for fault in faults[:60])
+    assert not faults, f"{len(faults)} faults:\n{shown}"
+
+
+def find_faults_of_each(
+    target: Target, batches: Iterator[list[Attack]], num_threads: int
+) -> list[str]:
+    return [fault for batch in batches for fault in target.find_faults(batch, num_threads)]
+
+
+def constant(value: bytes) -> Callable[[], bytes]:
+    return lambda: value
+
+
+def test_every_route_with_a_body_has_fields(target: Target) -> None:
+    schemas = {route.schema for route in target.routes if route.schema}
+    assert len(schemas) >= 4 and all(route.fields for route in target.routes if route.schema)
+
+
+def test_wrong_values_in_every_field(target: Target) -> None:
+    seen: set[str] = set()
+
+    def batches() -> Iterator[list[Attack]]:
+        for number, (route, field) in enumerate(fields_of(target, once=True)):
+            count = NUM_WRONG if field in seen else len(SMALL)
+            seen.add(field)
+            yield [
+                route.attack(field, name, constant(value))
+                for name, value in in_turn(SMALL, number, count)
+            ]
+
+    assert_no_faults(find_faults_of_each(target, batches(), NUM_THREADS))
+
+
+def test_wrong_values_inside_every_object_and_list(target: Target) -> None:
+    batches = (
+        [
+            route.attack(field, f"{place} {name}", constant(text))
+            for sample in samples_of(route, field)
+            for place, name, text in mutations(sample)
+        ]
+        for route, field in fields_of(target, once=True)
+        if field in SAMPLES
+    )
+    assert_no_faults(find_faults_of_each(target, batches, NUM_THREADS))
+
+
+def samples_of(route: Route, field: str) -> list[Any]:
+    samples = SAMPLES[field]
+    return [samples] if route.is_batch and field == "messages" else samples
+
+
+def mutations(sample: Any) -> Iterator[tuple[str, str, bytes]]:
+    """Every place inside `sample` with every nested value: (place, name, text)."""
+    mark = "a place for a value"
+    for place, marked in _marked(sample, mark):
+        text = json.dumps(marked).encode()
+        for name in NESTED:
+            yield place, name, text.replace(json.dumps(mark).encode(), SMALL[name])
+
+
+def _marked(value: Any, mark: str) -> Iterator[tuple[str, Any]]:
+    """Copies of `value` with `mark` in one place, each with its path."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            yield f".{key}", {**value, key: mark}
+            for path, inner in _marked(member, mark):
+                yield f".{key}{path}", {**value, key: inner}
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            before, after = value[:index], value[index + 1 :]
+            yield f"[{index}]", [*before, mark, *after]
+            for path, inner in _marked(item, mark):
+                yield f"[{index}]{path}", [*before, inner, *after]
+
+
+def test_large_values_in_every_field(target: Target) -> None:
+    batches = (
+        [route.attack(field, name, value) for name, value in in_turn(LARGE, number, NUM_LARGE)]
+        for number, (route, field) in enumerate(fields_of(target, once=True))
+    )
+    assert_no_faults(find_faults_of_each(target, batches, 1))
+
+
+def test_largest_values_in_every_field(target: Target) -> None:
+    batches = (
+        [
+            route.attack(field, name, value)
+            for name, value in in_turn(LARGEST, number // FIELDS_PER_LARGEST)
+        ]
+        for number, (route, field) in enumerate(fields_of(target, once=True))
+        if IS_FULL or number % FIELDS_PER_LARGEST == 0
+    )
+    assert_no_faults(find_faults_of_each(target, batches, 1))
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1", b'"', b"{", b"\xff", b"{}" * 2])
+def test_bodies_that_are_no_object(target: Target, body: bytes) -> None:
+    attacks = [
+        Attack(
+            f"{route.method} {route.path} {body!r}",
+            partial(make_request, route.method, route.path, body),
+            "body",
+            may_succeed=not route.schema,
+        )
+        for route in target.routes
+        if "{" not in route.path
+    ]
+    assert_no_faults(target.find_faults(attacks))

@@ -1,0 +1,75 @@
+"""Files of a model are recognized as what they were when the server started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from engine.protocol.checkpoint.files import find_tokenizer_files, find_weight_files
+from engine.protocol.errors import CheckpointError
+from engine.protocol.file_identity import (
+    HEAD_BYTES,
+    identify_copies,
+    identify_files,
+    verify_files,
+)
+
+
+def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    content = b"head" + bytes(2 * HEAD_BYTES)
+    path.write_bytes(content)
+    files = identify_files([path])
+    verify_files(files)
+    (time,) = (file.modified_ns for file in files)
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match) as error:
+            verify_files(files)
+        assert str(path) in str(error.value)
+
+    path.write_bytes(content[:-1])
+    refused(f"has {len(content) - 1} bytes and had {len(content)}")
+    path.write_bytes(content[:-1] + b"x")
+    os.utime(path, ns=(time, time + 1))
+    refused("written again")
+    path.write_bytes(b"HEAD" + content[4:])
+    os.utime(path, ns=(time, time))
+    refused("its beginning is another")
+    path.unlink()
+    refused("cannot be read")
+    path.write_bytes(content)
+    os.utime(path, ns=(time, time))
+    verify_files(files)
+
+
+def test_another_machine_must_have_a_copy(tmp_path: Path) -> None:
+    original, copy = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    original.write_bytes(b"model")
+    copy.write_bytes(b"model")
+    os.utime(copy, ns=(1, 1))
+    files = identify_files([original])
+    assert identify_copies([copy], files) == identify_files([copy])
+    copy.write_bytes(b"Model")
+    with pytest.raises(CheckpointError, match=r"b\.gguf: this is no copy of .*a\.gguf"):
+        identify_copies([copy], files)
+    with pytest.raises(CheckpointError, match="0 files of the model are here and 1"):
+        identify_copies([], files)
+
+
+def test_all_shards_and_all_templates_are_watched(tmp_path: Path) -> None:
+    names = ("config.json", "a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json")
+    for name in (*names, "tokenizer.json", "chat_template.jinja", "README.md"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("x")
+    assert {path.name for path in find_weight_files(tmp_path)} == set(names)
+    tokenizer = {path.name for path in find_tokenizer_files(tmp_path)}
+    assert tokenizer == {"tokenizer.json", "chat_template.jinja", "rag.jinja"}
+    for i in (1, 2):
+        (tmp_path / f"m-0000{i}-of-00002.gguf").touch()
+    (tmp_path / "m.gguf").touch()
+    split = find_weight_files(tmp_path / "m-00001-of-00002.gguf")
+    assert [path.name for path in split] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert find_weight_files(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]

@@ -1,0 +1,37 @@
+"""Grammars checked as a frontend does it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import uvloop
+from engine.frontend.client.executor import ThreadExecutor
+from engine.frontend.client.grammar_checks import GrammarChecks
+from engine.protocol.errors import ParameterError
+from engine.protocol.grammars.grammar import PARAM
+from engine.protocol.grammars.process import GrammarProcesses
+from engine.protocol.sampling_params import StructuredOutput
+
+from .engine_fixtures import smollm2_tokenizer
+
+SMOLLM2_EOS = 2
+
+
+@cache
+def _checks() -> tuple[asyncio.Runner, GrammarChecks]:
+    """The pool of this process, which ends with it."""
+    tokenizer = smollm2_tokenizer()
+    processes = GrammarProcesses(str(tokenizer.path), tokenizer.vocab_size, (SMOLLM2_EOS,))
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop), GrammarChecks(
+        processes, ThreadExecutor()
+    )
+
+
+def verify_structured_output(structured_output: StructuredOutput) -> bool:
+    """Return whether a grammar needs a process to itself. Raises ParameterError if it cannot be used."""
+    runner, checks = _checks()
+    verdict = runner.run(checks.check(structured_output))
+    if verdict.problem:
+        raise ParameterError(PARAM, verdict.problem)
+    return verdict.is_isolated

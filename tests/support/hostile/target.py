@@ -1,0 +1,282 @@
+"""A live server under attack, with streams running beside: what it must keep to, and the routes and fields it has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import psutil
+from support.hostile import witness
+from support.hostile.client import HTTPClient, make_request
+from support.hostile.judge import find_fault
+from support.server import Server, default_model
+
+MAX_PAUSE_S: Final = 0.25
+"""Longest pause of other streams."""
+
+MAX_GROWTH_BYTES: Final = 600 * 2**20
+"""Most memory that a batch of attacks may cost one process, of which bodies in flight are a part."""
+
+NUM_TRIES: Final = 3
+CONTROL_S: Final = 0.5
+NUM_THREADS: Final = 4
+
+SERVER_ARGS: Final = [
+    "--device",
+    "null",
+    "--null-step-ms",
+    "5",
+    "--max-model-len",
+    "512",
+    "-np",
+    "64",
+    "--max-logprobs",
+    "-1",
+    "--timeout-slow-client",
+    "5",
+    "--tool-call-parser",
+    "hermes",
+    "--api-server-count",
+    "1",
+]
+
+BASES: Final[dict[str, bytes]] = {
+    "messages": b'[{"role": "user", "content": "Hi"}]',
+    "prompt": b'"Hi"',
+    "tokens": b"[1, 2]",
+    "max_tokens": b"1",
+}
+"""Fields that make a body whole, as far as its schema has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One request. `field` must be named by a refusal; `may_succeed` is false for what must be refused."""
+
+    name: str
+    request: Callable[[], bytes]
+    field: str = ""
+    may_succeed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`schema` is the name of its body's schema, "" without one; `fields` are the schema's."""
+
+    method: str
+    path: str
+    schema: str = ""
+    fields: tuple[str, ...] = ()
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether its messages are a list of conversations."""
+        return self.schema.startswith("Batch")
+
+    def body(self, field: str, value: bytes) -> bytes:
+        """A valid body but for `value` in `field`."""
+        members = {name: base for name, base in BASES.items() if name in self.fields}
+        if self.is_batch:
+            members["messages"] = b"[" + members["messages"] + b"]"
+        if "messages" in members and "prompt" in members:
+            # One of them only, and the one that the field belongs to.
+            del members["messages" if field == "prompt" else "prompt"]
+        members[field] = value
+        pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
+        return b"{" + b", ".join(pairs) + b"}"
+
+    def attack(self, field: str, name: str, value: Callable[[], bytes]) -> Attack:
+        def request() -> bytes:
+            return make_request(self.method, self.path, self.body(field, value()))
+
+        return Attack(f"{self.method} {self.path} {field}: {name}", request, field)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What the witness saw, in seconds: the longest pause of a stream, and how late its own timer ran."""
+
+    pause_s: float
+    lateness_s: float
+    num_events: int
+    broken: list[str]
+
+    @property
+    def is_suspicious(self) -> bool:
+        return self.pause_s > MAX_PAUSE_S + self.lateness_s
+
+
+class Target:
+    def __init__(self, server: Server, watcher: subprocess.Popen[str]) -> None:
+        self.server = server
+        parts = urlsplit(server.url)
+        assert parts.hostname is not None and parts.port is not None
+        self.address = parts.hostname, parts.port
+        self._witness = watcher
+        self._processes = self._find_processes()
+        self.routes = list(_routes(server.get("/openapi.json")[1]))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.server.process.poll() is None
+
+    @contextmanager
+    def client(self) -> Iterator[HTTPClient]:
+        client = HTTPClient(self.address)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def find_faults(self, attacks: Sequence[Attack], num_threads: int = 1) -> list[str]:
+        """Make the attacks. Returns what was wrong with the answers, the streams, the processes and the memory."""
+        faults: list[str] = []
+        memory = self.begin_memory()
+        with self.watching() as intervals, ThreadPoolExecutor(num_threads) as threads:
+            for some in threads.map(self._attack_all, _dealt(attacks, num_threads)):
+                faults += some
+        [interval] = intervals
+        names = attacks[0].name if len(attacks) == 1 else f"{attacks[0].name} … {attacks[-1].name}"
+        faults += [f"{names}: {fault}" for fault in (*interval.broken, *self._find_deaths())]
+        faults += [f"{names}: {fault}" for fault in self.find_growth(memory)]
+        if interval.is_suspicious and self._pause_again(attacks):
+            faults += [fault for attack in attacks if (fault := self._find_pause(attack))]
+        return faults
+
+    def _pause_again(self, attacks: Sequence[Attack]) -> bool:
+        """Whether the streams pause again, so that it is worth finding the attack that does it."""
+        if len(attacks) == 1:
+            return True
+        with self.watching() as intervals:
+            self._attack_all(attacks)
+        return intervals[0].is_suspicious
+
+    def begin_memory(self) -> dict[int, tuple[str, int]]:
+        """Reset each process's peak to its size of now, which is returned."""
+        for process in self.server.find_children():
+            try:
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            except (OSError, psutil.Error):
+                continue
+        return self._memory_of("VmRSS")
+
+    def find_growth(self, before: dict[int, tuple[str, int]]) -> list[str]:
+        grown = []
+        for pid, (name, peak) in self._memory_of("VmHWM").items():
+            growth = peak - before.get(pid, ("", 0))[1]
+            if growth > MAX_GROWTH_BYTES:
+                grown.append(f"{name} ({pid}) took {growth / 2**20:.0f} MiB more")
+        return grown
+
+    def _attack_all(self, attacks: Sequence[Attack]) -> list[str]:
+        found = []
+        with self.client() as client:
+            for attack in attacks:
+                fault = find_fault(
+                    client.send(attack.request()), attack.field, may_succeed=attack.may_succeed
+                )
+                if fault:
+                    found.append(f"{attack.name}: {fault}")
+        return found
+
+    def _find_pause(self, attack: Attack) -> str:
+        """Whether it pauses the streams each time that it is made alone, more than nothing at all does."""
+        pauses = []
+        for _ in range(NUM_TRIES):
+            with self.watching() as intervals:
+                self._attack_all([attack])
+            with self.watching() as controls:
+                time.sleep(CONTROL_S)
+            [interval], [control] = intervals, controls
+            if not interval.is_suspicious or interval.pause_s < MAX_PAUSE_S + control.pause_s:
+                return ""
+            pauses.append(interval.pause_s)
+        return f"{attack.name}: pauses other streams for {min(pauses):.2f} s"
+
+    @contextmanager
+    def watching(self) -> Iterator[list[Interval]]:
+        """The streams are watched inside; the list has the interval afterwards."""
+        intervals: list[Interval] = []
+        self._ask("begin")
+        yield intervals
+        intervals.append(Interval(**self._ask("end")))
+
+    def _ask(self, command: str) -> dict[str, Any]:
+        assert self._witness.stdin is not None and self._witness.stdout is not None
+        self._witness.stdin.write(f"{command}\n")
+        self._witness.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._witness.stdout.readline())
+        return answer
+
+    def _find_processes(self) -> dict[str, int]:
+        status, answer = self.server.get("/engine/status")
+        assert status == 200, answer
+        return {process["name"]: process["pid"] for process in answer["processes"]}
+
+    def _find_deaths(self) -> list[str]:
+        """The processes that are not those the server began with."""
+        self.server.wait_until_whole()
+        now = self._find_processes()
+        dead = [name for name, pid in self._processes.items() if now.get(name) != pid]
+        self._processes = now
+        return [f"{name} died" for name in dead]
+
+    def _memory_of(self, key: str) -> dict[int, tuple[str, int]]:
+        """Bytes of `VmRSS`, or of `VmHWM`, by process."""
+        found = {}
+        for process in self.server.find_children():
+            try:
+                text = Path(f"/proc/{process.pid}/status").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            values = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+            if key in values:
+                size = int(values[key].split()[0]) * 1024
+                found[process.pid] = values["Name"].strip(), size
+        return found
+
+
+def _dealt(attacks: Sequence[Attack], num_hands: int) -> list[Sequence[Attack]]:
+    return [attacks[first::num_hands] for first in range(num_hands)]
+
+
+def _routes(document: dict[str, Any]) -> Iterator[Route]:
+    schemas = document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" not in operation:
+                yield Route(method.upper(), path)
+                continue
+            body = operation["requestBody"]["content"]["application/json"]["schema"]
+            for choice in body.get("anyOf", [body]):
+                schema = choice["$ref"].rpartition("/")[2]
+                yield Route(method.upper(), path, schema, tuple(schemas[schema]["properties"]))
+
+
+@contextmanager
+def open_target(*args: str) -> Iterator[Target]:
+    """A server of the null device with a witness. It must end without a traceback in its log."""
+    with Server(default_model(), *SERVER_ARGS, *args) as server:
+        parts = urlsplit(server.url)
+        with subprocess.Popen(
+            [sys.executable, witness.__file__, str(parts.hostname), str(parts.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as watcher:
+            try:
+                yield Target(server, watcher)
+            finally:
+                watcher.kill()
+        code = server.stop()
+    assert code == 0, server.log
+    assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:5000]

@@ -1,0 +1,73 @@
+"""The documentation names files, flags and pages that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from engine.frontend.cli.arguments import _make_parser
+from engine.frontend.cli.peer_flags import IGNORED, ONLY_VALUE
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+FOLDERS = ("core", "frontend", "protocol", "workers", "tests", "scripts", "docs", "examples")
+# Flags of other programs, in examples.
+FOREIGN_FLAGS = {
+    "--outtype", "--task", "--weight-format", "--group-size", "--nproc-per-node", "--no-python",
+    "--shm-size", "--signal", "--extra-index-url", "--fast", "--help", "--from-literal",
+    "--from-file", "--why", "--plot", "--policy", "--replicas", "--rate", "--json", "--fit",
+    "--step-time", "--drafts", "--num-blocks", "--out", "--core", "--tune", "--peers",
+    "--model-file", "--contenders", "--points", "--rounds", "--table", "--steps",
+    "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory",
+}  # fmt: skip
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_names_existing_files(page: Path) -> None:
+    text = page.read_text()
+    paths = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+    # In the scheduler's specification a path is relative to core/ or core/scheduler/.
+    if page.name == "scheduler.md":
+        rooms = (ROOT / "core", ROOT / "core/scheduler")
+        for path in re.findall(r"`((?:[\w]+/)*[a-z_]+\.py)`", text):
+            assert (
+                (ROOT / path).exists()
+                or any((room / path).exists() for room in rooms)
+                or any((ROOT / "core").rglob(path))
+            ), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_names_existing_flags(page: Path) -> None:
+    known = {*_make_parser()._option_string_actions, *IGNORED, *ONLY_VALUE, *FOREIGN_FLAGS}
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", text)
+    assert not sorted({flag for flag in named if flag not in known})
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    navigation = yaml.safe_load(text[text.index("nav:") : text.index("plugins:")])
+
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        assert not isinstance(parts, str)
+        return [page for part in parts for page in pages(part)]  # type: ignore[attr-defined]
+
+    listed = set(pages(navigation)) - {"contributing.md", "security.md", "changelog.md"}
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

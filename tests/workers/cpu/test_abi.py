@@ -1,0 +1,75 @@
+"""The check that the native library was built from the sources that this Python code mirrors."""
+
+import _ctypes
+import ctypes
+
+import pytest
+from engine.workers.cpu import library
+from engine.workers.cpu.abi import StaleNativeLibrary, check_abi, describe_abi
+
+NATIVE = library.native_library()
+PATH = NATIVE._name
+
+
+def mirror(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def check(
+    structs: dict[str, type[ctypes.Structure]] | None = None, **functions: library.Signature
+) -> None:
+    """Compare the library with mirrors of which some are replaced."""
+    mirrors = {struct.__name__: struct for struct in library.STRUCTS} | (structs or {})
+    enums = {"OpKind": library.OP_KINDS}
+    expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)
+    check_abi(NATIVE, expected, PATH)
+
+
+def test_library_of_the_same_sources_is_accepted():
+    check()
+
+
+FIELDS = list(library.LogprobRows._fields_)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [*FIELDS, ("added", ctypes.c_int32)],
+        FIELDS[:-1],
+        [FIELDS[1], FIELDS[0], *FIELDS[2:]],
+        [*FIELDS[:2], ("width", ctypes.c_double), *FIELDS[3:]],
+        [("renamed", ctypes.c_void_p), *FIELDS[1:]],
+    ],
+    ids=["added", "removed", "reordered", "retyped", "renamed"],
+)
+def test_struct_with_other_fields_is_named_with_a_rebuild_hint(fields):
+    with pytest.raises(StaleNativeLibrary) as error:
+        check({"LogprobRows": mirror("LogprobRows", fields)})
+    message = str(error.value)
+    assert PATH in message
+    assert "(these differ: struct LogprobRows); rebuild it: run scripts/install" in message
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        (ctypes.c_int32, [ctypes.c_int32]),
+        (ctypes.c_int64, [ctypes.c_int32, ctypes.c_int32]),
+        (ctypes.c_int32, [ctypes.c_int32, ctypes.c_uint32]),
+        (None, [ctypes.c_int32, ctypes.c_int32]),
+    ],
+)
+def test_function_with_another_signature_is_named(signature):
+    with pytest.raises(StaleNativeLibrary, match="differ: function engine_can_pack\\)"):
+        check(engine_can_pack=signature)
+
+
+def test_function_that_the_library_lacks_is_named():
+    with pytest.raises(StaleNativeLibrary, match="differ: function engine_added\\)"):
+        check(engine_added=(None, []))
+
+
+def test_library_without_a_description_is_stale():
+    with pytest.raises(StaleNativeLibrary, match="does not export engine_abi"):
+        library.load_library(_ctypes.__file__)

@@ -1,0 +1,105 @@
+"""Graphs, on tapes: what was captured does as much again, in the memory of a step that came later."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from engine.workers.device.cuda_graphs import (
+    GraphBreaker,
+    SizedGraphs,
+    chunk_sizes,
+    decode_sizes,
+    unowned,
+)
+from support.taped_graphs import TapedGraphs
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 300, 512, 700])
+@pytest.mark.parametrize("sizes_up_to", [decode_sizes, chunk_sizes])
+def test_sizes_rise_to_the_largest_and_leave_little_padding(sizes_up_to, largest: int) -> None:
+    sizes = sizes_up_to(largest)
+    assert sizes[0] == 1 and sizes[-1] == largest
+    assert sizes == sorted(set(sizes))
+    assert all(b <= max(2 * a, a + 8) for a, b in pairwise(sizes))
+
+
+def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
+    x = torch.zeros(8)
+    graphs = SizedGraphs(lambda size: [x[:size].add_(1)], [4, 1, 8], TapedGraphs(), GraphBreaker())
+    assert graphs.size_for(1) is None
+    for size in (8, 4, 1):
+        graphs.capture(size)
+    assert [graphs.size_for(count) for count in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
+    x.zero_()
+    (result,) = graphs.replay(4)
+    assert result.tolist() == [1] * 4
+    assert x.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
+    recorder, breaker = TapedGraphs(), GraphBreaker()
+    x, factor = torch.ones(3), [2.0]
+
+    def run() -> None:
+        x.add_(1)
+        # A number of Python's, which a graph would have remembered.
+        breaker.run_eagerly(lambda x: x.mul_(factor[0]), x)
+        x.add_(1)
+
+    replay = breaker.capture(recorder, run)
+    assert not breaker.is_capturing
+    x.fill_(1)
+    factor[0] = 10.0
+    replay()
+    assert x.tolist() == [21.0] * 3
+    assert recorder.num_recorded == recorder.num_replayed == 2
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_after_an_error_the_next_step_is_captured(is_eager: bool) -> None:
+    recorder, breaker = TapedGraphs(), GraphBreaker()
+    x = torch.ones(3)
+
+    def fail(*_: torch.Tensor) -> None:
+        raise MemoryError("too little")
+
+    with pytest.raises(MemoryError, match="too little"):
+        breaker.capture(recorder, lambda: breaker.run_eagerly(fail, x) if is_eager else fail())
+    assert not breaker.is_capturing
+    breaker.capture(recorder, lambda: [x.add_(1)])()
+    assert x.tolist() == [3.0] * 3
+
+
+def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    garbage = weakref.ref(Node())
+    was_there = []
+
+    def run(size: int) -> list[torch.Tensor]:
+        nodes = [Node() for _ in range(100 * gc.get_threshold()[0])]
+        was_there.append(len(nodes) > 0 and garbage() is not None)
+        return []
+
+    assert gc.isenabled()
+    SizedGraphs(run, [1], TapedGraphs(), GraphBreaker()).capture(1)
+    assert was_there == [True, True]
+    assert gc.isenabled()
+
+
+def test_a_borrowed_tensor_shows_what_is_in_the_memory_and_does_not_keep_it() -> None:
+    memory = np.arange(12, dtype=np.int32)
+    tensor = torch.from_numpy(memory).view(3, 4)[1:, 1:3]
+    borrowed = unowned(tensor)
+    memory[5] = 50
+    assert borrowed.tolist() == tensor.tolist() == [[50, 6], [9, 10]]
+    kept = weakref.ref(memory)
+    del memory, tensor
+    assert kept() is None

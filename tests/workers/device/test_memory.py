@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from engine.protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.protocol.errors import ConfigError
+from engine.workers.device.device import usable_cores
+from engine.workers.device.memory import (
+    available_bytes,
+    count_host_blocks,
+    count_kv_blocks,
+    total_bytes,
+)
+
+MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
+CONFIG = EngineConfig("/run", 1, MODEL, CacheConfig(block_size=16), SchedulerConfig(max_num_seqs=4))
+
+
+def config(**cache: int) -> EngineConfig:
+    return msgspec.structs.replace(CONFIG, cache=CacheConfig(block_size=16, **cache))
+
+
+def test_never_more_than_the_requests_can_use() -> None:
+    assert count_kv_blocks(CONFIG, block_bytes=1) == 4 * 4 + 1
+
+
+def test_given_bytes_are_a_bound() -> None:
+    assert count_kv_blocks(config(kv_cache_memory_bytes=1000), block_bytes=100) == 10
+
+
+def test_given_blocks_are_taken_as_they_are() -> None:
+    assert count_kv_blocks(config(num_blocks_override=7), block_bytes=100) == 7
+
+
+def test_a_quarter_of_the_free_memory() -> None:
+    block_bytes = psutil.virtual_memory().available // 48
+    assert count_kv_blocks(CONFIG, block_bytes) in range(10, 15)
+
+
+def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
+    def limit(value: str) -> int:
+        (tmp_path / "memory.max").write_text(f"{value}\n")
+        return available_bytes(tmp_path)
+
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 400\nactive_file 600\n")
+    assert limit("9000") == 9000 - 5000 + 400 + 600
+    assert limit("2000") == 0
+    assert limit("max") > 10**6
+
+
+def test_a_control_group_of_version_1_may_have_less_than_the_machine(tmp_path: Path) -> None:
+    group = tmp_path / "memory"
+    group.mkdir()
+
+    def limit(value: int) -> None:
+        (group / "memory.limit_in_bytes").write_text(f"{value}\n")
+
+    (group / "memory.usage_in_bytes").write_text("5000\n")
+    (group / "memory.stat").write_text(
+        "active_file 1\ninactive_file 2\ntotal_inactive_file 400\ntotal_active_file 600\n"
+    )
+    limit(9000)
+    assert available_bytes(tmp_path) == 9000 - 5000 + 400 + 600
+    assert total_bytes(tmp_path) == 9000
+    limit(9223372036854771712)
+    assert available_bytes(tmp_path) > 10**6
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total
+
+
+def test_a_control_group_of_version_1_may_have_less_time_than_the_machine_has_cores(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    cores = len(psutil.Process().cpu_affinity())
+    for quota, expected in ((-1, cores), (100000 * cores, cores), (150000, 1), (50000, 1)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert usable_cores(tmp_path) == expected
+
+
+def test_a_control_group_may_have_less_time_than_the_machine_has_cores(tmp_path: Path) -> None:
+    def limit(value: str) -> int:
+        (tmp_path / "cpu.max").write_text(f"{value}\n")
+        return usable_cores(tmp_path)
+
+    cores = len(psutil.Process().cpu_affinity())
+    assert limit("max 100000") == limit(f"{100000 * cores} 100000") == cores
+    assert limit("150000 100000") == limit("50000 100000") == 1
+
+
+def test_too_little_memory_names_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len 32\b.*") as caught:
+        count_kv_blocks(config(kv_cache_memory_bytes=300), block_bytes=100)
+    assert "--kv-cache-memory-bytes 500" in str(caught.value)
+
+
+def test_host_memory_is_counted_for_all_workers_of_the_machine() -> None:
+    memory = psutil.virtual_memory()
+
+    def blocks(share: float, of: int, **parallel: int) -> int:
+        with_tier = msgspec.structs.replace(
+            config(host_gib=share * of / (1 << 30)), parallel=ParallelConfig(**parallel)
+        )
+        return count_host_blocks(with_tier, 1 << 20, with_tier.parallel.workers_per_node)
+
+    one = blocks(0.3, memory.available)
+    assert one == int(0.3 * memory.available) >> 20
+    assert blocks(0.3, memory.available, tensor_parallel_size=8, nnodes=4) == one
+    with pytest.raises(ConfigError, match=r"for each of the 4 workers here .* the free memory of"):
+        blocks(0.3, memory.available, tensor_parallel_size=2, pipeline_parallel_size=2)
+    # The others' may be taken already, when a replica starts anew; it is of the machine's all the same.
+    assert blocks(0.3, memory.available, data_parallel_size=3) == one
+    with pytest.raises(
+        ConfigError, match=r"for each of the 20 workers here .* the machine's memory"
+    ):
+        blocks(0.08, memory.total, data_parallel_size=20)
+
+
+def test_the_memory_of_a_control_group_is_all_there_is(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert total_bytes(tmp_path) == 9000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(tmp_path) == psutil.virtual_memory().total

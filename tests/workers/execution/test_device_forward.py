@@ -1,0 +1,183 @@
+"""Steps that go through graphs, padded, give what steps do that go through none."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.config import CPUBackend, DeviceConfig
+from engine.protocol.errors import EngineError
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.attention.torch_paged import TorchPagedAttention
+from engine.workers.execution import model_loader
+from support.capturable_attention import CapturableTorchPaged
+from support.host_accelerator import HostAccelerator
+from support.taped_graphs import TapedGraphs
+from support.tiny_checkpoints import gemma3_gguf
+from support.worker_steps import Steps
+
+EAGER = DeviceConfig(cpu_backend=CPUBackend.TORCH, enforce_eager=True)
+SOME_STEPS = DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=12)
+ALL_STEPS = DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=64)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With layers of several KV-cache groups and a window that sequences outgrow."""
+    torch.set_num_threads(1)
+    return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
+
+
+def random_steps(steps: Steps, vocab_size: int, seed: int) -> list[list[int]]:
+    """Four slots come and go, prompts are cut anywhere, and any of those that are there take part in a step."""
+    rng = np.random.default_rng(seed)
+    left: dict[int, int] = {}
+    results = []
+    for _ in range(40):
+        free = [slot for slot in range(4) if slot not in left]
+        new, removed = [], []
+        if left and rng.random() < 0.15:
+            removed.append(int(rng.choice(list(left))))
+            del left[removed[0]]
+        elif free and (not left or rng.random() < 0.4):
+            length = int(rng.integers(1, 40))
+            params = SamplingParams(temperature=float(rng.integers(2)), seed=len(results))
+            slot = free[0]
+            new.append(steps.new(slot, rng.integers(4, vocab_size, length).tolist(), params))
+            left[slot] = length
+        slots = sorted(slot for slot in left if rng.random() < 0.8)
+        chunks = []
+        for row, slot in enumerate(slots):
+            count = min(left[slot], int(rng.integers(1, 20)))
+            chunks.append((row, count))
+            left[slot] = max(1, left[slot] - count)
+        results.append(steps.tokens(slots=slots, chunks=chunks, new=new, removed=removed))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("attention", "device"),
+    [
+        (TorchPagedAttention, SOME_STEPS),
+        (CapturableTorchPaged, SOME_STEPS),
+        (CapturableTorchPaged, ALL_STEPS),
+    ],
+)
+def test_padding_and_what_was_there_before_change_nothing(
+    checkpoint, monkeypatch, attention, device
+) -> None:
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    plain = Steps(path, vocab_size, device=EAGER)
+    expected = [random_steps(plain, vocab_size, seed) for seed in range(3)]
+    monkeypatch.setattr(model_loader, "attention_backend", attention)
+    accelerator = HostAccelerator()
+    graphs = Steps(path, vocab_size, device=device, accelerator=accelerator)
+    num_captured = accelerator.graphs.num_recorded
+    assert [random_steps(graphs, vocab_size, seed) for seed in range(3)] == expected
+    assert accelerator.graphs.num_recorded == num_captured
+    assert accelerator.graphs.num_replayed > 60
+    assert sum(map(len, expected[0])) > 20
+
+
+def test_graphs_of_more_tokens_than_all_slots_have_room_for_are_not_captured(
+    checkpoint, monkeypatch
+) -> None:
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    said = []
+    for device in (EAGER, ALL_STEPS):
+        # Four slots of eight tokens, in steps of up to 64.
+        accelerator = HostAccelerator()
+        steps = Steps(path, vocab_size, device=device, accelerator=accelerator, max_model_len=8)
+        new = [steps.new(slot, list(range(9 + slot, 16 + slot))) for slot in range(4)]
+        chunks = [(row, 7) for row in range(4)]
+        said.append(steps.tokens(slots=range(4), chunks=chunks, new=new))
+    assert said[0] == said[1] and len(said[0]) == 4
+    assert accelerator.graphs.num_replayed
+
+
+def test_outputs_are_there_once_the_device_is_done_and_in_order(checkpoint) -> None:
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    plain = Steps(path, vocab_size, device=EAGER)
+    expected = [plain.tokens(slots=[0], chunks=[(0, 3)], new=[plain.new(0, [9, 8, 7])])]
+    expected += [plain.tokens(), plain.tokens()]
+    late = Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
+    # The next step needs the tokens of the one before, and does not wait until the host has them.
+    begun = [late.begin(slots=[0], chunks=[(0, 3)], new=[late.new(0, [9, 8, 7])])]
+    begun += [late.begin(), late.begin()]
+    assert not any(result.is_ready() for result in begun)
+    assert all(result.is_ready() for result in begun)
+    outputs = [result.output() for result in begun]
+    assert [output.step for output in outputs] == [1, 2, 3]
+    assert [np.frombuffer(o.sampled_token_ids, np.int32).tolist() for o in outputs] == expected
+
+
+class LivingGraphs(TapedGraphs):
+    """Knows which of them can still be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def end(self) -> Any:
+        replay = super().end()
+        self.living.add(replay)
+        return replay
+
+
+def test_no_graph_is_left_when_the_connections_to_other_workers_are_closed(
+    checkpoint, monkeypatch
+) -> None:
+    """NCCL waits until the graphs are gone that have operations of its own."""
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    accelerator = HostAccelerator()
+    accelerator.graphs = graphs = LivingGraphs()
+    steps = Steps(path, vocab_size, device=SOME_STEPS, accelerator=accelerator)
+    assert len(steps.tokens(slots=[0], chunks=[(0, 3)], new=[steps.new(0, [9, 8, 7])])) == 1
+    assert len(graphs.living) > 10
+    steps.runner.close()
+    assert not graphs.living
+
+
+class FullDevice(TorchPagedAttention):
+    """Out of memory in a step of eleven tokens."""
+
+    def forward(self, q_THK, *arguments):
+        if len(q_THK) == 11:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return super().forward(q_THK, *arguments)
+
+
+def test_a_step_without_memory_ends_the_worker_with_the_remedy(checkpoint, monkeypatch) -> None:
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", FullDevice)
+    steps = Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
+    assert len(steps.tokens(slots=[0], chunks=[(0, 9)], new=[steps.new(0, [7] * 9)])) == 1
+    with pytest.raises(EngineError, match=r"out of memory in step 2.*--max-num-batched-tokens"):
+        steps.tokens(slots=[1], chunks=[(0, 11)], new=[steps.new(1, [7] * 11)])
+
+
+class Witness(TorchPagedAttention):
+    """Remembers the steps, as numbers of queries and of keys of their requests."""
+
+    steps: ClassVar[list[list[tuple[int, int]]]] = []
+
+    def build(self, batch, windows):
+        query_lens = np.diff(batch.query_start_loc).tolist()
+        self.steps.append(list(zip(query_lens, batch.seq_lens.tolist(), strict=True)))
+        return super().build(batch, windows)
+
+
+def test_every_kind_of_step_runs_once_before_the_first_request(checkpoint, monkeypatch) -> None:
+    """The first to need a kernel would wait for the compiler."""
+    path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
+    monkeypatch.setattr(model_loader, "attention_backend", Witness)
+    Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
+    for kind in ([(1, 1)], [(1, 1)] * 4, [(1, 127)], [(16, 16)] * 4):
+        assert kind in Witness.steps
+    numbers_of_tokens = {sum(queries for queries, _ in step) for step in Witness.steps}
+    assert numbers_of_tokens >= {1, 2, 4, 8, 16, 32, 64}

@@ -1,0 +1,184 @@
+"""The worker's half of a step: deltas in, the tokens of a transformers model out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.config import CPUBackend, DeviceConfig
+from engine.protocol.messages import SchedulerOutput
+from engine.protocol.sampling_params import SamplingParams
+from engine.workers.execution import model_loader
+from support.capturable_attention import CapturableTorchPaged
+from support.host_accelerator import HostAccelerator
+from support.tiny_checkpoints import qwen3_directory
+from support.worker_steps import Steps, output_of
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    return qwen3_directory(tmp_path_factory.mktemp("qwen3"))
+
+
+def captured(size: int) -> DeviceConfig:
+    return DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=size)
+
+
+EAGER = DeviceConfig(cpu_backend=CPUBackend.TORCH, enforce_eager=True)
+
+
+@pytest.fixture(params=["host", "eager device", "chunk graphs", "decode graphs"])
+def steps(request, monkeypatch, checkpoint) -> Steps:
+    """Graphs of up to 12 tokens, so that some steps are padded and some are too large."""
+    path, model = checkpoint
+    if request.param == "host":
+        return Steps(path, model.config.vocab_size)
+    device = EAGER if request.param == "eager device" else captured(12)
+    if request.param == "decode graphs":
+        monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    return Steps(path, model.config.vocab_size, device=device, accelerator=HostAccelerator())
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_mixed_steps_feed_sampled_tokens_forward(steps: Steps, checkpoint) -> None:
+    a, b = [5, 6, 7, 8, 9], list(range(20, 33))
+    expected_a, expected_b = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 4)
+    got_a = steps.tokens(slots=[0], chunks=[(0, 5)], new=[steps.new(0, a)])
+    got_b: list[int] = []
+    # The long prompt comes in three chunks while the other request goes on decoding.
+    got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)], new=[steps.new(2, b)])
+    got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)])
+    for _ in range(3):
+        token_a, token_b = steps.tokens(slots=None if got_b else [0, 2])
+        got_a.append(token_a)
+        got_b.append(token_b)
+    assert got_a == expected_a
+    assert got_b == expected_b[:3]
+
+
+def test_a_resumed_request_goes_on_where_it_was(steps: Steps, checkpoint) -> None:
+    prompt = [40, 41, 42]
+    expected = greedy(checkpoint[1], prompt, 8)
+    got = steps.tokens(slots=[1], chunks=[(0, 3)], new=[steps.new(1, prompt)])
+    for _ in range(3):
+        got += steps.tokens()
+    resumed = steps.new(3, prompt + got, prompt=3)
+    got += steps.tokens(slots=[3], chunks=[(0, 7)], new=[resumed], removed=[1])
+    for _ in range(3):
+        got += steps.tokens()
+    assert got == expected
+
+
+def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, checkpoint) -> None:
+    a, b, c = [40, 41, 42], list(range(20, 33)), [7, 8]
+    expected = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 2)
+    got_a = steps.tokens(slots=[0], chunks=[(0, 3)], new=[steps.new(0, a)])
+    got_a += steps.tokens(slots=[0, 1], chunks=[(1, 10)], new=[steps.new(1, b)])
+    steps.run(slots=[2], chunks=[(0, 2)], new=[steps.new(2, c)])
+    steps.run(slots=[], removed=[2])
+    first, second = steps.runner.forget_requests()
+    assert (first.request_id, first.num_computed_tokens) == ((0, 0), 4)
+    assert (second.request_id, second.num_computed_tokens) == ((0, 1), 10)
+    assert [len(held.block_ids[0]) // 4 for held in (first, second)] == [1, 3]
+    assert steps.runner.forget_requests() == []
+
+    # Each takes the other's slot, and of the first one's two tokens the last was not heard of.
+    a_again, b_again = steps.new(1, a + got_a[:1], prompt=3), steps.new(0, b)
+    a_again.num_computed_tokens, a_again.block_ids = 3, steps.new(0, a).block_ids
+    b_again.num_computed_tokens, b_again.block_ids = 10, steps.new(1, b).block_ids
+    token_b, token_a = steps.tokens(slots=[0, 1], chunks=[(0, 3)], new=[a_again, b_again])
+    assert token_a == got_a[1]
+    got_a, got_b = [got_a[0], token_a], [token_b]
+    for _ in range(4):
+        token_b, token_a = steps.tokens()
+        got_a.append(token_a)
+        got_b.append(token_b)
+    assert (got_a, got_b[:2]) == expected
+
+
+def test_empty_steps_get_an_answer(steps: Steps) -> None:
+    result = steps.run(slots=[])
+    assert result.step == 1 and result.sampled_token_ids == b""
+
+
+def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) -> None:
+    prompt = [50, 51, 52, 53]
+    expected = greedy(checkpoint[1], prompt, 6)
+    new = steps.new(0, prompt)
+    new.block_ids = (int32_bytes([90]),)
+    got = steps.tokens(slots=[0], chunks=[(0, 4)], new=[new])
+    for index, block in ((1, 77), (2, 15)):
+        output = SchedulerOutput(index + 1, block_updates=int32_bytes([[0, 0, index, block]]))
+        result = output_of(steps.runner.execute(output, lambda step: None))
+        got += int32_view(result.sampled_token_ids).tolist()
+        for number in range(3):
+            if len(got) < 6:
+                steps.step = 10 * index + number
+                got += steps.tokens()
+    assert got == expected
+
+
+def test_3_10_a_request_goes_on_from_blocks_that_were_on_the_host(steps: Steps, checkpoint) -> None:
+    prompt = list(range(30, 41))
+    expected = greedy(checkpoint[1], prompt, 6)
+    got = steps.tokens(slots=[0], chunks=[(0, 11)], new=[steps.new(0, prompt)])
+    got += steps.tokens()
+    got += steps.tokens()
+    # 13 tokens are computed, three full blocks: they go out, and another request takes their place.
+    other = steps.new(1, list(range(50, 63)))
+    other.block_ids = (int32_bytes([1, 2, 3, 4]),)
+    copies_out = int32_bytes([(1, 5), (2, 0), (3, 6)])
+    steps.run(slots=[1], chunks=[(0, 13)], new=[other], removed=[0], host_copies_out=copies_out)
+    resumed = steps.new(2, prompt + got, prompt=11)
+    resumed.block_ids = (int32_bytes([9, 8, 7, 6, 5]),)
+    resumed.num_computed_tokens = 12
+    copies_in = int32_bytes([(5, 9), (0, 8), (6, 7)])
+    got += steps.tokens(
+        slots=[2], chunks=[(0, 2)], new=[resumed], removed=[1], host_copies_in=copies_in
+    )
+    got += steps.tokens()
+    got += steps.tokens()
+    assert got == expected
+
+
+def test_prompt_logprobs_come_once_with_the_first_token(steps: Steps, checkpoint) -> None:
+    prompt = [60, 61, 62, 63, 64, 65, 66]
+    params = SamplingParams(temperature=0, prompt_logprobs=2, logprobs=1)
+    first = steps.run(slots=[0], chunks=[(0, 4)], new=[steps.new(0, prompt, params)])
+    assert first.prompt_logprobs == [] and first.sampled_token_ids == b""
+    second = steps.run(slots=[0], chunks=[(0, 3)])
+    assert steps.run().prompt_logprobs == []
+    with torch.no_grad():
+        logits = checkpoint[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+    scores = [
+        float32_view(part.logprobs).reshape(part.num_positions, 3)[:, 0]
+        for part in second.prompt_logprobs
+    ]
+    expected = [float(logits[i, prompt[i + 1]]) for i in range(6)]
+    assert np.allclose(np.concatenate(scores), expected, atol=1e-4)
+    (row,) = second.logprobs
+    assert row.slot == 0 and np.isclose(
+        float32_view(row.logprobs)[0], float(logits[-1].max()), atol=1e-4
+    )
+
+
+def test_grammar_bitmask_decides_before_sampling(steps: Steps, checkpoint) -> None:
+    vocab_size = checkpoint[1].config.vocab_size
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    allowed[123] = 1
+    words = np.packbits(allowed, bitorder="little").view(np.int32)
+    prompts = [steps.new(slot, [70 + slot, 71, 72]) for slot in (0, 1)]
+    tokens = steps.tokens(
+        slots=[0, 1], chunks=[(0, 3), (1, 3)], new=prompts, grammar=([1], [words])
+    )
+    assert tokens[1] == 123
+    assert tokens[0] == greedy(checkpoint[1], [70, 71, 72], 1)[0]

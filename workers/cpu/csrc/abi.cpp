@@ -1,0 +1,113 @@
+// Describes the structs, enums and functions that workers/cpu/library.py mirrors, one a line, from the compiler's own
+// sizes, offsets and types. Python writes the same text from its mirrors and refuses the library if the texts differ.
+//
+// A struct's fields are listed here in their order. The compiler rejects a list that lacks a field or has one too many.
+#include <string>
+#include <type_traits>
+
+#include "api.h"
+#include "program.h"
+
+namespace engine {
+namespace {
+
+template <class T>
+std::string type_name() {
+  const std::string bits = [] {
+    if constexpr (std::is_void_v<T>) return std::string();
+    else return std::to_string(8 * sizeof(T));
+  }();
+  if constexpr (std::is_void_v<T>) return "void";
+  else if constexpr (std::is_array_v<T>)
+    return type_name<std::remove_extent_t<T>>() + "[" + std::to_string(std::extent_v<T>) + "]";
+  else if constexpr (std::is_pointer_v<T>) return "pointer";
+  else if constexpr (std::is_enum_v<T>) return type_name<std::underlying_type_t<T>>();
+  else if constexpr (std::is_floating_point_v<T>) return "float" + bits;
+  else if constexpr (std::is_integral_v<T>) return (std::is_signed_v<T> ? "int" : "uint") + bits;
+  else return "struct" + bits;
+}
+
+template <class Result, class... Arguments>
+std::string signature(Result (*)(Arguments...)) {
+  std::string arguments;
+  ((arguments += (arguments.empty() ? "" : ", ") + type_name<Arguments>()), ...);
+  return "(" + arguments + ") -> " + type_name<Result>();
+}
+
+// Expands to macro(name) for each of up to 85 names.
+#define PARENTHESES ()
+#define EXPAND(...) EXPAND_16(EXPAND_16(EXPAND_16(EXPAND_16(EXPAND_16(__VA_ARGS__)))))
+#define EXPAND_16(...) EXPAND_4(EXPAND_4(EXPAND_4(EXPAND_4(__VA_ARGS__))))
+#define EXPAND_4(...) EXPAND_1(EXPAND_1(EXPAND_1(EXPAND_1(__VA_ARGS__))))
+#define EXPAND_1(...) __VA_ARGS__
+#define FOR_EACH(macro, ...) EXPAND(FOR_EACH_STEP(macro, __VA_ARGS__))
+#define FOR_EACH_STEP(macro, name, ...) \
+  macro(name) __VA_OPT__(FOR_EACH_AGAIN PARENTHESES(macro, __VA_ARGS__))
+#define FOR_EACH_AGAIN() FOR_EACH_STEP
+
+#define FIELD(name)                                                          \
+  text += std::string(" " #name ":") + type_name<decltype(Mirrored::name)>() + \
+          "@" + std::to_string(offsetof(Mirrored, name));
+#define ENUMERATOR(name) text += " " #name "=" + std::to_string(int(Mirrored::name));
+
+// The structured binding does not compile unless the names are as many as the struct's fields.
+#define STRUCT(Name, ...)                                                                  \
+  {                                                                                        \
+    using Mirrored = Name;                                                                 \
+    (void)[](const Mirrored& value) { [[maybe_unused]] const auto& [__VA_ARGS__] = value; }; \
+    text += "struct " #Name " size=" + std::to_string(sizeof(Mirrored));                   \
+    FOR_EACH(FIELD, __VA_ARGS__)                                                           \
+    text += "\n";                                                                          \
+  }
+#define ENUM(Name, ...)               \
+  {                                   \
+    using Mirrored = Name;            \
+    text += "enum " #Name;            \
+    FOR_EACH(ENUMERATOR, __VA_ARGS__) \
+    text += "\n";                     \
+  }
+#define FUNCTION(name) text += "function " #name " " + signature(&name) + "\n";
+
+std::string describe() {
+  std::string text;
+  STRUCT(PackedWeight, format, n, k, data)
+  STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
+         block_size, kv_format, activation, num_threads)
+  STRUCT(AttentionLayer, scale, softcap, window)
+  STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
+         num_parts, scale, eps, attention, parts, vectors)
+  STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
+  STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
+         num_end_tokens, min_length, num_biases, has_penalties, repetition_penalty,
+         presence_penalty, frequency_penalty)
+  STRUCT(LogprobRows, is_wanted, num_top, width, token_ids, logprobs, ranks)
+  STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed,
+         changes_logits, rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar,
+         grammar_words, logprobs, slots, positions)
+  STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
+         query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
+         sampling)
+  STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
+         forced_start, forced_tokens, found_slots, found_counts, found_tokens)
+  STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
+         num_tokens, num_computed_tokens, block_tables, block_table_stride, kv_caches, sampling,
+         num_drafts, lookup, tokens, num_sampled, num_verified)
+  ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
+       head, sum)
+  FOR_EACH(FUNCTION, engine_isa, engine_select_isa, engine_can_pack, engine_packed_bytes,
+           engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
+           engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,
+           engine_program_free, engine_program_add, engine_program_add_rope,
+           engine_program_exchange_bytes, engine_program_join, engine_program_run,
+           engine_program_decode, engine_program_choose, engine_program_profile,
+           engine_look_up_drafts)
+  return text;
+}
+
+}  // namespace
+}  // namespace engine
+
+ENGINE_API const char* engine_abi() {
+  static const std::string text = engine::describe();
+  return text.c_str();
+}

@@ -1,0 +1,123 @@
+"""The host tier of the KV cache: blocks copied out of the device's cache and back into it.
+
+N host blocks, L cache tensors (the layers of a group), P words of one block in one of them, k copied blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import int32_view
+from . import host_memory
+from .pinned_memory import pin
+from .transfers import to_device
+
+STAGED_BYTES: Final = 128 * 1024 * 1024
+"""Of blocks that are copied at once. A long prefix must not take its size of the device's memory a second time."""
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """The most device memory that copies take beside a step: one lot of blocks going out, and two coming in."""
+    return 3 * _blocks_at_once(block_bytes, STAGED_BYTES) * block_bytes
+
+
+def _blocks_at_once(block_bytes: int, staged_bytes: int) -> int:
+    return max(1, staged_bytes // block_bytes)
+
+
+class CPUOffloadCache:
+    """Host blocks are whole: all layers of a block lie together, so that it moves in one copy.
+
+    On CUDA the memory is pinned and a stream of its own moves it, so that copies out run beside the step.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        device_caches: list[torch.Tensor],
+        staged_bytes: int = STAGED_BYTES,
+    ) -> None:
+        # What the words mean does not matter here, and torch does not index numbers of every type.
+        self._caches = [cache.flatten(1).view(torch.int64) for cache in device_caches]
+        self._device = device_caches[0].device
+        shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
+        block_bytes = math.prod(shape[1:]) * torch.int64.itemsize
+        self._blocks_at_once = _blocks_at_once(block_bytes, staged_bytes)
+        # Pages that were never written take no memory, unless they are pinned.
+        memory = host_memory.allocate(num_blocks * block_bytes)
+        self._blocks_NLP = torch.from_numpy(memory).view(torch.int64).view(shape)
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            pin(memory, block_bytes, self, self._stream.synchronize)
+
+    def copy_out(self, pairs: bytes) -> None:
+        """Copy blocks to host blocks: int32[k, 2] pairs (from, to), at least one."""
+        *parts, last = self._parts(pairs)
+        if self._stream is None:
+            for sources_k, targets_k in (*parts, last):
+                for layer, cache_NP in enumerate(self._caches):
+                    self._blocks_NLP[targets_k, layer] = cache_NP[sources_k]
+            return
+        for part in parts:
+            self._send(*part, self._stream)
+            # The next part takes the memory of this one.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._send(*last, self._stream).record_stream(self._stream)
+
+    def copy_in(self, pairs: bytes) -> None:
+        """Copy host blocks to blocks, int32[k, 2] pairs (from, to); the step that follows finds them there."""
+        for sources_k, targets_k in self._parts(pairs):
+            if self._stream is not None:
+                self._fetch(sources_k, targets_k, self._stream)
+                continue
+            for layer, cache_NP in enumerate(self._caches):
+                cache_NP[targets_k] = self._blocks_NLP[sources_k, layer]
+
+    def _send(
+        self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
+    ) -> torch.Tensor:
+        """Return what the stream reads from now on."""
+        # A copy of the blocks: the step may overwrite the cache while they are still on their way.
+        gathered_kLP = self._gather(sources_k)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for block_LP, target in zip(gathered_kLP, targets_k.tolist(), strict=True):
+                self._blocks_NLP[target].copy_(block_LP, non_blocking=True)
+        return gathered_kLP
+
+    def _fetch(
+        self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
+    ) -> None:
+        current = torch.cuda.current_stream(self._device)
+        # On the stream of the copies out: they have written a block before it is read here.
+        with torch.cuda.stream(stream):
+            arrived_kLP = torch.stack(
+                [
+                    self._blocks_NLP[source].to(self._device, non_blocking=True)
+                    for source in sources_k.tolist()
+                ]
+            )
+        current.wait_stream(stream)
+        targets_on_device_k = to_device(targets_k.numpy(), self._device)
+        for layer, cache_NP in enumerate(self._caches):
+            cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
+        # The memory is the stream's, which may write there again only once it has been read here.
+        stream.wait_stream(current)
+
+    def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:
+        """[k, L, P] on the device."""
+        blocks_on_device_k = to_device(blocks_k.numpy(), self._device)
+        selected = [cache_NP.index_select(0, blocks_on_device_k) for cache_NP in self._caches]
+        return torch.stack(selected, 1)
+
+    def _parts(self, pairs: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return sources and targets, int64, of as many blocks as are moved at once."""
+        indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
+        sources_k, targets_k = torch.from_numpy(indices_2k)
+        count = self._blocks_at_once
+        return [*zip(sources_k.split(count), targets_k.split(count), strict=True)]

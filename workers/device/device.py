@@ -1,0 +1,60 @@
+"""Which device a worker computes on, and with how many threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ...protocol.config import Device, DeviceConfig
+from ...protocol.errors import ConfigError
+from .control_groups import CGROUPS, control_groups
+
+
+def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
+    """Resolve `--device`; the workers of a machine have a GPU each, by their `local_rank`.
+
+    Raises ConfigError when the device is not there.
+    """
+    if config.device is Device.CUDA and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch sees no CUDA device; use --device cpu or install a CUDA torch"
+        )
+    if config.device is Device.CPU or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {local_rank} needs a GPU of its own and this machine has {torch.cuda.device_count()}; "
+            "lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def usable_cores(cgroups: Path = CGROUPS) -> int:
+    """How many cores this process may use: by its affinity and by its container's limit of CPU time."""
+    cores = [os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        cores.append(len(os.sched_getaffinity(0)))
+    with suppress(OSError, ValueError):
+        cores += map(_cores_of, control_groups("cpu", cgroups))
+    return max(1, min(cores))
+
+
+def _cores_of(group: Path) -> int:
+    if (group / "cpu.max").exists():
+        quota, period = (group / "cpu.max").read_text().split()
+    elif (group / "cpu.cfs_quota_us").exists():
+        quota, period = ((group / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+    else:
+        return sys.maxsize
+    return sys.maxsize if quota.strip() in ("max", "-1") else int(quota) // int(period)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether it computes with float8 (e4m3)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

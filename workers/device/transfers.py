@@ -1,0 +1,59 @@
+"""Copies between host and device that neither of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...protocol.messages import ModelRunnerOutput
+from .errors import explaining_device_errors
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Return the array on the device; on the CPU it may be the array's own memory.
+
+    On CUDA it goes through pinned memory, which torch's host allocator hands out again once the copy is done.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class Download(Protocol):
+    """Tensors on their way to the host."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory that holds the tensor once all have arrived."""
+
+    def has_arrived(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Until all have arrived."""
+
+
+class DownloadedOutput:
+    """The output of a step that the device may still be computing."""
+
+    def __init__(
+        self, step: int, download: Download, make_output: Callable[[], ModelRunnerOutput]
+    ) -> None:
+        self._step = step
+        self._download = download
+        self._make_output = make_output
+
+    def is_ready(self) -> bool:
+        with explaining_device_errors(f"in step {self._step} or the next one"):
+            return self._download.has_arrived()
+
+    def wait(self) -> None:
+        with explaining_device_errors(f"in step {self._step} or the next one"):
+            self._download.wait()
+
+    def output(self) -> ModelRunnerOutput:
+        self.wait()
+        return self._make_output()

@@ -1,0 +1,192 @@
+"""Steps on a device with a queue of its own: the next one is queued before the tokens of the last one have come.
+
+R sampled rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from ...protocol.config import EngineConfig
+from ...protocol.messages import ModelRunnerOutput, SchedulerOutput
+from ...protocol.sampling_params import SamplingParams
+from ..batch import StepPlan, even_requests, mixed_requests
+from ..device.accelerator import Accelerator
+from ..device.cpu_offload import staging_bytes
+from ..device.memory_profile import MemoryProfile, profile_memory
+from ..device.transfers import DownloadedOutput
+from ..models.decoder import Decoder
+from ..sampling import Grammar, SamplerOutput
+from ..sampling.masks import pack_bitmask
+from .device_forward import DeviceForward
+from .kv_cache import KVCache
+from .pipeline import Pipeline
+from .request_states import RequestStates
+from .runner import GrammarSource, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceExecution:
+    """Queues a step, and what brings its tokens to the host."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder,
+        requests: RequestStates,
+        kv_cache: KVCache,
+        pipeline: Pipeline,
+        accelerator: Accelerator,
+    ) -> None:
+        self._model = model
+        self._shard = model.shard
+        self._requests = requests
+        self._batch = requests.batch
+        self._kv_cache = kv_cache
+        self._pipeline = pipeline
+        self._accelerator = accelerator
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_logprobs = config.frontend.max_logprobs
+        self._has_cpu_offload = bool(config.cache.host_gib)
+        self._forward = DeviceForward(
+            model,
+            self._batch,
+            kv_cache,
+            pipeline,
+            self._max_tokens,
+            None if config.device.enforce_eager else accelerator.graph_recorder(),
+            config.device.max_cudagraph_capture_size,
+        )
+
+    @torch.inference_mode()
+    def profile_memory(self, utilization: float) -> MemoryProfile:
+        """Run the largest steps and capture some graphs, on a KV cache of one block."""
+        self._kv_cache.allocate(1)
+        profile = profile_memory(
+            self._accelerator,
+            utilization,
+            self._run_largest_steps,
+            self._forward.captures(),
+            staging_bytes(self._kv_cache.block_bytes) if self._has_cpu_offload else 0,
+        )
+        self._kv_cache.free()
+        self._forward.forget_graphs()
+        self._accelerator.release_memory()
+        return profile
+
+    def use_kv_cache(self) -> None:
+        self._forward.forget_graphs()
+
+    def close(self) -> None:
+        # NCCL does not close a connection as long as there is a graph with an operation of its own.
+        self._forward.forget_graphs()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graphs, and let every kernel that comes without one be compiled."""
+        began = time.monotonic()
+        captures = [capture for kind in self._forward.captures() for capture in kind]
+        for capture in captures:
+            capture()
+        # There are different kernels for different numbers of tokens, for one token a request, and for sequences whose
+        # keys are split.
+        for count in (1 << n for n in range(self._most_tokens.bit_length())):
+            self._run(even_requests(count, min(count, self._batch.num_slots)))
+        self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
+        self._run_largest_steps()
+        self._accelerator.release_memory()
+        if captures:
+            logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
+
+    def _run_largest_steps(self) -> None:
+        """Run steps of as many tokens and requests as there may be, which sample in the way that takes most memory.
+
+        One divides the tokens evenly. One has a prompt beside a sequence of full length, which attention
+        splits the most.
+        """
+        num_requests = min(self._batch.num_slots, self._most_tokens)
+        self._run(even_requests(self._most_tokens, num_requests))
+        self._run(mixed_requests(self._most_tokens, num_requests, self._batch.max_model_len))
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step: each request has at most what its slot has room for."""
+        return min(self._max_tokens, self._batch.num_slots * self._batch.max_model_len)
+
+    def _run(self, plan: StepPlan) -> None:
+        forwarded = self._forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            self._pipeline.send_hidden(hidden_TD.clone())
+            return
+        sampler = self._requests.sampler
+        no_tokens = np.zeros(0, np.int32)
+        params = SamplingParams(
+            temperature=1.0,
+            top_p=0.5,
+            seed=0,
+            logit_bias={0: 0.0},
+            logprobs=self._max_logprobs,
+            allowed_token_ids=(0,),
+        )
+        for slot in plan.slots_S.tolist():
+            sampler.add(slot, params, no_tokens, ())
+        logits_RV = self._model.compute_logits(
+            hidden_TD.index_select(0, forwarded.step.logit_rows_R)
+        )
+        # With a row that is not limited: then the limited ones are copied, which takes more.
+        slots_G = plan.slots_S[1:]
+        bitmask_NK = np.tile(pack_bitmask([0], logits_RV.shape[1]), (len(slots_G), 1))
+        grammar = Grammar(slots_G, np.arange(len(slots_G)), bitmask_NK)
+        sampled = sampler.sample(
+            logits_RV, plan.slots_S, plan.seq_lens_S, grammar if len(slots_G) else None
+        )
+        self._forward.append(forwarded.step, sampled.token_ids)
+        for slot in plan.slots_S.tolist():
+            sampler.remove(slot)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        self._requests.await_tokens(plan)
+        forwarded = self._forward(plan)
+        hidden_TD = forwarded.hidden_TD
+        if not self._shard.is_last:
+            # A copy: the next step may overwrite them before they are sent.
+            self._pipeline.send_hidden(hidden_TD.clone())
+            self._requests.expect_tokens(slots_R)
+            return ModelRunnerOutput(output.step)
+        self._requests.prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        make_output = partial(ModelRunnerOutput, output.step)
+        sampled = None
+        if len(slots_R):
+            metadata = self._requests.sampler.describe(slots_R)
+            is_greedy = metadata.takes_most_likely and not output.grammar_slots
+            if forwarded.greedy_R is not None and is_greedy:
+                sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
+            else:
+                logits_RV = forwarded.logits_RV
+                if logits_RV is None:
+                    hidden_RD = hidden_TD.index_select(0, forwarded.step.logit_rows_R)
+                    logits_RV = self._model.compute_logits(hidden_RD)
+                sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
+                self._forward.append(forwarded.step, sampled.token_ids)
+            self._batch.reserve(slots_R)
+            if not self._shard.is_first:
+                self._pipeline.send_tokens(sampled.token_ids)
+            prompt_logprobs = self._requests.prompt_logprobs.finish(slots_R.tolist())
+            make_output = partial(sampled.message, output.step, prompt_logprobs)
+        # A step that samples nothing has its output, too, only when the device is done with it.
+        with self._accelerator.download() as download:
+            if sampled is not None:
+                sampled.fetch(download)
+        return DownloadedOutput(output.step, download, make_output)

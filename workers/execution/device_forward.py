@@ -1,0 +1,167 @@
+"""A step's forward pass on a device with a queue of its own: one copy of integers, then graphs or kernels.
+
+Shapes: T tokens of a step, R sampled rows, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..attention import CapturableAttention
+from ..attention.graph_break import BreakingAttention, CurrentMetadata
+from ..batch import PersistentBatch, StepPlan, even_requests
+from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
+from ..models.decoder import Decoder
+from .kv_cache import KVCache
+from .pipeline import Pipeline
+from .step_buffers import DeviceStep, StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a step has computed, valid until the next one. `step` is the plan on the device.
+
+    A graph of a step in which every token is sampled from also computes their `logits_RV`, and appends the most likely
+    tokens, `greedy_R`, to the requests; tokens that are appended later replace them.
+    """
+
+    hidden_TD: torch.Tensor
+    step: DeviceStep
+    logits_RV: torch.Tensor | None = None
+    greedy_R: torch.Tensor | None = None
+
+
+class DeviceForward:
+    """Runs plans of up to `max_tokens` tokens. The block tables of `batch` are mirrored from now on.
+
+    With a recorder it captures steps of up to `max_graph_size` tokens; the attention of `model` is then a
+    `BreakingAttention`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        batch: PersistentBatch,
+        kv_cache: KVCache,
+        pipeline: Pipeline,
+        max_tokens: int,
+        recorder: GraphRecorder | None = None,
+        max_graph_size: int = 0,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._kv_cache = kv_cache
+        self._pipeline = pipeline
+        batch.mirror_block_tables()
+        self._buffers = StepBuffers(batch, max_tokens)
+        if not model.shard.is_first:
+            shape = (max_tokens, model.spec.hidden_size)
+            self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
+        self._current = [CurrentMetadata() for _ in kv_cache.groups]
+        self._decodes: SizedGraphs | None = None
+        self._chunks: SizedGraphs | None = None
+        # No step has more tokens than all slots have room for, and one that had could not be captured.
+        max_graph_size = min(max_graph_size, max_tokens, batch.num_slots * batch.max_model_len)
+        if recorder is not None and max_graph_size:
+            self._add_graphs(recorder, max_graph_size)
+
+    def _add_graphs(self, recorder: GraphRecorder, max_size: int) -> None:
+        attention = self._model.attention
+        assert isinstance(attention, BreakingAttention)
+        arguments = recorder, attention.breaker
+        self._chunks = SizedGraphs(self._run_chunks, chunk_sizes(max_size), *arguments)
+        if isinstance(attention.backend, CapturableAttention):
+            largest = min(max_size, self._batch.num_slots)
+            run_decode = partial(self._run_decode, attention.backend)
+            self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
+
+    def forget_graphs(self) -> None:
+        """For when the KV cache is no longer where it was at their capture."""
+        for graphs in (self._decodes, self._chunks):
+            if graphs is not None:
+                graphs.forget()
+
+    def captures(self) -> list[list[Callable[[], None]]]:
+        """What captures the graphs, one each: those of each kind, the largest first."""
+        return [
+            [partial(self._capture, graphs, size) for size in reversed(graphs.sizes)]
+            for graphs in (self._chunks, self._decodes)
+            if graphs is not None
+        ]
+
+    def __call__(self, plan: StepPlan) -> Forwarded:
+        num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
+        if self._decodes is not None and len(plan.sampling_rows) == num_tokens:
+            size = self._decodes.size_for(num_tokens)
+            if size is not None:
+                step = self._fill(plan, size, size)
+                hidden_TD, *chosen = (x[:num_tokens] for x in self._decodes.replay(size))
+                return Forwarded(hidden_TD, step, *chosen)
+        size = None if self._chunks is None else self._chunks.size_for(num_tokens)
+        step = self._fill(plan, size or num_tokens, num_requests)
+        if self._chunks is not None and size is not None:
+            self._set_current(plan)
+            (hidden_TD,) = self._chunks.replay(size)
+            return Forwarded(hidden_TD[:num_tokens], step)
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        return Forwarded(self._forward(step, metadata), step)
+
+    def append(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
+        """Append the next token, int [R], to the request of each sampled row."""
+        self._append(step.token_index_T.index_select(0, step.logit_rows_R), token_ids_R)
+
+    def _append(self, index_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
+        self._model.kernels.append_tokens(self._batch.token_ids_NL, index_R, token_ids_R)
+
+    def _fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
+        step = self._buffers.fill(plan, num_tokens, num_requests)
+        if not self._model.shard.is_first:
+            self._pipeline.receive_hidden(self._received_TD[: len(plan.positions_T)])
+        return step
+
+    def _capture(self, graphs: SizedGraphs, size: int) -> None:
+        if graphs is self._decodes:
+            self._buffers.fill(even_requests(1, 1), size, size)
+        else:
+            plan = even_requests(size, -(-size // self._batch.max_model_len))
+            self._buffers.fill(plan, size, len(plan.slots_S))
+            self._set_current(plan)
+        graphs.capture(size)
+
+    def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
+        """Run a step of requests with one token each, or none, that all sample. Returns the tensors of `Forwarded`."""
+        step = self._buffers.view(size, size)
+        self._buffers.gather_block_tables(step)
+        metadata = [
+            attention.build_decode(batch, windows)
+            for batch, windows in zip(step.groups, self._kv_cache.windows_by_group, strict=True)
+        ]
+        hidden_SD = self._forward(step, metadata)
+        if not self._model.shard.is_last:
+            return [hidden_SD]
+        logits_SV = self._model.compute_logits(hidden_SD)
+        greedy_S = self._model.kernels.choose_greedy(logits_SV)
+        self._append(step.token_index_T, greedy_S)
+        return [hidden_SD, logits_SV, greedy_S]
+
+    def _run_chunks(self, size: int) -> list[torch.Tensor]:
+        """Run a step of any kind. What depends on its requests is in its attention, which is not captured."""
+        return [self._forward(self._buffers.view(size, 0), self._current)]
+
+    def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:
+        if self._model.shard.is_first:
+            inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
+        else:
+            inputs = self._received_TD[: step.num_tokens]
+        return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)
+
+    def _set_current(self, plan: StepPlan) -> None:
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        for current, value in zip(self._current, metadata, strict=True):
+            current.num_tokens = len(plan.positions_T)
+            current.value = value

@@ -1,0 +1,83 @@
+"""Opens the runner that a worker's device calls for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...protocol.config import Device, EngineConfig, LoadFormat, ParallelConfig
+from ...protocol.file_identity import verify_files
+from ...protocol.messages import WorkerMemory
+from .runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_runner(
+    config: EngineConfig, core_index: int, rank: int, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[Runner, WorkerMemory]]:
+    """Load the model for `--device`. Yields what executes it, and how many blocks fit beside it.
+
+    Raises ConfigError when the device is not there, or too small, and EngineError when another worker is lost.
+    """
+    if config.device.device is Device.NULL:
+        from .null_runner import NullRunner, count_null_blocks
+
+        yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
+        return
+    # torch takes a second to import, which should not delay the first report; without a device it is not needed.
+    from ..device.device import open_device
+    from ..device.errors import explaining_device_errors
+    from ..device.memory import count_host_blocks, count_kv_blocks
+    from ..loaders import DummyCheckpoint, open_checkpoint
+    from .model_runner import ModelRunner
+    from .parallel_state import explaining_lost_workers, join_replica, leave_replica
+
+    with explaining_lost_workers(), explaining_device_errors("at the start"):
+        workers_per_core = config.parallel.workers_per_core
+        device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
+        address = config.rendezvous_address(core_index)
+        parallel = join_replica(
+            address,
+            rank,
+            config.parallel,
+            device,
+            is_batch_invariant=config.device.batch_invariant,
+        )
+        is_dummy = config.model.load_format is LoadFormat.DUMMY
+        verify_files(config.model.weight_files)
+        checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
+        runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
+        # Loading may take minutes, in which they may have changed.
+        verify_files(config.model.weight_files)
+        if workers_per_core > 1:
+            logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
+        # Its memory map would count as this process's memory.
+        del checkpoint
+        groups, block_bytes = runner.kv_cache_groups, runner.block_bytes
+        profile = runner.profile_memory(config.cache.gpu_memory_utilization)
+        if profile is not None:
+            logger.info("GPU memory, %s", profile)
+        num_blocks = count_kv_blocks(config, block_bytes, groups, profile)
+        num_host_blocks = count_host_blocks(
+            config, block_bytes, _num_local_workers(config.parallel)
+        )
+        yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
+        leave_replica()
+
+
+def _local_rank(parallel: ParallelConfig, core_index: int, rank: int) -> int:
+    """A worker's number among those of its machine."""
+    if parallel.is_external:
+        return int(os.environ["LOCAL_RANK"])
+    return (core_index * parallel.workers_per_core + rank) % parallel.workers_per_node
+
+
+def _num_local_workers(parallel: ParallelConfig) -> int:
+    """The workers of this machine, of all replicas."""
+    if parallel.is_external:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return parallel.workers_per_node

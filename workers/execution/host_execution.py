@@ -1,0 +1,203 @@
+"""Steps on the CPU, each computed when it is begun.
+
+T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import Int32Array, Int64Array, int32_view
+from ...protocol.config import SpeculativeConfig
+from ...protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..batch import StepPlan, even_requests
+from ..cpu.decoder import NativeDecoder
+from ..cpu.decoding import NativeDecoding
+from ..cpu.drafts import Drafts
+from ..sampling import SamplerOutput, SamplingMetadata
+from .kv_cache import KVCache
+from .model_loader import Model
+from .pipeline import Pipeline
+from .request_states import RequestStates
+from .runner import GrammarSource
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
+
+_LAST_TOKEN: Final = np.array((0, 1), np.int32)
+
+
+class HostExecution:
+    """A native program does a step in which every request decodes in one call, its sampling included.
+
+    Such a step verifies drafts; other steps leave them out.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        requests: RequestStates,
+        kv_cache: KVCache,
+        pipeline: Pipeline,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
+        self._model = model
+        self._shard = model.shard
+        self._requests = requests
+        self._batch = requests.batch
+        self._kv_cache = kv_cache
+        self._pipeline = pipeline
+        self._speculative = speculative
+        self._decoding: NativeDecoding | None = None
+        self._drafts: Drafts | None = None
+        # Of the last step, if `_decoding` did it.
+        self._decoded_rows: SamplingMetadata | None = None
+
+    def profile_memory(self, utilization: float) -> None:
+        """There is nothing to find out: the KV cache has a share of the memory that is free."""
+
+    def use_kv_cache(self) -> None:
+        if isinstance(self._model, NativeDecoder):
+            self._decoding = self._model.decoding(
+                self._batch, self._kv_cache.layers, self._speculative
+            )
+        self._drafts = None if self._decoding is None else self._decoding.drafts
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
+        for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
+            hidden_TD = self._model.forward(*self._inputs(even_requests(num_tokens, 1)))
+            if self._shard.is_last:
+                self._model.compute_logits(hidden_TD[-1:])
+            else:
+                self._pipeline.send_hidden(hidden_TD)
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        if self._drafts is not None and output.new_requests:
+            self._drafts.forget([new.slot for new in output.new_requests])
+        await_grammar = partial(self._await_grammar, await_grammar)
+        self._decoded_rows = rows = self._rows_to_decode(output)
+        if self._decoding is None or rows is None:
+            return self._execute(output, await_grammar)
+        result = self._decode(self._decoding, rows, output, await_grammar)
+        if self._drafts is not None:
+            result.drafts = self._drafts.found(output.step)
+        return result
+
+    def _decode(
+        self,
+        decoding: NativeDecoding,
+        rows: SamplingMetadata,
+        output: SchedulerOutput,
+        await_grammar: GrammarSource,
+    ) -> ModelRunnerOutput:
+        bitmasks = None
+        if output.grammar_slots:
+            bitmasks = partial(self._requests.await_bitmasks, output, await_grammar)
+        tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
+            rows, self._drafts_to_verify(output, rows.slots_S), bitmasks
+        )
+        result = ModelRunnerOutput(output.step, tokens_K.tobytes())
+        if num_failed or logprobs is not None:
+            sampled = SamplerOutput(
+                torch.from_numpy(tokens_K).long(), rows, logprobs, num_sampled_S
+            )
+            result = sampled.message(output.step)
+        if num_sampled_S is not None and num_verified_S is not None:
+            result.num_sampled = num_sampled_S.tobytes()
+            result.num_verified = num_verified_S.tobytes()
+        return result
+
+    def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
+        """How many drafts of each row are to be verified; None if there are none."""
+        if not output.drafts or self._drafts is None:
+            return None
+        rows, counts = int32_view(output.drafts).reshape(-1, 2).T
+        if output.draft_token_ids:
+            self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
+        return self._batch.num_drafts(output)[slots_S]
+
+    def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
+        """The grammar may also force tokens to come: those become drafts."""
+        message = await_grammar(step)
+        if message is not None and message.forced is not None and self._drafts is not None:
+            self._drafts.force(message.forced)
+        return message
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    @torch.inference_mode()
+    def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        plan = self._batch.plan(output)
+        if not len(plan.slots_S):
+            return ModelRunnerOutput(output.step)
+        slots_R = plan.slots_S[plan.sampling_rows]
+        inputs = self._inputs(plan)
+        if not self._shard.is_last:
+            self._pipeline.send_hidden(self._model.forward(*inputs))
+            self._requests.expect_tokens(slots_R)
+            return ModelRunnerOutput(output.step)
+        prompt_logprobs = self._requests.prompt_logprobs
+        if output.grammar_slots or prompt_logprobs.is_pending:
+            hidden_TD = self._model.forward(*inputs)
+            prompt_logprobs.collect(plan, hidden_TD, self._batch)
+            if len(slots_R):
+                logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
+                sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
+        else:
+            sampled = self._model.forward_and_sample(*inputs, plan.logit_rows, slots_R)
+        if not len(slots_R):
+            return ModelRunnerOutput(output.step)
+        self._batch.append(slots_R, sampled.token_ids)
+        if not self._shard.is_first:
+            self._pipeline.send_tokens(sampled.token_ids)
+        result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
+        if output.drafts:
+            result.num_verified = bytes(len(result.sampled_token_ids))
+        if self._drafts is not None:
+            # A prompt that keeps this step from verifying drafts goes on in the next.
+            if len(slots_R) < len(plan.slots_S):
+                self._drafts.forget(slots_R)
+            else:
+                self._drafts.look_up(slots_R)
+                result.drafts = self._drafts.found(output.step)
+        return result
+
+    def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
+        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts."""
+        if self._decoding is None or _has_chunks(output):
+            return None
+        rows = self._decoded_rows
+        if output.slots is None and rows is not None and rows.is_current:
+            return rows
+        slots_S = self._batch.decoding_slots(output)
+        if slots_S is None or self._requests.prompt_logprobs.is_pending:
+            return None
+        return self._requests.sampler.describe(slots_S)
+
+    def _inputs(self, plan: StepPlan) -> _Inputs:
+        """What the model's `forward` takes."""
+        self._requests.await_tokens(plan)
+        # The first stage begins with the tokens, the others with the hidden states of the stage before.
+        if self._shard.is_first:
+            inputs = self._batch.input_ids(plan)
+        else:
+            shape = (len(plan.positions_T), self._model.spec.hidden_size)
+            inputs = self._pipeline.receive_hidden(
+                torch.empty(shape, dtype=self._model.hidden_dtype)
+            )
+        metadata = self._kv_cache.attention_metadata(self._batch, plan)
+        return inputs, torch.from_numpy(plan.positions_T), self._kv_cache.layers, metadata
+
+
+def _has_chunks(output: SchedulerOutput) -> bool:
+    """Whether a slot computes more than its last token and drafts."""
+    if not output.chunks:
+        return False
+    drafts = int32_view(output.drafts).reshape(-1, 2)
+    return not np.array_equal(int32_view(output.chunks), (drafts + _LAST_TOKEN).ravel())

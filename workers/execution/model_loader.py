@@ -1,0 +1,224 @@
+"""Chooses what executes the model: the native program on a CPU that has one, torch otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...protocol.arrays import Int32Array
+from ...protocol.checkpoint.model_dimensions import check_parallel
+from ...protocol.config import CPUBackend, EngineConfig
+from ...protocol.errors import ConfigError
+from ..attention import AttentionSpec, PagedAttention, attention_backend
+from ..attention.graph_break import BreakingAttention
+from ..batch import PersistentBatch
+from ..cpu.attention import NativeAttention
+from ..cpu.decoder import NativeDecoder
+from ..cpu.library import NotSupportedNatively, instruction_set
+from ..device.device import has_float8, usable_cores
+from ..layers.layers import LayerKernels
+from ..layers.spec import ModelSpec
+from ..loaders import Checkpoint
+from ..models.decoder import Decoder
+from ..models.families import model_spec
+from ..models.kv_cache_groups import group_layers
+from ..models.weights import ProgressCallback
+from ..parallel.shard import ModelShard
+from ..sampling import Sampler, SamplerOutput
+from .parallel_state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""By the names of `--dtype` and `--kv-cache-dtype`."""
+
+
+class Model(Protocol):
+    """What the model runner needs. T tokens of a step, S of them sampled, D hidden size, V vocabulary."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def shard(self) -> ModelShard: ...
+
+    @property
+    def attention(self) -> PagedAttention: ...
+
+    @property
+    def hidden_dtype(self) -> torch.dtype: ...
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
+        """Fill the KV caches and return the hidden states [T, D] after the last layer that is here.
+
+        `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
+        """
+
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return float32 logits [S, V]."""
+
+    def make_sampler(self, batch: PersistentBatch) -> Sampler:
+        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+
+    def forward_and_sample(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        slots_S: Int32Array,
+    ) -> SamplerOutput:
+        """Fill the KV caches, and sample from the logits of `forward`'s rows `rows_S` for these slots."""
+
+
+def load_model(
+    config: EngineConfig,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    on_progress: ProgressCallback,
+    parallel: ParallelState,
+    breaks_graphs: bool = False,
+) -> Model:
+    """With `breaks_graphs` the attention can be left out of graphs that are captured.
+
+    Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot
+    be had.
+    """
+    spec = group_layers(
+        model_spec({**checkpoint.config, **config.model.hf_overrides}, checkpoint.config_path),
+        config.model.max_model_len,
+    )
+    check_parallel(spec.dimensions, config.parallel)
+    attention = AttentionSpec.of(
+        spec,
+        parallel.shard(spec),
+        block_size=config.cache.block_size,
+        dtype=_kv_cache_dtype(config, device),
+        device=device,
+    )
+    if device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH:
+        native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
+        if native is not None:
+            return native
+    return _load_torch(config, spec, checkpoint, attention, parallel, on_progress, breaks_graphs)
+
+
+def _kv_cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    name = config.cache.kv_cache_dtype
+    if name.startswith("fp8") and not has_float8(device):
+        raise ConfigError(
+            f"--kv-cache-dtype {name} needs a GPU that computes with float8, of compute capability 8.9 or later; "
+            "on the CPU there is int8"
+        )
+    return _DTYPES[config.model.dtype if name == "auto" else name]
+
+
+def _load_native(
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    attention: AttentionSpec,
+    parallel: ParallelState,
+    on_progress: ProgressCallback,
+) -> NativeDecoder | None:
+    """Return None if the native program cannot run the model, and need not."""
+    # The native program has its own threads; torch's would only spin beside them.
+    torch.set_num_threads(1)
+    num_threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
+    try:
+        decoder = NativeDecoder(
+            spec,
+            checkpoint,
+            NativeAttention(attention),
+            dtype=_DTYPES[config.model.dtype],
+            max_model_len=config.model.max_model_len,
+            shard=parallel.shard(spec),
+            on_progress=on_progress,
+            quantization=config.model.quantization,
+            # bfloat16 would drop three bits of each number. AMX multiplies many times as fast by bfloat16.
+            keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
+            num_threads=num_threads,
+        )
+    except NotSupportedNatively as reason:
+        if config.device.cpu_backend is CPUBackend.NATIVE:
+            raise ConfigError(f"--cpu-backend native: {reason}") from reason
+        if parallel.is_output_rank:
+            logger.warning("%s; running on plain torch, which is several times slower", reason)
+        return None
+    if parallel.is_output_rank:
+        logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
+    return decoder
+
+
+def _load_torch(
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    attention: AttentionSpec,
+    parallel: ParallelState,
+    on_progress: ProgressCallback,
+    breaks_graphs: bool,
+) -> Decoder:
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"--quantization {config.model.quantization} needs the native CPU backend, "
+            "which does not run here"
+        )
+    if attention.dtype == torch.int8:
+        raise ConfigError(
+            "--kv-cache-dtype int8 needs the native CPU backend, which does not run here"
+        )
+    # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
+    # operation waits for a time slice. Leaving them a core of their own is faster than using it.
+    torch.set_num_threads(
+        config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
+    )
+    device, dtype = attention.device, _DTYPES[config.model.dtype]
+    is_batch_invariant = config.device.batch_invariant
+    if is_batch_invariant and device.type == "cuda":
+        backend = attention_backend(attention, "triton_batch_invariant")
+    else:
+        backend = attention_backend(attention)
+    return Decoder(
+        spec,
+        checkpoint,
+        BreakingAttention(backend) if breaks_graphs else backend,
+        dtype=dtype,
+        device=device,
+        max_model_len=config.model.max_model_len,
+        shard=parallel.shard(spec),
+        kernels=_layer_kernels(dtype, device, is_batch_invariant),
+        on_progress=on_progress,
+    )
+
+
+def _layer_kernels(
+    dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
+) -> LayerKernels:
+    if device.type != "cuda":
+        return LayerKernels()
+    # Triton comes with torch for CUDA; on a CPU there need be none.
+    from ..cuda.layers import TritonKernels
+
+    return TritonKernels(
+        dtype, has_float8=has_float8(device), is_batch_invariant=is_batch_invariant
+    )

@@ -1,0 +1,117 @@
+"""Executes steps: model, KV cache and the requests of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ...protocol.config import EngineConfig
+from ...protocol.kv_cache_groups import KVCacheGroup
+from ...protocol.messages import HeldRequest, SchedulerOutput
+from ..device.accelerator import Accelerator, CUDAAccelerator
+from ..device.errors import explaining_device_errors
+from ..device.memory_profile import MemoryProfile
+from ..loaders import Checkpoint
+from ..models.decoder import Decoder
+from .device_execution import DeviceExecution
+from .host_execution import HostExecution
+from .kv_cache import KVCache
+from .model_loader import Model, load_model
+from .parallel_state import ParallelState
+from .request_states import RequestStates
+from .runner import GrammarSource, StepResult
+
+
+class Execution(Protocol):
+    """A way to execute the steps of requests whose states are up to date."""
+
+    def profile_memory(self, utilization: float) -> MemoryProfile | None: ...
+
+    def use_kv_cache(self) -> None:
+        """It has been allocated anew."""
+
+    def warm_up(self) -> None: ...
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult: ...
+
+    def close(self) -> None:
+        """No step follows."""
+
+
+class ModelRunner:
+    """Loads the model in its constructor; `allocate_kv_cache` must precede `execute`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        checkpoint: Checkpoint,
+        on_progress: Callable[[int, int], None],
+        parallel: ParallelState | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        if device.type == "cuda":
+            accelerator = accelerator or CUDAAccelerator(device)
+        parallel = parallel or ParallelState()
+        pipeline = self._pipeline = parallel.pipeline
+        use_graphs = accelerator is not None and not config.device.enforce_eager
+        model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
+        kv_cache = KVCache(model, config.model.max_model_len, device)
+        requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
+        self._model, self._kv_cache, self._requests = model, kv_cache, requests
+        self._execution: Execution
+        if accelerator is None:
+            speculative = config.scheduler.speculative
+            self._execution = HostExecution(model, requests, kv_cache, pipeline, speculative)
+        else:
+            assert isinstance(model, Decoder), "a native program runs on the host"
+            self._execution = DeviceExecution(
+                config, model, requests, kv_cache, pipeline, accelerator
+            )
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        return self._kv_cache.groups
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of a group that are here."""
+        return self._kv_cache.block_bytes
+
+    def profile_memory(self, utilization: float) -> MemoryProfile | None:
+        """What the device's memory is needed for beside the KV cache; None on the CPU."""
+        return self._execution.profile_memory(utilization)
+
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self._kv_cache.allocate(num_blocks, num_host_blocks)
+        self._execution.use_kv_cache()
+
+    def warm_up(self) -> None:
+        """Prepare whatever the first step would have to wait for."""
+        self._execution.warm_up()
+
+    def forget_requests(self) -> list[HeldRequest]:
+        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
+        return self._requests.forget()
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
+
+        Only the last of several stages has tokens; all of its ranks sample the same.
+        """
+        with explaining_device_errors(f"in step {output.step}"):
+            self._kv_cache.copy_blocks(output)
+            self._requests.apply(output)
+            return self._execution.execute(output, await_grammar)
+
+    def close(self) -> None:
+        """Send and receive all that other workers of the replica wait for."""
+        self._requests.close()
+        self._pipeline.close()
+        self._execution.close()

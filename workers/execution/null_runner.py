@@ -1,0 +1,188 @@
+"""A runner without a model: it takes a set time a step and makes up the tokens.
+
+As a GPU does, it works through a queue of steps beside the host. It is for measuring the cost of all that surrounds the
+model, and for testing its recovery, so it never loads torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...protocol.arrays import Int32Array, Int64Array, float32_bytes, int32_bytes, int32_view
+from ...protocol.config import EngineConfig
+from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
+from ...protocol.messages import HeldRequest, ModelRunnerOutput, RowLogprobs, SchedulerOutput
+from .runner import GrammarSource
+
+
+class NullOutput:
+    """`ready_at` in seconds of the monotonic clock."""
+
+    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
+        self._output = output
+        self._ready_at = ready_at
+
+    def is_ready(self) -> bool:
+        return time.monotonic() >= self._ready_at
+
+    def wait(self) -> None:
+        time.sleep(max(self._ready_at - time.monotonic(), 0))
+
+    def output(self) -> ModelRunnerOutput:
+        self.wait()
+        return self._output
+
+
+class NullRunner:
+    """Answers like `ModelRunner`. Tokens follow grammars; log-probabilities are made up as the tokens are."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        num_slots = config.scheduler.max_num_seqs
+        self._vocab_size = config.model.vocab_size
+        self._step_s = config.device.null_step_ms / 1000
+        self._ordinary_ids = ordinary_token_ids(config.model.vocab_size, config.model.eos_token_ids)
+        self._num_tokens = np.zeros(num_slots, np.int32)
+        self._num_computed_tokens = np.zeros(num_slots, np.int32)
+        self._seeds = np.zeros(num_slots, np.int64)
+        self._logprobs: dict[int, int] = {}
+        self._prompt_logprobs: dict[int, tuple[int, Int32Array]] = {}
+        self._slots_S: Int32Array = np.zeros(0, np.int32)
+        self._idle_from = 0.0
+
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Nothing is kept in blocks."""
+
+    def warm_up(self) -> None:
+        """Nothing is slow at first."""
+
+    def forget_requests(self) -> list[HeldRequest]:
+        """The next step names its slots, and they are filled before that. No cache holds anything."""
+        self._slots_S = np.zeros(0, np.int32)
+        return []
+
+    def close(self) -> None:
+        """No other worker waits for anything of this one."""
+
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> NullOutput:
+        """The tokens of one step, ready when the time of a step has passed since the one before was."""
+        for new in output.new_requests:
+            params, slot = new.sampling_params, new.slot
+            tokens = int32_view(new.token_ids)
+            self._num_tokens[slot] = len(tokens)
+            self._num_computed_tokens[slot] = new.num_computed_tokens
+            self._seeds[slot] = params.seed or 0
+            self._logprobs.pop(slot, None)
+            self._prompt_logprobs.pop(slot, None)
+            if params.logprobs is not None:
+                self._logprobs[slot] = params.logprobs
+            # The first token of a prompt has no log-probability.
+            if params.prompt_logprobs is not None and new.num_prompt_tokens == len(tokens) > 1:
+                self._prompt_logprobs[slot] = params.prompt_logprobs, tokens
+        slots_R = self._advance(output)
+        positions_R = self._num_tokens[slots_R]
+        token_ids = made_up_tokens(self._seeds[slots_R], positions_R, self._ordinary_ids)
+        if output.grammar_slots:
+            self._follow_grammars(output, slots_R, token_ids, await_grammar)
+        self._num_tokens[slots_R] = positions_R + 1
+        if len(self._slots_S):
+            self._idle_from = max(self._idle_from, time.monotonic()) + self._step_s
+        result = ModelRunnerOutput(output.step, sampled_token_ids=int32_bytes(token_ids))
+        if self._logprobs or self._prompt_logprobs:
+            self._add_logprobs(result, slots_R, token_ids)
+        return NullOutput(result, self._idle_from)
+
+    def _follow_grammars(
+        self,
+        output: SchedulerOutput,
+        slots_R: Int32Array,
+        token_ids: Int32Array,
+        await_grammar: GrammarSource,
+    ) -> None:
+        """Replace the tokens of rows with a grammar by ones that it allows."""
+        message = await_grammar(output.step)
+        if message is None:
+            return
+        slots_G = int32_view(output.grammar_slots)
+        bitmask_GK = int32_view(message.bitmask).reshape(len(slots_G), -1)
+        rows = {slot: row for row, slot in enumerate(slots_R.tolist())}
+        for slot, bitmask_K in zip(slots_G.tolist(), bitmask_GK, strict=True):
+            bits = np.unpackbits(bitmask_K.view(np.uint8), bitorder="little")
+            row, allowed = rows[slot], np.flatnonzero(bits).astype(np.int32)
+            if len(allowed):
+                seed, position = self._seeds[[slot]], self._num_tokens[[slot]]
+                token_ids[row] = made_up_tokens(seed, position, allowed)[0]
+
+    def _add_logprobs(
+        self, result: ModelRunnerOutput, slots_R: Int32Array, token_ids: Int32Array
+    ) -> None:
+        for slot, token_id in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
+            if (count := self._logprobs.get(slot)) is not None:
+                result.logprobs.append(self._made_up_logprobs(slot, count, [token_id]))
+            if (wanted := self._prompt_logprobs.pop(slot, None)) is not None:
+                count, prompt = wanted
+                row = self._made_up_logprobs(slot, count, prompt[1:].tolist())
+                result.prompt_logprobs.append(row)
+
+    def _made_up_logprobs(self, slot: int, count: int, chosen: Iterable[int]) -> RowLogprobs:
+        """The chosen tokens and, as the most likely ones, the first `count` of the vocabulary."""
+        chosen_T = np.fromiter(chosen, np.int32)
+        num_alternatives = self._vocab_size if count < 0 else count
+        ids_TK = np.empty((len(chosen_T), 1 + num_alternatives), np.int32)
+        ids_TK[:, 0] = chosen_T
+        ids_TK[:, 1:] = np.arange(num_alternatives)
+        logprobs_TK = -np.log(ids_TK + 2.0).astype(np.float32)
+        return RowLogprobs(
+            slot,
+            len(chosen_T),
+            int32_bytes(ids_TK),
+            float32_bytes(logprobs_TK),
+            int32_bytes(chosen_T + 1),
+        )
+
+    def _advance(self, output: SchedulerOutput) -> Int32Array:
+        """Compute what is scheduled. Returns the slots that sample, in the order of the batch."""
+        if output.slots is not None:
+            self._slots_S = int32_view(output.slots)
+        slots_S = self._slots_S
+        num_scheduled_S = np.ones(len(slots_S), np.int32)
+        if output.chunks:
+            chunks = int32_view(output.chunks).reshape(-1, 2)
+            num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
+        seq_lens_S = self._num_computed_tokens[slots_S] + num_scheduled_S
+        self._num_computed_tokens[slots_S] = seq_lens_S
+        return slots_S[seq_lens_S == self._num_tokens[slots_S]]
+
+
+def count_null_blocks(config: EngineConfig) -> int:
+    """As many blocks as the requests of a full batch can use, or as the configuration says."""
+    if config.cache.num_blocks_override is not None:
+        return config.cache.num_blocks_override
+    blocks_per_request = max_request_blocks(
+        FULL_ATTENTION,
+        config.model.max_model_len,
+        config.scheduler.max_num_batched_tokens,
+        config.cache.block_size,
+    )
+    return blocks_per_request * config.scheduler.max_num_seqs + 1
+
+
+def ordinary_token_ids(vocab_size: int, eos_token_ids: tuple[int, ...]) -> Int32Array:
+    """Every token that does not end a text: int32[V - len(eos)]."""
+    return np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(eos_token_ids, np.int32))
+
+
+def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Array) -> Int32Array:
+    """The token of each seed int64[R] at each position int32[R] of its sequence: int32[R].
+
+    The index into `candidates` is a hash: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014) over the position-th state of the seed.
+    """
+    steps = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = seeds.view(np.uint64) + steps
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return candidates[state % np.uint64(len(candidates))]

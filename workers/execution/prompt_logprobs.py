@@ -1,0 +1,68 @@
+"""Log-probabilities of the prompt, gathered chunk by chunk and sent with the first token.
+
+T tokens of a step, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ...protocol.messages import RowLogprobs
+from ..batch import PersistentBatch, StepPlan
+from ..sampling import prompt_logprobs
+
+POSITIONS_AT_ONCE: Final = 64
+"""Rows of float32 logits over the whole vocabulary that are held at one time."""
+
+
+class PromptLogprobs:
+    """`compute_logits` maps hidden states [n, D] to float32 logits [n, V]."""
+
+    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compute_logits = compute_logits
+        self._counts: dict[int, int] = {}
+        self._parts: dict[int, list[RowLogprobs]] = {}
+
+    def add(self, slot: int, count: int) -> None:
+        """`count` alternatives are wanted at every prompt position of `slot`; -1 for all."""
+        self._counts[slot] = count
+        self._parts[slot] = []
+
+    def remove(self, slot: int) -> None:
+        self._counts.pop(slot, None)
+        self._parts.pop(slot, None)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some request's prompt is not yet scored to its end."""
+        return bool(self._counts)
+
+    def collect(self, plan: StepPlan, hidden_TD: torch.Tensor, batch: PersistentBatch) -> None:
+        """Score the prompt tokens that follow this step's prompt tokens."""
+        if not self._counts:
+            return
+        for row, slot in enumerate(plan.slots_S.tolist()):
+            if slot not in self._counts:
+                continue
+            first = int(plan.num_computed_S[row])
+            last_scored = int(batch.num_prompt_tokens[slot]) - 1
+            end = min(int(plan.seq_lens_S[row]), last_scored)
+            offset = int(plan.query_start_loc[row]) - first
+            for start in range(first, end, POSITIONS_AT_ONCE):
+                stop = min(start + POSITIONS_AT_ONCE, end)
+                logits_TV = self._compute_logits(hidden_TD[offset + start : offset + stop])
+                following_T = batch.token_ids_NL[slot, start + 1 : stop + 1].long()
+                self._parts[slot].append(
+                    prompt_logprobs(slot, logits_TV, following_T, self._counts[slot])
+                )
+
+    def finish(self, slots: list[int]) -> list[RowLogprobs]:
+        """What was gathered for those of `slots` that sample their first token now."""
+        finished = []
+        for slot in self._counts.keys() & set(slots):
+            finished += self._parts[slot]
+            self.remove(slot)
+        return finished

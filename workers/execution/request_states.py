@@ -1,0 +1,131 @@
+"""What a worker knows of the requests in its slots.
+
+R rows that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.config import EngineConfig
+from ...protocol.errors import EngineError
+from ...protocol.messages import HeldRequest, NewRequestData, SchedulerOutput
+from ..batch import PersistentBatch, StepPlan
+from ..sampling import Grammar, SamplerOutput
+from .model_loader import Model
+from .pipeline import Pipeline, TokenFeed
+from .prompt_logprobs import PromptLogprobs
+from .runner import GrammarSource
+
+
+class RequestStates:
+    """Of each request its tokens and blocks; on the last stage also what it wants sampled and scored.
+
+    The first of several stages is sent its tokens by the last one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        pipeline: Pipeline,
+        num_groups: int,
+        device: torch.device,
+    ) -> None:
+        num_slots = config.scheduler.max_num_seqs
+        self._shard = model.shard
+        self.batch = PersistentBatch(
+            num_slots, config.model.max_model_len, config.cache.block_size, num_groups, device
+        )
+        self.sampler = model.make_sampler(self.batch)
+        self.prompt_logprobs = PromptLogprobs(model.compute_logits)
+        self._token_feed: TokenFeed | None = None
+        if self._shard.is_first and not self._shard.is_last:
+            self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take over the step's deltas."""
+        self.batch.apply(output)
+        if self._token_feed is not None:
+            for new in output.new_requests:
+                self._token_feed.forget(new.slot)
+        if not self._shard.is_last:
+            return
+        if output.removed_slots:
+            for slot in int32_view(output.removed_slots).tolist():
+                self._remove(slot)
+        if output.new_requests:
+            self._add_to_sampler(output.new_requests)
+
+    @torch.inference_mode()
+    def _add_to_sampler(self, new_requests: Sequence[NewRequestData]) -> None:
+        for new in new_requests:
+            tokens = int32_view(new.token_ids)
+            prompt, generated = np.split(tokens, [new.num_prompt_tokens])
+            self.sampler.add(new.slot, new.sampling_params, prompt, new.eos_token_ids, generated)
+            if new.sampling_params.prompt_logprobs is not None and not len(generated):
+                self.prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
+
+    def forget(self) -> list[HeldRequest]:
+        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
+        for slot in range(self.batch.num_slots):
+            self._remove(slot)
+        return self.batch.forget_requests()
+
+    def _remove(self, slot: int) -> None:
+        self.sampler.remove(slot)
+        self.prompt_logprobs.remove(slot)
+
+    def await_tokens(self, plan: StepPlan) -> None:
+        """Wait until the tokens of the step that the last stage samples are there."""
+        if self._token_feed is not None:
+            self._token_feed.await_tokens(plan.slots_S)
+
+    def expect_tokens(self, slots_R: Int32Array) -> None:
+        """The last stage samples for these slots. The first stage needs the tokens, the others their number only."""
+        if self._token_feed is None:
+            self.batch.reserve(slots_R)
+        elif len(slots_R):
+            self._token_feed.expect(slots_R)
+
+    def sample(
+        self,
+        output: SchedulerOutput,
+        logits_RV: torch.Tensor,
+        slots_R: Int32Array,
+        await_grammar: GrammarSource,
+    ) -> SamplerOutput:
+        """Sample from logits, which are overwritten."""
+        grammar = self.await_bitmasks(output, await_grammar)
+        return self.sampler.sample(logits_RV, slots_R, self.batch.num_tokens[slots_R], grammar)
+
+    def await_bitmasks(
+        self, output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> Grammar | None:
+        """What the step's slots with a grammar may sample; None if there are none.
+
+        Raises EngineError if the bitmasks do not fit.
+        """
+        if not output.grammar_slots:
+            return None
+        slots = int32_view(output.grammar_slots)
+        message = await_grammar(output.step)
+        if message is None:
+            return None
+        num_rows = 1 + self.batch.num_drafts(output)[slots]
+        bitmask = int32_view(message.bitmask)
+        if len(bitmask) % num_rows.sum():
+            raise EngineError(
+                f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots "
+                f"in {num_rows.sum()} places"
+            )
+        return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))
+
+    def close(self) -> None:
+        """Receive what the last stage still sends."""
+        if self._token_feed is not None:
+            self._token_feed.close()

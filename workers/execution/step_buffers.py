@@ -1,0 +1,123 @@
+"""The integers of a step where the device reads them.
+
+All of them lie in one buffer that keeps its address, as captured graphs need it, and arrive in one copy.
+
+Shapes: T tokens and S requests of a step, R sampled rows, G KV-cache groups, B blocks a row; T and S may be padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+
+from ...protocol.arrays import Int32Array
+from ...protocol.errors import ConfigError
+from ..attention.interface import DeviceBatch
+from ..batch import PersistentBatch, StepPlan
+
+NO_SLOT: Final = -1
+"""In `slot_mapping`: the keys and values of a padding token go nowhere."""
+
+MAX_TOKENS: Final = 2**31 - 1
+"""Of all slots together: where a token is among them is a 32-bit integer."""
+
+_ALIGNMENT: Final = 4
+"""Arrays begin at multiples of 16 bytes, so that kernels may load words of that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """One step, int32 on the device. Padding is of a slot after the last; its requests have no tokens.
+
+    `token_index_T` is where a token is in all of `PersistentBatch.token_ids_NL`.
+    """
+
+    token_index_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_S: torch.Tensor
+    logit_rows_R: torch.Tensor
+    groups: list[DeviceBatch]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_index_T)
+
+
+class StepBuffers:
+    """Room for steps of up to `max_tokens` tokens of up to the batch's number of slots."""
+
+    def __init__(self, batch: PersistentBatch, max_tokens: int) -> None:
+        self._batch = batch
+        self._num_groups = len(batch.block_tables)
+        num_slots, device = batch.num_slots, batch.device
+        if (num_slots + 1) * batch.max_model_len > MAX_TOKENS:
+            raise ConfigError(
+                f"--max-num-seqs {num_slots} of --max-model-len {batch.max_model_len} are more than "
+                f"{MAX_TOKENS} tokens; lower one of them"
+            )
+        size = _layout(self._sizes(max_tokens, num_slots, num_slots))[-1].stop
+        self._integers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._block_tables = [torch.zeros_like(table_NB) for table_NB in batch.device_block_tables]
+
+    def fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
+        """Start copying the plan to the device, padded to these numbers."""
+        layout = _layout(self._sizes(num_tokens, num_requests, len(plan.sampling_rows)))
+        is_cuda = self._integers.device.type == "cuda"
+        host = torch.empty(layout[-1].stop, dtype=torch.int32, pin_memory=is_cuda)
+        array = host.numpy()
+        self._pack(plan, [array[section] for section in layout])
+        self._integers[: len(host)].copy_(host, non_blocking=True)
+        return self.view(num_tokens, num_requests, len(plan.sampling_rows))
+
+    def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
+        """Where `fill` writes a step of this size. The rows come last, so that their number moves nothing else."""
+        sizes = self._sizes(num_tokens, num_requests, num_rows)
+        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
+            self._integers[section] for section in _layout(sizes)
+        )
+        groups = [
+            DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
+            for block_table, slot_mapping_T in zip(self._block_tables, mappings, strict=True)
+        ]
+        return DeviceStep(token_index_T, positions_T, slots_S, rows_R, groups)
+
+    def gather_block_tables(self, step: DeviceStep) -> None:
+        """Bring the block-table rows of the step's requests together."""
+        for group, table_NB in zip(step.groups, self._batch.device_block_tables, strict=True):
+            torch.index_select(table_NB, 0, step.slots_S, out=group.block_table)
+
+    def _sizes(self, num_tokens: int, num_requests: int, num_rows: int) -> list[int]:
+        mappings = [num_tokens] * self._num_groups
+        requests = [num_requests, num_requests, num_requests + 1]
+        return [num_tokens, num_tokens, *requests, *mappings, num_rows]
+
+    def _pack(self, plan: StepPlan, sections: Sequence[Int32Array]) -> None:
+        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
+            sections
+        )
+        max_model_len, num_slots = self._batch.max_model_len, self._batch.num_slots
+        index_T = plan.slots_T * max_model_len + plan.positions_T
+        _pad(token_index_T, index_T, num_slots * max_model_len)
+        _pad(positions_T, plan.positions_T, 0)
+        _pad(slots_S, plan.slots_S, num_slots)
+        _pad(seq_lens_S, plan.seq_lens_S, 0)
+        _pad(query_start_loc, plan.query_start_loc, plan.query_start_loc[-1])
+        for group, mapping_T in enumerate(mappings):
+            _pad(mapping_T, self._batch.slot_mapping(plan, group), NO_SLOT)
+        rows_R[:] = plan.logit_rows
+
+
+def _layout(sizes: Sequence[int]) -> list[slice]:
+    """Where arrays of these sizes lie, one after the other."""
+    padded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    starts = accumulate(padded, initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _pad(target: Int32Array, values: Int32Array, padding: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = padding

@@ -1,0 +1,167 @@
+"""Rotary position embeddings and their context extensions.
+
+Frequencies that depend on sequence length are computed once, for the longest sequence that will be served, so that a
+request's results never depend on other requests.
+
+Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R of K).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class RopeScaling(Protocol):
+    """Stretches the frequencies of a trained context to a longer one."""
+
+    def scale(self, inv_freq: Tensor, rope: "RopeSpec", max_model_len: int) -> tuple[Tensor, float]:
+        """Return the new inverse frequencies [R/2] and the factor on cos and sin."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotation of the first `rotary_dim` dimensions of each head with base `theta`."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+
+    def inverse_frequencies(self, max_model_len: int) -> tuple[Tensor, float]:
+        """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
+        inv_freq = _default_inverse_frequencies(self.theta, self.rotary_dim)
+        if self.scaling is None:
+            return inv_freq, 1.0
+        return self.scaling.scale(inv_freq, self, max_model_len)
+
+
+def _default_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponents
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Divides positions by `factor`."""
+
+    factor: float
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        return inv_freq / self.factor, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """NTK-aware scaling: a base that grows once sequences are longer than the trained context."""
+
+    factor: float
+    max_position_embeddings: int
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        length = max(max_model_len, self.max_position_embeddings)
+        growth = self.factor * length / self.max_position_embeddings - (self.factor - 1)
+        theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        return _default_inverse_frequencies(theta, rope.rotary_dim), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Divides low frequencies by `factor`, keeps high ones and interpolates those between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        turns = self.original_max_position_embeddings * inv_freq / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return inv_freq * (kept + (1 - kept) / self.factor), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolates frequencies between `beta_slow` and `beta_fast` turns per trained context."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        def dimension_with(turns: float) -> float:
+            wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+        low, high = dimension_with(self.beta_fast), dimension_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        width = (high - low) or 0.001
+        interpolated = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width
+        interpolated = interpolated.clamp(0, 1)
+        inv_freq = inv_freq * (1 - interpolated) + inv_freq / self.factor * interpolated
+        return inv_freq, self.attention_factor
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """One divisor for each frequency; the long ones apply if served sequences may exceed the trained context."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        is_long = max_model_len > self.original_max_position_embeddings
+        divisors = torch.tensor(self.long_factor if is_long else self.short_factor)
+        return inv_freq / divisors, self.attention_factor
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin of one step's positions, [T, 1, R] in the model's dtype.
+
+    The first half of `sin_T1R` is negated, so that rotation needs a plain roll instead of "swap the halves and negate
+    the first".
+    """
+
+    cos_T1R: Tensor
+    sin_T1R: Tensor
+
+
+class RotaryEmbedding:
+    """Computes the rotary tables of each step for one `RopeSpec`."""
+
+    def __init__(
+        self, rope: RopeSpec, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inv_freq, self.attention_factor = rope.inverse_frequencies(max_model_len)
+        self.inv_freq = inv_freq.to(device)
+        self.dtype = dtype
+
+    def tables(self, positions_T: Tensor) -> RotaryTables:
+        """Return the tables of these positions, of any integer dtype."""
+        angles = torch.outer(positions_T.float(), self.inv_freq).unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return RotaryTables(cos.to(self.dtype), sin.to(self.dtype))
+
+
+def apply_rotary(x_THK: Tensor, tables: RotaryTables) -> Tensor:
+    """Rotate the first R dimensions of every head."""
+    cos, sin = tables
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == x_THK.shape[-1]:
+        return torch.addcmul(x_THK * cos, x_THK.roll(rotary_dim // 2, -1), sin)
+    x_THR = x_THK[..., :rotary_dim]
+    rotated_THR = torch.addcmul(x_THR * cos, x_THR.roll(rotary_dim // 2, -1), sin)
+    return torch.cat((rotated_THR, x_THK[..., rotary_dim:]), -1)

@@ -1,0 +1,91 @@
+"""Layers that tensor-parallel ranks share: each rank's part of the weights, and the exchange of results.
+
+Shapes: T tokens of a step, S of them sampled, D hidden size, I input features, O output features, V vocabulary,
+v this rank's share of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layers.layers import LayerKernels
+from ..layers.spec import ModelSpec
+from ..quantization.matrix import Weight
+from .tensor_parallel import TensorParallel
+
+
+class RowParallelLinear:
+    """x_TI -> x @ weight.T + bias, where each rank has a part of the inputs."""
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias_O: Tensor | None,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+    ) -> None:
+        is_alone = tensor_parallel.size == 1
+        self.own = kernels.linear(weight, bias_O if is_alone else None)
+        self._bias_O = None if is_alone else bias_O
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, x: Any) -> Tensor:
+        y_TO = self._tensor_parallel.sum(self.own(x))
+        return y_TO if self._bias_O is None else y_TO.add_(self._bias_O)
+
+
+class VocabParallelEmbedding:
+    """The embedding, where each rank has the rows of a part of the vocabulary."""
+
+    def __init__(self, weight_vD: Tensor, vocab_size: int, tensor_parallel: TensorParallel) -> None:
+        self.weight_vD = weight_vD
+        self._vocabulary = tensor_parallel.part(vocab_size)
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, input_ids_T: Tensor) -> Tensor:
+        if self._tensor_parallel.size == 1:
+            return F.embedding(input_ids_T, self.weight_vD)
+        index_T = input_ids_T - self._vocabulary.start
+        is_elsewhere_T = (index_T < 0) | (index_T >= len(self._vocabulary))
+        x_TD = F.embedding(index_T.masked_fill_(is_elsewhere_T, 0), self.weight_vD)
+        x_TD.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)
+        return self._tensor_parallel.sum(x_TD)
+
+
+class VocabParallelHead:
+    """The output projection, where each rank has the rows of a part of the vocabulary."""
+
+    def __init__(
+        self,
+        weight: Weight,
+        spec: ModelSpec,
+        tensor_parallel: TensorParallel,
+        kernels: LayerKernels,
+    ) -> None:
+        self._multiply = kernels.linear(weight)
+        self._parts = tensor_parallel.parts(spec.vocab_size)
+        self._spec = spec
+        self._tensor_parallel = tensor_parallel
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return all logits, float32 [S, V], on every rank."""
+        logits_Sv = self._own_logits(hidden_SD)
+        if self._tensor_parallel.size == 1:
+            return logits_Sv
+        sizes = [len(part) for part in self._parts]
+        logits_RSv = self._tensor_parallel.stack(
+            F.pad(logits_Sv, (0, max(sizes) - logits_Sv.shape[1]))
+        )
+        return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(logits_RSv, sizes, strict=True)], 1)
+
+    def _own_logits(self, hidden_SD: Tensor) -> Tensor:
+        logits_Sv = self._multiply(hidden_SD).float()
+        if self._spec.logits_divisor != 1.0:
+            logits_Sv /= self._spec.logits_divisor
+        if (cap := self._spec.final_softcap) is not None:
+            logits_Sv = logits_Sv.div_(cap).tanh_().mul_(cap)
+        return logits_Sv

@@ -1,0 +1,64 @@
+"""Tensor parallelism: the ranks of a group share every layer and sum their results.
+
+As in Megatron (Shoeybi et al., 2019), the first matrix of a block is split by outputs and the second by inputs, so that
+one sum over the ranks ends the block.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorParallel:
+    """One rank's place in its group; by default it is alone.
+
+    With `sums_in_rank_order` a token's sum does not depend on its place in the batch, as it would in a ring all-reduce.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sums_in_rank_order: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._sums_in_rank_order = sums_in_rank_order
+
+    def part(self, count: int) -> range:
+        """Return this rank's share of `count` items. If there are fewer items than ranks, several ranks share one."""
+        return self.parts(count)[self.rank]
+
+    def parts(self, count: int) -> list[range]:
+        """Return the shares of all ranks, which differ by at most one item."""
+        starts = [rank * count // self.size for rank in range(self.size + 1)]
+        return [range(start, max(start + 1, stop)) for start, stop in pairwise(starts)]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, with equal bits on every rank."""
+        if self.size == 1:
+            return x
+        if not self._sums_in_rank_order:
+            dist.all_reduce(x, group=self._group)
+            return x
+        total, *others = self._gather(x)
+        for other in others:
+            total.add_(other)
+        return total
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Return all ranks' `x`, which have equal shapes, as [ranks, ...]."""
+        return x.unsqueeze(0) if self.size == 1 else self._gather(x)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather(list(gathered), x, group=self._group)
+        return gathered
