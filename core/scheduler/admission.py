@@ -258,12 +258,12 @@ class Admission:
         if room.encoders is not None:
             # Release what was planned for an earlier request that was not admitted in the end.
             room.encoders.undo(0)
-        prefix = manager.find_prefix(request)
+        prefix = self._find_prefix(request)
         first_hash = request.block_hash(prefix.num_cached_blocks)
         if first_hash in room.first_hashes and not prefix.is_reserved:
             # A request admitted to this step computes this block, which becomes findable when it starts.
             self._start(room)
-            prefix = manager.find_prefix(request)
+            prefix = self._find_prefix(request)
             first_hash = request.block_hash(prefix.num_cached_blocks)
         num_external = 0
         if transfers is not None:
@@ -273,8 +273,7 @@ class Admission:
                     self._queue.set_aside(WaitReason.CONNECTOR)
                 return None
             if match.is_async:
-                is_loading = self._load(transfers, request, prefix, match.num_tokens)
-                return None if is_loading else AdmissionStop.BLOCKS
+                return self._load(transfers, request, prefix, match.num_tokens)
             num_external = match.num_tokens
         num_computed = prefix.num_tokens + num_external
         granted = wanted = request.num_tokens - num_computed
@@ -304,9 +303,7 @@ class Admission:
                 # Starting requests allocates free blocks, perhaps some of this prefix, so look it up again.
                 self._start(room)
                 return None
-            claim = self._claim(request, prefix, num_tokens)
-            if claim is None:
-                return AdmissionStop.BLOCKS
+            return self._make_room(request)
         if transfers is not None:
             manager.allocate_claimed([claim])
             if num_external and not transfers.update_after_alloc(
@@ -378,29 +375,37 @@ class Admission:
             return None
         return WaitReason.LORA_TURN
 
-    def _claim(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
-        """Claim blocks for the first request of the queue. Returns None if too few are free.
+    def _find_prefix(self, request: Request) -> Prefix:
+        """Return the prefix to start a request from, and end its reservation if the cache holds more."""
+        prefix = self._manager.find_prefix(request)
+        if request.num_reserved_tokens and not prefix.is_reserved:
+            # Reserved blocks may be copies of cached ones. Releasing a copy makes it blank, so the prefix may be stale.
+            self._lifecycle.reservations.end_reservation(request)
+            prefix = self._manager.find_prefix(request)
+        return prefix
 
-        A failed claim is recorded, so that it is not repeated before the pool changes.
+    def _make_room(self, request: Request) -> AdmissionStop | None:
+        """Free reserved blocks for the first request of the queue, whose blocks do not fit.
+
+        Returns None if the request must be tried again: its prefix may have lost a block that was freed.
+        Otherwise the failure is recorded, so that it is not repeated before the pool changes.
         """
-        manager = self._manager
-        while (claim := manager.claim_blocks(request, prefix, num_tokens)) is None:
-            # With nothing running, only waiting requests that hold reserved blocks can free any.
-            if self._running or not self._lifecycle.reservations.reclaim_latest(request):
-                self._lifecycle.record_blocked(request)
-                break
-        return claim
+        # With nothing running, only waiting requests that hold reserved blocks can free any.
+        if not self._running and self._lifecycle.reservations.reclaim_latest(request):
+            return None
+        self._lifecycle.record_blocked(request)
+        return AdmissionStop.BLOCKS
 
     def _load(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
-    ) -> bool:
-        """Make the first request wait for an asynchronous load. Returns False if its blocks do not fit."""
+    ) -> AdmissionStop | None:
+        """Make the first request wait for an asynchronous load, or return why it must wait for that too."""
         num_tokens = prefix.num_tokens + num_external
-        claim = self._claim(request, prefix, num_tokens)
+        claim = self._manager.claim_blocks(request, prefix, num_tokens)
         if claim is None:
-            return False
+            return self._make_room(request)
         self._manager.allocate_claimed([claim])
         (blocks,) = claim.tables
         if transfers.start_load(request, blocks, num_external, num_tokens):
             self._lifecycle.count_lookup(request, prefix, num_external)
-        return True
+        return None

@@ -112,10 +112,7 @@ class KVTransfers:
 
         Returns None if the connector has no answer yet, or if the request failed.
         """
-        if prefix.is_reserved:
-            return NOTHING_TO_LOAD
-        self._reservations.end_reservation(request)
-        if request.computes_locally or request.scores_prompt:
+        if prefix.is_reserved or request.computes_locally or request.scores_prompt:
             return NOTHING_TO_LOAD
         try:
             match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)

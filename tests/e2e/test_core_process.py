@@ -53,9 +53,9 @@ from support.engine_fixtures import engine_config
 
 SABOTAGE = """
 import sys
-from engine.core import scheduler
 from engine.core.__main__ import main
 from engine.core.kv_cache.block_pool import BlockPool
+from engine.core.scheduler import scheduler
 
 scheduler.INVARIANT_CHECK_INTERVAL = 5
 count = BlockPool.num_free.fget
@@ -290,7 +290,7 @@ def test_log_probabilities_beyond_a_message_fail_their_request_alone(config, sta
     assert told == [0, 0, 0]
     assert finished[0].reason is FinishReason.LENGTH
     assert finished[1].reason is FinishReason.ERROR
-    assert "log-probabilities of this request are more than" in finished[1].message
+    assert "log-probabilities of this request exceed the largest message" in finished[1].message
 
 
 def test_a_step_that_nobody_answers_ends_the_core(config, start_core):

@@ -227,7 +227,7 @@ def test_a_replica_that_dies_again_and_again_is_no_matter_of_the_other() -> None
             wait_until(
                 lambda: server.metric("engine:replica_up", engine="1") == 0, what="it is down"
             )
-        server.wait_for("others serve, and it is tried again every 8 s")
+        server.wait_for("others serve, and it is restarted every 8 s")
         assert server.metric("engine:replica_up", engine="0") == 1
         assert [replica["is_up"] for replica in server.get("/replicas")[1]["replicas"]] == [
             True,

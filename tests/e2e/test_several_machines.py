@@ -145,7 +145,7 @@ def test_a_stop_signal_to_all_machines_lets_streams_end(
     with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless() as node:
         server.wait_for("ready at")
         node.process.send_signal(signal.SIGTERM)
-        node.wait_for("the workers stay until node 0 has drained")
+        node.wait_for("workers keep running while node 0 drains")
         with (
             client(cluster.uds) as http,
             http.stream("POST", "/v1/completions", json=REQUEST | {"stream": True}) as answer,
@@ -218,7 +218,7 @@ def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_pat
         thief.wait_for("dials")
         with cluster.headless("-n", "4") as stray:
             assert stray.wait() == 1
-            assert "--nnodes is 4 there, and 2 at node 0" in stray.log.splitlines()[-1]
+            assert "--nnodes is 4 there, but 2 on node 0" in stray.log.splitlines()[-1]
         with cluster.headless() as node:
             server.wait_for("ready at")
             assert "joined" not in thief.log

@@ -453,7 +453,7 @@ def test_a_format_holds_for_the_answer_and_leaves_calls_possible(parser: str) ->
         response = frontend.post("/v1/chat/completions", messages=MESSAGES, **options | wrong)
         assert response.status_code == 400
         assert response.json()["error"]["message"].startswith(
-            "response_format must be a json_schema"
+            "response_format is not a json_schema that can be compiled: "
         )
 
 
