@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ...protocol.config import SchedulerConfig
 from ...protocol.messages import NewRequestData
-from ..kv_cache.manager import Claim, Prefix
+from ..kv_cache.manager import Prefix
 from ..state.batch import ScheduledRow
 from ..state.request import Request
 from .features.encoder_inputs import EncoderInputs, EncoderPlan

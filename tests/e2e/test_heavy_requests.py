@@ -55,7 +55,7 @@ def test_many_logprobs_delay_nobody(server: Server, fields: dict[str, int]) -> N
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    return choice.get("prompt_logprobs", [])[1:] or choice["logprobs"]["top_logprobs"]
+    return (choice["prompt_logprobs"] or [])[1:] or choice["logprobs"]["top_logprobs"]
 
 
 @pytest.mark.parametrize(
