@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Final, TypeAlias
-
-import msgspec
+from typing import Any, TypeAlias
 
 from ..client.logprobs import PositionLogprobs
+from ..http.json_pieces import EncodedJSON, encode_list, encode_object
 from ..tokenizer import Tokenizer
-from .streaming.pieces import encode_list, encode_object
 
 Json: TypeAlias = dict[str, Any]
-
-_NULL: Final = msgspec.Raw(b"null")
 
 
 def finite(logprob: float) -> float:
@@ -37,11 +33,13 @@ class LogprobsRenderer:
 
     def chat(self, positions: Iterable[PositionLogprobs]) -> Json:
         """The `logprobs` of a chat choice; `bytes` are the token's own, also inside a character."""
-        return {"content": [self._chat_position(position) for position in positions]}
+        return {"content": encode_list(map(self._chat_position, positions), at_once=1)}
 
     def _chat_position(self, position: PositionLogprobs) -> Json:
         chosen = self._chat_token(position.token_id, position.logprob)
-        chosen["top_logprobs"] = [self._chat_token(*candidate) for candidate in position.top]
+        chosen["top_logprobs"] = encode_list(
+            self._chat_token(*candidate) for candidate in position.top
+        )
         return chosen
 
     def _chat_token(self, token_id: int, logprob: float) -> Json:
@@ -51,13 +49,13 @@ class LogprobsRenderer:
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
-    def prompt(self, positions: Iterable[PositionLogprobs | None]) -> msgspec.Raw:
+    def prompt(self, positions: Iterable[PositionLogprobs | None]) -> EncodedJSON:
         """`prompt_logprobs`: for each prompt token the candidates by token id; null for the first."""
-        return encode_list(self._prompt_position(p) for p in positions)
+        return encode_list(map(self._prompt_position, positions), at_once=1)
 
-    def _prompt_position(self, position: PositionLogprobs | None) -> msgspec.Raw:
+    def _prompt_position(self, position: PositionLogprobs | None) -> EncodedJSON | None:
         if position is None:
-            return _NULL
+            return None
         ranked = [(token, logprob, i) for i, (token, logprob) in enumerate(position.top, 1)]
         candidates = [(position.token_id, position.logprob, position.rank), *ranked]
         # A candidate that is also the prompt's own token counts once, with its rank among the others.
@@ -96,7 +94,7 @@ class CompletionLogprobs:
         """The tokens of an echoed prompt come before `token_ids`, also in `positions`."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
+        tops: list[EncodedJSON | None] = []
         offsets = self._prompt_offsets(prompt_token_ids, prompt_text) + self._offsets(token_ids)
         all_token_ids = [*prompt_token_ids, *token_ids]
         for token_id, position in zip(all_token_ids, positions, strict=True):
@@ -112,11 +110,11 @@ class CompletionLogprobs:
                 name = self._token(candidate)
                 # Some tokens read alike. Clients ask whether the likeliest was chosen.
                 top[name] = max(finite(logprob), top.get(name, -math.inf))
-            tops.append(top)
+            tops.append(encode_object(top.items()))
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
-            "top_logprobs": tops,
+            "top_logprobs": encode_list(tops, at_once=1),
             "text_offset": offsets,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -27,6 +28,19 @@ class PositionLogprobs(msgspec.Struct, gc=False):
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+
+
+class Logprobs:
+    """The logprobs of new tokens. Each iteration decodes them again, because a list needs much more memory."""
+
+    __slots__ = ("_messages", "_num_positions")
+
+    def __init__(self, messages: list[TokenLogprobs], num_positions: int) -> None:
+        self._messages = messages
+        self._num_positions = num_positions
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        return islice(iterate_logprobs(self._messages), self._num_positions)
 
 
 def decode_logprobs(messages: list[TokenLogprobs]) -> list[PositionLogprobs]:

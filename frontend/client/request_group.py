@@ -21,7 +21,7 @@ from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .core_load import CoreLoad
-from .logprobs import PositionLogprobs, decode_logprobs, iterate_logprobs
+from .logprobs import Logprobs, PositionLogprobs, decode_logprobs, iterate_logprobs
 
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
 
@@ -81,7 +81,7 @@ class Delta(msgspec.Struct, gc=False):
 
     text: str
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Iterable[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -326,7 +326,7 @@ class Sequence:
         logprobs = None
         if self.params.logprobs is not None:
             messages, self.logprobs = self.logprobs, []
-            logprobs = decode_logprobs(messages)[: len(token_ids)]
+            logprobs = Logprobs(messages, len(token_ids))
         reason = self.finish_reason
         if reason is None:
             return Delta(text, token_ids, logprobs)
@@ -359,7 +359,7 @@ class Sequence:
                 num_positions += self.logprobs[num_messages].num_positions
                 num_messages += 1
             num_tokens = min(num_positions or num_tokens, len(self.token_ids) - self._num_read)
-            logprobs = decode_logprobs(self.logprobs[:num_messages])[:num_tokens]
+            logprobs = Logprobs(self.logprobs[:num_messages], num_tokens)
             del self.logprobs[:num_messages]
         start = self._num_read
         end = self._num_read = start + num_tokens

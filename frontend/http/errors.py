@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
+from .json_pieces import encode_pieces
 from .shown_values import cut
 from .shown_values import echo as echo
 
 MAX_MESSAGE: Final = 600
 """Characters of a whole message, of which the caller's own words may be any part: a template writes some itself."""
 
-_encode = msgspec.json.Encoder().encode
 _PATH = re.compile(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
 
@@ -105,7 +105,34 @@ def internal_error(message: str, *, may_retry: bool = True) -> APIError:
 def json_response(
     content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    return Response(_encode(content), status, headers, "application/json")
+    """Return a response with `content` as JSON. Large parts of it (`EncodedJSON`) are sent piece by piece."""
+    pieces = encode_pieces(content)
+    if len(pieces) == 1:
+        return Response(pieces[0], status, headers, "application/json")
+    length = {"content-length": str(sum(map(len, pieces)))}
+    return _LongResponse(pieces, status, (headers or {}) | length)
+
+
+class _LongResponse(Response):
+    """A JSON response that waits for a slow client between its pieces."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: list[bytes], status: int, headers: dict[str, str]) -> None:
+        super().__init__(None, status, headers)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def public(message: str) -> str:

@@ -239,7 +239,7 @@ def _request_output(
                 index,
                 delta.text,
                 delta.token_ids,
-                delta.logprobs,
+                None if delta.logprobs is None else list(delta.logprobs),
                 delta.finish_reason,
                 delta.stop_reason,
                 delta.error,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from support.hostile.target import Target, open_target
@@ -30,12 +29,3 @@ def targets() -> Iterator[Targets]:
 @pytest.fixture
 def target(targets: Targets) -> Target:
     return targets.find_alive()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the attacks of `pending.txt`, whose defects are known and being mended."""
-    pending = set((Path(__file__).parent / "pending.txt").read_text().splitlines())
-    for item in items:
-        name = item.name.partition("[")[2][:-1] or item.name
-        if item.path.parent == Path(__file__).parent and name in pending:
-            item.add_marker(pytest.mark.skip(reason="a known defect, see pending.txt"))

@@ -261,7 +261,7 @@ SAMPLING: Final[dict[str, MakeBody]] = {
         prompt=[5] * 400, prompt_logprobs=-1
     ),
     "10,000 log-probabilities of the prompt": lambda: completion(
-        prompt=[5] * 400, prompt_logprobs=10_000
+        prompt=[5] * 100, prompt_logprobs=10_000
     ),
     "all log-probabilities of 100 tokens": lambda: completion(logprobs=49_152, max_tokens=100),
     "all log-probabilities of a chat": lambda: chat(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, Final
+from itertools import chain
+from typing import Final
 
 import msgspec
 import numpy as np
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
-from ...client.engine_client import Delta, Sequence
+from ...client.engine_client import Delta, PositionLogprobs, Sequence
 from ..answer import Answer, Outputs
 from ..bodies.intake import Intake
 from ..endpoint import Endpoint, NewAnswer
@@ -167,12 +169,14 @@ class _Choice:
                 choice.setdefault(name, None)
         return choice
 
-    def _logprobs_of(self, token_ids: list[int], positions: list[Any], is_first: bool) -> Json:
+    def _logprobs_of(
+        self, token_ids: list[int], positions: Iterable[PositionLogprobs], is_first: bool
+    ) -> Json:
         if not (self._request.echo and is_first):
             return self._logprobs.piece(token_ids, positions)
         return self._logprobs.piece(
             token_ids,
-            [*(self._sequence.prompt_logprobs or []), *positions],
+            chain(self._sequence.iterate_prompt_logprobs(), positions),
             prompt_token_ids=self._prompt.token_ids.tolist(),
             prompt_text=self._prompt_text(),
         )

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...http.errors import APIError, bad_request, json_response
+from ...http.json_pieces import encode_list
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..chat_prompt import render_chat
@@ -16,7 +17,6 @@ from ..openapi import accepts
 from ..prompts import parse_token_ids
 from ..schema import DetokenizeRequest, TokenizeRequest
 from ..serving import Serving
-from ..streaming.pieces import encode_list
 from ..tools.tool_definitions import tools_for_template
 
 MAX_CHARACTERS: Final = 1 << 22

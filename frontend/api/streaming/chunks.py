@@ -6,16 +6,12 @@ from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from ...client.engine_client import Delta, Sequence
+from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
 from .event_stream import event
-
-_encode = msgspec.json.Encoder().encode
-
 
 AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
@@ -55,7 +51,7 @@ class Chunks(ABC, Generic[AnswerT]):
             self._include_usage and options and options.continuous_usage_stats
         )
         self._is_plain = is_plain and not self._continuous_usage
-        envelope = b"data: " + _encode(answer.envelope)[:-1]
+        envelope = b"data: " + encode_whole(answer.envelope)[:-1]
         self._heads = [
             b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
             for index in range(num_choices)
@@ -77,7 +73,7 @@ class Chunks(ABC, Generic[AnswerT]):
         text = sequence.read_text()
         if not text:
             return b""
-        return b"".join((self._heads[sequence.position], _encode(text), self._tail))
+        return b"".join((self._heads[sequence.position], encode_whole(text), self._tail))
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:

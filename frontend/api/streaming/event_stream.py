@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
 from starlette.types import Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
 from ...client.request_group import STREAMED_AT_ONCE
 from ...http.errors import APIError, internal_error
+from ...http.json_pieces import encode_whole
 from ..generation import ClientWatch
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,9 @@ _START: Final = {
     ],
 }
 
-_encode = msgspec.json.Encoder().encode
-
 
 def event(content: object) -> bytes:
-    return b"data: %b\n\n" % _encode(content)
+    return b"data: %b\n\n" % encode_whole(content)
 
 
 def _error_event(error: APIError) -> bytes:

@@ -283,8 +283,8 @@ async def test_logprobs_follow_the_tokens_and_are_cut_with_them() -> None:
     assert delta.finish_reason == "stop" and len(delta.token_ids) < len(TOKENS)
     assert delta.logprobs is not None
     assert [p.token_id for p in delta.logprobs] == delta.token_ids
-    assert [p.rank for p in delta.logprobs[:5]] == [1, 2, 3, 1, 2]
-    assert delta.logprobs[0].top == [(7, -1.0), (8, -2.0)]
+    assert [p.rank for p in list(delta.logprobs)[:5]] == [1, 2, 3, 1, 2]
+    assert next(iter(delta.logprobs)).top == [(7, -1.0), (8, -2.0)]
 
 
 @pytest.mark.parametrize(
