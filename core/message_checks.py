@@ -52,6 +52,7 @@ def is_sound_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         and math.isfinite(request.deadline)
         and are_below(vocab_size, request.prompt_token_ids)
         and are_below(vocab_size, request.output_token_ids)
+        and are_below(vocab_size, request.predicted_token_ids)
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
         and all(
             0 <= item.position <= _MAX_INT32
@@ -74,6 +75,8 @@ def is_sound_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: in
         are_below(vocab_size, output.sampled_token_ids)
         and len(output.num_sampled) % 4 == len(output.num_verified) % 4 == 0
         and are_below(max_num_seqs, output.nan_slots)
+        and len(output.prediction_counts) % 12 == 0
+        and are_below(_MAX_INT32, output.prediction_counts)
         and (output.drafts is None or are_sound_drafts(output.drafts, vocab_size, max_num_seqs))
     ):
         return False

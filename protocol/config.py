@@ -15,7 +15,7 @@ import msgspec
 from .errors import RunDirectoryError
 from .file_identity import FileIdentity, verify_files
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Bumped whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1

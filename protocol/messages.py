@@ -76,6 +76,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `arrival_time` is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always
     set here. `request_id` is what clients know it by; several sequences may share one. `kv_transfer_params` are for the
     KV connector alone. `trace_headers` are the W3C trace context of the HTTP request, by header name.
+    `predicted_token_ids` are what the client expects the output to be; the workers only draft from them.
 
     A request `is_resubmitted` when a core that had accepted it is gone, which may have known it as `was_index`. It goes
     on after `output_token_ids`, which its client has already, as one does that was preempted. One that `is_suspect` of
@@ -101,6 +102,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     is_suspect: bool = False
     was_index: int = -1
     trace_headers: dict[str, str] | None = None
+    predicted_token_ids: I32 = b""
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
@@ -291,7 +293,8 @@ class EngineCoreOutputs(
     request got and is empty when each got one. `finished` requests produce nothing after this message.
     `finished_set` int32 lists every request of the client that ended since its last message, including those
     aborted by the client itself. `scheduler_times` float32 are the seconds that the scheduler spent while each of them
-    was running; empty if they were not measured.
+    was running; empty if they were not measured. `prediction_counts` int32[k, 3] are rows (request index, number of
+    accepted tokens, number of rejected tokens) of the drafts that came from a client's prediction.
     """
 
     core_index: int
@@ -307,6 +310,7 @@ class EngineCoreOutputs(
     finished_set: I32 = b""
     stats: SchedulerStats | None = None
     scheduler_times: F32 = b""
+    prediction_counts: I32 = b""
 
 
 class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):
@@ -365,6 +369,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `token_ids` int32 are all its tokens so far, the first `num_prompt_tokens` of them the prompt.
     `num_computed_tokens` of them are in the KV cache already. `block_ids` holds one int32 array a KV-cache group.
     With `arrival_time` the `request_id` is unique for ever, not only among live requests.
+    `predicted_token_ids` int32 are the client's prediction of the output, a source of drafts.
     """
 
     slot: int
@@ -378,6 +383,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     lora_name: str = ""
     encoder_inputs: list[EncoderInput] = []
     arrival_time: float = 0.0
+    predicted_token_ids: I32 = b""
 
 
 class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -541,6 +547,8 @@ class ModelRunnerOutput(
     gives another count a row when drafts were verified, and is empty otherwise; `num_verified` int32 is how many drafts
     of each row were, empty if all that were scheduled. `nan_slots` int32 had NaNs in their logits.
     `failed_slots` are rows for which no token can be chosen, with the reason: what was computed of them is good.
+    `prediction_counts` int32[k, 3] are rows (slot, number of accepted drafts, number of rejected drafts) of the drafts
+    that came from a client's prediction.
     """
 
     step: int
@@ -553,6 +561,7 @@ class ModelRunnerOutput(
     failed_slots: list[tuple[int, str]] = []
     kv_connector_output: KVConnectorOutput | None = None
     drafts: DraftTokenIds | None = None
+    prediction_counts: I32 = b""
 
 
 WorkerMessage: TypeAlias = (

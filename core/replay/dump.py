@@ -30,7 +30,7 @@ from .redaction import (
 )
 from .snapshot import Snapshot, SnapshotError, describe
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"

@@ -42,7 +42,10 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """In a file `message` has no prompt, only its length `num_prompt_bytes`, and zeros for output tokens."""
+    """A request that arrived.
+
+    In a file `message` has zeros for output and predicted tokens, and no prompt, only its length `num_prompt_bytes`.
+    """
 
     client_index: int
     message: EngineCoreRequest

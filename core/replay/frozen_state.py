@@ -34,7 +34,13 @@ ATOMS: Final = frozenset({type(None), bool, int, float, bytes})
 
 CONTENT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
-        {"prompt_token_ids", "output_token_ids", "kv_transfer_params", "trace_headers"}
+        {
+            "prompt_token_ids",
+            "output_token_ids",
+            "predicted_token_ids",
+            "kv_transfer_params",
+            "trace_headers",
+        }
     ),
     EncoderInput: frozenset({"data"}),
     Drafts: frozenset({"_token_ids", "_forced_token_ids"}),
@@ -58,6 +64,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "lora_name",
             "num_prompt_tokens",
             "params",
+            "predicted_token_ids",
             "priority",
             "prompt_block_hashes",
             "prompt_token_ids",

@@ -99,6 +99,7 @@ class EventLog:
         message = event.message
         self.events.append(event)
         self.num_bytes += REQUEST_BYTES + event.num_prompt_bytes + len(message.block_hashes)
+        self.num_bytes += len(message.predicted_token_ids)
         self._ends.add(message.eos_token_ids)
         self._ends.add(message.sampling_params.stop_token_ids)
 

@@ -151,6 +151,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         request_index=message.request_index,
         prompt_token_ids=b"",
         output_token_ids=bytes(len(message.output_token_ids)),
+        predicted_token_ids=bytes(len(message.predicted_token_ids)),
         sampling_params=without_content(message.sampling_params),
         arrival_time=message.arrival_time,
         eos_token_ids=message.eos_token_ids,
@@ -179,6 +180,7 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
         nan_slots=result.nan_slots,
         failed_slots=[(slot, "") for slot, _ in result.failed_slots],
         kv_connector_output=result.kv_connector_output,
+        prediction_counts=result.prediction_counts,
         drafts=result.drafts,
     )
 

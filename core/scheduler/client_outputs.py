@@ -61,6 +61,7 @@ class Outbox:
         self.event_batches: list[_EventBatch] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prediction_counts: list[tuple[int, int, int]] = []
         self._sequence = 0
 
     def get_event_batch(self, kind: EventKind, now: float) -> _EventBatch:
@@ -88,6 +89,9 @@ class Outbox:
             outputs.logprobs, self.logprobs = self.logprobs, []
         if self.prompt_logprobs:
             outputs.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        if self.prediction_counts:
+            outputs.prediction_counts = int32_bytes(self.prediction_counts)
+            self.prediction_counts = []
         return outputs
 
 

@@ -322,6 +322,7 @@ class RequestLifecycle:
                 lora_name=request.lora_name,
                 encoder_inputs=request.encoder_inputs,
                 arrival_time=request.arrival_time,
+                predicted_token_ids=request.predicted_token_ids,
             )
             for request, claim, tokens, cached in zip(
                 requests, claims, token_ids, num_cached, strict=True

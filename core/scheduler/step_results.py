@@ -173,7 +173,12 @@ class StepResults:
             token_ids, counts, cut = sampled
         for row in late:
             cut[int(step.sampling.slots[row.position])] = len(row.token_ids) // 4
-        if output.logprobs or output.prompt_logprobs or output.nan_slots:
+        if (
+            output.logprobs
+            or output.prompt_logprobs
+            or output.nan_slots
+            or output.prediction_counts
+        ):
             self._take_row_reports(step, output, cut)
         if len(token_ids):
             self._take_tokens(step, sampling, token_ids, counts, now)
@@ -320,6 +325,12 @@ class StepResults:
             if (request := owners.get(row.slot)) is not None and not request.has_sampled:
                 request.prompt_logprobs = request.prompt_logprobs or []
                 request.prompt_logprobs.append(_token_logprobs(request, row))
+        predictions = int32_view(output.prediction_counts).reshape(-1, 3).tolist()
+        for slot, num_accepted, num_rejected in predictions:
+            if (request := owners.get(slot)) is not None:
+                outbox = self._clients[request.client_index]
+                num_kept = min(num_accepted, cut.get(slot, num_accepted))
+                outbox.prediction_counts.append((request.request_index, num_kept, num_rejected))
 
     def _take_tokens(
         self,

@@ -93,6 +93,7 @@ class Request:
         "num_tokens",
         "output_token_ids",
         "params",
+        "predicted_token_ids",
         "priority",
         "prompt_block_hashes",
         "prompt_logprobs",
@@ -131,6 +132,7 @@ class Request:
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
         self.output_token_ids = message.output_token_ids
+        self.predicted_token_ids = message.predicted_token_ids
         self.num_tokens = self.num_prompt_tokens + len(message.output_token_ids) // 4
         self.prompt_block_hashes = message.block_hashes
         self.root_hash = message.root_hash

@@ -67,9 +67,19 @@ class Answer(ABC, Generic[Request]):
         usage["total_tokens"] += num_tokens
 
     def _count_usage(
-        self, *, num_completion_tokens: int | None = None, reasoning_tokens: int | None = None
+        self,
+        *,
+        num_completion_tokens: int | None = None,
+        reasoning_tokens: int | None = None,
+        predicts: bool = False,
     ) -> Json:
-        """Return the usage. A prompt with n outputs counts once."""
+        """Return the usage. A prompt with n outputs counts once.
+
+        Args:
+            num_completion_tokens: The tokens to count; None for all that were read.
+            reasoning_tokens: The tokens of reasoning; None where they are not told from content.
+            predicts: Whether the client sent a prediction, of which the accepted and rejected tokens count.
+        """
         prompts = [outputs[0] for outputs in self._group.outputs_by_prompt()]
         num_prompt = sum(s.num_prompt_tokens for s in prompts)
         if num_completion_tokens is None:
@@ -82,8 +92,17 @@ class Answer(ABC, Generic[Request]):
         if self.serving.config.frontend.enable_prompt_tokens_details:
             cached = sum(s.num_cached_tokens for s in prompts)
             counts["prompt_tokens_details"] = {"cached_tokens": cached}
-        if reasoning_tokens is not None:
-            counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+        if predicts:
+            sequences = self._group.sequences
+            accepted = sum(s.num_accepted_predictions for s in sequences)
+            # A stop string may have dropped accepted tokens.
+            details["accepted_prediction_tokens"] = min(accepted, num_completion_tokens)
+            details["rejected_prediction_tokens"] = sum(
+                s.num_rejected_predictions for s in sequences
+            )
+        if details:
+            counts["completion_tokens_details"] = details
         return counts
 
 

@@ -51,11 +51,15 @@ _RANK_HEADER = RANK_HEADER.lower().encode()
 
 @dataclass(slots=True)
 class PreparedPrompt:
-    """A prompt with verified parameters; `text` only where the request gave it as text."""
+    """A prompt with verified parameters; `text` only where the request gave it as text.
+
+    `predicted_token_ids` are the client's prediction of the output; None without one.
+    """
 
     token_ids: npt.NDArray[np.int32]
     params: SamplingParams
     text: str | None = None
+    predicted_token_ids: npt.NDArray[np.int32] | None = None
 
 
 def verify_streaming(request: GenerationRequest) -> None:
@@ -148,6 +152,7 @@ async def submit(
                 deadline=deadline,
                 data_parallel_rank=data_parallel_rank,
                 trace_headers=trace_headers,
+                predicted_token_ids=prompt.predicted_token_ids,
             )
             for j in range(n)
         )

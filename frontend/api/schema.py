@@ -160,7 +160,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
-    # A text that the answer may repeat. It is a hint and changes no answer.
+    # Text that the answer may repeat. It is drafted from, which changes no answer.
     prediction: dict[str, Any] | None = None
 
     chat_template: Any = None
@@ -236,7 +236,7 @@ REFUSED: dict[str, str] = {
     "web_search_options": "is not supported; this server does not search the web",
 }
 
-WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation", "prediction")
+WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
 """Fields of any size that are accepted and that nothing reads."""
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {

@@ -86,11 +86,13 @@ class InputProcessor:
             [(len(prompts[id(s.prompt_token_ids)][1]) // 4, s.params) for s in sequences],
             self._model.vocab_size,
         )
+        predictions = _encode_predictions(sequences)
         messages: list[EngineCoreRequest] = []
         for sequence in sequences:
             prompt_of = prompts[id(sequence.prompt_token_ids)]
             words = bad_words[_lists_of(sequence.params)]
-            messages.append(self._message(sequence, *prompt_of, words, arrival_time))
+            predicted = predictions[id(sequence.predicted_token_ids)]
+            messages.append(self._message(sequence, *prompt_of, words, predicted, arrival_time))
             if len(messages) % SEQUENCES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return messages
@@ -101,6 +103,7 @@ class InputProcessor:
         num_prompt_tokens: int,
         prompt: bytes,
         bad_words: TokenSequences,
+        predicted: bytes,
         arrival_time: float,
     ) -> EngineCoreRequest:
         params = request.params
@@ -128,6 +131,7 @@ class InputProcessor:
             tenant=request.tenant,
             deadline=request.deadline,
             trace_headers=request.trace_headers,
+            predicted_token_ids=predicted,
         )
 
     def _prompt(self, token_ids: TokenIds) -> Int32Array:
@@ -248,6 +252,29 @@ def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequen
                 f"has {size} {unit} for each of {num_sequences} sequences, "
                 f"{size * num_sequences} in total, but at most {limit} are allowed",
             )
+
+
+def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
+    """Return the tokens of each prediction, by the identity of its array, and no tokens for None.
+
+    Raises:
+        ParameterError: They are too large when every sequence has a copy.
+    """
+    encoded: dict[int, bytes] = {id(None): b""}
+    total = 0
+    for sequence in sequences:
+        predicted = sequence.predicted_token_ids
+        if predicted is not None:
+            total += len(predicted)
+            if id(predicted) not in encoded:
+                encoded[id(predicted)] = int32_bytes(predicted)
+    if total > MAX_ENTRIES_IN_ALL:
+        raise ParameterError(
+            "prediction",
+            f"has {total} tokens for {len(sequences)} sequences in total, but at most "
+            f"{MAX_ENTRIES_IN_ALL} are allowed",
+        )
+    return encoded
 
 
 def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size: int) -> None:

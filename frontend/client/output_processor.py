@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ...protocol.arrays import float32_view, int32_list
+from ...protocol.arrays import float32_view, int32_list, int32_view
 from ...protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -67,6 +67,7 @@ class OutputProcessor:
         token_ids = _token_ids(outputs, len(rows.sequences))
         ended = int32_list(outputs.finished_set)
         scheduler_times = _scheduler_times(outputs, len(ended))
+        predictions = int32_view(outputs.prediction_counts).reshape(-1, 3).tolist()
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
             self._apply_event(event)
@@ -76,6 +77,10 @@ class OutputProcessor:
         for message in outputs.prompt_logprobs:
             if (sequence := self.sequences.get(message.request_index)) is not None:
                 sequence.prompt_logprob_messages.append(message)
+        for request_index, num_accepted, num_rejected in predictions:
+            if (sequence := self.sequences.get(request_index)) is not None:
+                sequence.num_accepted_predictions += num_accepted
+                sequence.num_rejected_predictions += num_rejected
         if token_ids:
             self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
         if rows.watched:

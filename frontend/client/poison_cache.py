@@ -44,5 +44,6 @@ def _digest(request: EngineCoreRequest) -> bytes:
         eos_token_ids=request.eos_token_ids,
         lora_name=request.lora_name,
         encoder_inputs=request.encoder_inputs,
+        predicted_token_ids=request.predicted_token_ids,
     )
     return blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()

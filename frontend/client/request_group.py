@@ -57,6 +57,7 @@ class SequenceRequest:
         data_parallel_rank: The replica to use; None for any.
         cache_salt: Cached prefixes are shared only by sequences with equal `cache_salt` and `cache_owner`.
         trace_headers: The W3C trace context of the request.
+        predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
     """
 
     prompt_token_ids: TokenIds
@@ -68,6 +69,7 @@ class SequenceRequest:
     deadline: float = 0.0
     data_parallel_rank: int | None = None
     trace_headers: dict[str, str] | None = None
+    predicted_token_ids: npt.NDArray[np.int32] | None = None
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -101,6 +103,8 @@ class Sequence:
         block_keys: Keys of the prompt blocks, if there are several replicas.
         was_accepted: Whether a core has confirmed the sequence.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
+        num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
+        num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
         num_silent_deaths: Consecutive cores that exited without a last message after receiving the sequence and
             before
             returning a token of it.
@@ -126,9 +130,11 @@ class Sequence:
         "load",
         "logprobs",
         "max_tokens",
+        "num_accepted_predictions",
         "num_cached_tokens",
         "num_losses",
         "num_prompt_tokens",
+        "num_rejected_predictions",
         "num_silent_deaths",
         "params",
         "position",
@@ -165,6 +171,8 @@ class Sequence:
         self.max_tokens = request.sampling_params.max_tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
+        self.num_accepted_predictions = 0
+        self.num_rejected_predictions = 0
         self.has_stop_strings = bool(params.stop)
 
         self.group: RequestGroup

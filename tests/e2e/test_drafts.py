@@ -79,6 +79,35 @@ def test_copies_take_fewer_steps(drafting: Server, plain: Server) -> None:
     assert plain.metric("engine:spec_decode_num_draft_tokens_total") == 0
 
 
+def test_predicted_answer_takes_fewer_steps(drafting: Server, plain: Server) -> None:
+    messages = [{"role": "user", "content": "Write a short poem about the sea."}]
+    body = {"model": "m", "messages": messages, "max_tokens": 80, "temperature": 0.7, "seed": 4}
+
+    def chat(server: Server, **fields: Any) -> tuple[Any, dict[str, Any], float]:
+        before = server.metric("engine:scheduler_steps_total")
+        status, answer = server.post("/v1/chat/completions", body | fields)
+        assert status == 200, answer
+        num_steps = server.metric("engine:scheduler_steps_total") - before
+        return answer["choices"], answer["usage"], num_steps
+
+    wanted, _, many = chat(plain)
+    text = wanted[0]["message"]["content"]
+    right = {"type": "content", "content": text}
+    edited = {"type": "content", "content": text.replace("the", "a")}
+    wrong = {"type": "content", "content": "Unlike anything in this poem: " * 9}
+    choices, usage, few = chat(drafting, prediction=right)
+    assert choices == wanted
+    assert few < 0.5 * many
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 40
+    for prediction in (edited, wrong):
+        choices, usage, _ = chat(drafting, prediction=prediction)
+        assert choices == wanted
+    choices, usage, _ = chat(plain, prediction=right)
+    assert choices == wanted
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
 def test_what_a_schema_leaves_no_choice_about_takes_fewer_steps(
     drafting: Server, plain: Server
 ) -> None:

@@ -153,8 +153,15 @@ class EchoCore:
             ]
             token_ids: list[int] = []
             counts = []
+            predictions = []
             for index, echo in running.items():
+                start = echo.num_generated
                 new, finished = self._generate(echo, tokens_each)
+                predicted = int32_view(echo.request.predicted_token_ids).tolist()[start:]
+                pairs = list(zip(predicted, new, strict=False))
+                num_right = sum(token == other for token, other in pairs)
+                if pairs:
+                    predictions.append((index, num_right, len(pairs) - num_right))
                 token_ids += new
                 counts.append(len(new))
                 self._report_logprobs(outputs, echo, new)
@@ -164,6 +171,7 @@ class EchoCore:
             outputs.request_indices = int32_bytes(list(running))
             outputs.token_ids = int32_bytes(token_ids)
             outputs.num_tokens = b"" if set(counts) <= {1} else int32_bytes(counts)
+            outputs.prediction_counts = int32_bytes(predictions)
             for done in outputs.finished:
                 del running[done.request_index]
             outputs.stats = SchedulerStats(

@@ -50,6 +50,7 @@ class Row:
             blocks = int32_view(block_ids).tolist()
             self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
         self.lora_name = data.lora_name
+        self.prediction = int32_view(data.predicted_token_ids).tolist()
         self.drafts: list[int] = []
         self.forced: list[int] = []
         self.encoder_inputs = data.encoder_inputs
@@ -79,6 +80,11 @@ def propose_by_chance(rng: random.Random, vocab_size: int, most: int) -> Callabl
         return drafts
 
     return propose
+
+
+def propose_prediction(row: Row) -> list[int]:
+    """Draft what the client predicts in the place of the next tokens."""
+    return row.prediction[len(row.token_ids) - row.num_prompt_tokens :][:3]
 
 
 class ModelWorker:
@@ -222,7 +228,8 @@ class ModelWorker:
         self._write_kv(counts, drafts)
         self._check_visible(counts)
         sampled, num_sampled, num_verified, failed, nan_slots = [], [], [], [], []
-        rejected = []
+        rejected: list[tuple[Row, int]] = []
+        predictions: list[tuple[int, int, int]] = []
         for position, slot in enumerate(self.batch):
             row = self.rows[slot]
             row.num_computed_tokens += counts[position]
@@ -233,6 +240,9 @@ class ModelWorker:
                 sampled += tokens
                 num_sampled.append(len(tokens))
                 num_verified.append(len(drafts.get(position, [])))
+                if row.prediction and num_verified[-1]:
+                    num_right = len(tokens) - 1
+                    predictions.append((slot, num_right, num_verified[-1] - num_right))
                 if slot in self.nan_next:
                     self.nan_next.remove(slot)
                     nan_slots.append(slot)
@@ -254,6 +264,7 @@ class ModelWorker:
             failed_slots=failed,
             drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
+            prediction_counts=int32_bytes(predictions),
         )
 
     def _fill_encoder_cache(self, step: SchedulerOutput) -> None:

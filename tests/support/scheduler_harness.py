@@ -59,6 +59,8 @@ class Heard:
     is_over: bool = False
     was_aborted: bool = False
     events: list[RequestEvent] = field(default_factory=list)
+    num_accepted_predictions: int = 0
+    num_rejected_predictions: int = 0
 
     @property
     def reason(self) -> FinishReason | None:
@@ -244,6 +246,7 @@ class Harness:
         kv_transfer_params: dict[str, object] | None = None,
         is_suspect: bool = False,
         trace_headers: dict[str, str] | None = None,
+        predicted: list[int] | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -272,6 +275,7 @@ class Harness:
             kv_transfer_params=kv_transfer_params,
             is_suspect=is_suspect,
             trace_headers=trace_headers,
+            predicted_token_ids=int32_bytes(predicted or []),
         )
         key = (client, message.request_index)
         self.heard[key] = Heard(message)
@@ -367,6 +371,10 @@ class Harness:
             for events in message.events:
                 for event in events.split():
                     self.heard[client, event.request_index].events.append(event)
+            predictions = int32_view(message.prediction_counts).reshape(-1, 3).tolist()
+            for index, num_accepted, num_rejected in predictions:
+                self.heard[client, index].num_accepted_predictions += num_accepted
+                self.heard[client, index].num_rejected_predictions += num_rejected
             over = int32_view(message.finished_set).tolist()
             for finished in message.finished:
                 assert finished.request_index in over

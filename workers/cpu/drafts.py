@@ -1,4 +1,4 @@
-"""Drafts of requests that repeat their prompt or themselves (prompt lookup decoding).
+"""Drafts of requests that repeat their prompt, themselves, or their client's prediction (prompt lookup decoding).
 
 A draft counts if it is what the model samples in its place, by the random number of that place. So with drafts every
 request gets the tokens that it gets without them, greedy or not: Leviathan et al., "Fast Inference from Transformers
@@ -11,9 +11,9 @@ import ctypes
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, int32_view
+from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ...protocol.config import SpeculativeConfig
-from ...protocol.messages import DraftTokenIds
+from ...protocol.messages import DraftTokenIds, NewRequestData
 from ..batch import PersistentBatch
 from .library import DraftLookup, native_library
 
@@ -35,6 +35,10 @@ class Drafts:
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._counts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._tokens: Int32Array = np.zeros(self.max_drafts, np.int32)
+        self._predictions: dict[int, Int32Array] = {}
+        self._predicted_tokens = (ctypes.c_void_p * batch.num_slots)()
+        self._num_predicted: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._num_from_prediction: Int32Array = np.zeros(batch.num_slots, np.int32)
         self.lookup = DraftLookup(
             num_drafts=self._num_drafts.ctypes.data,
             most=config.num_speculative_tokens,
@@ -43,10 +47,22 @@ class Drafts:
             num_forced=self._num_forced.ctypes.data,
             forced_start=self._forced_start.ctypes.data,
             forced_tokens=self._forced.ctypes.data,
+            predicted_tokens=ctypes.addressof(self._predicted_tokens),
+            num_predicted=self._num_predicted.ctypes.data,
+            num_prompt_tokens=batch.num_prompt_tokens.ctypes.data,
+            num_from_prediction=self._num_from_prediction.ctypes.data,
             found_slots=self._slots.ctypes.data,
             found_counts=self._counts.ctypes.data,
             found_tokens=self._tokens.ctypes.data,
         )
+
+    def add_requests(self, requests: list[NewRequestData]) -> None:
+        """Replace the predictions of the slots of new requests, and drop the drafts there."""
+        for new in requests:
+            self._predictions[new.slot] = predicted = int32_view(new.predicted_token_ids)
+            self._predicted_tokens[new.slot] = predicted.ctypes.data
+            self._num_predicted[new.slot] = len(predicted)
+        self.forget([new.slot for new in requests])
 
     def put(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
         """Take these drafts, `counts` of each slot, in place of those that were found."""
@@ -55,6 +71,8 @@ class Drafts:
         columns = np.repeat(starts, counts) + offsets
         self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
+        # They are the drafts that were found, as far as the core keeps them.
+        self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], counts)
 
     def force(self, forced: DraftTokenIds) -> None:
         """Expect that these tokens follow the last one of each slot."""
@@ -70,6 +88,7 @@ class Drafts:
         """Drop the drafts of these slots, which have other tokens now."""
         self._num_drafts[slots] = 0
         self._num_forced[slots] = 0
+        self._num_from_prediction[slots] = 0
 
     def look_up(self, slots: Int32Array) -> None:
         """Look for drafts of slots that have a new token."""
@@ -95,3 +114,25 @@ class Drafts:
             counts.tobytes(),
             self._tokens[: counts.sum()].tobytes(),
         )
+
+    def num_from_prediction(self, slots: Int64Array) -> Int32Array:
+        """Return how many of each slot's drafts, which are the first ones, are from the client's prediction."""
+        return self._num_from_prediction[slots]
+
+
+def count_predictions(
+    slots: Int64Array, num_predicted: Int32Array, num_sampled: Int32Array, num_verified: Int32Array
+) -> bytes:
+    """Return rows (slot, number of accepted tokens, number of rejected tokens) of predictions, as int32 bytes.
+
+    Args:
+        slots: The slots of a step.
+        num_predicted: The drafts of each slot that are from a prediction, which come first.
+        num_sampled: The tokens that each slot sampled: those accepted, and one more.
+        num_verified: The drafts of each slot that were verified.
+    """
+    num_tried = np.minimum(num_predicted, num_verified)
+    num_accepted = np.minimum(num_tried, num_sampled - 1)
+    is_tried = num_tried > 0
+    rows = np.stack((slots, num_accepted, num_tried - num_accepted), 1)
+    return int32_bytes(rows[is_tried])

@@ -17,7 +17,7 @@ from ...protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutp
 from ..batch import StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
-from ..cpu.drafts import Drafts
+from ..cpu.drafts import Drafts, count_predictions
 from ..sampling import SamplerOutput, SamplingMetadata
 from .kv_cache import KVCache
 from .model_loader import Model
@@ -78,7 +78,7 @@ class HostExecution:
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         if self._drafts is not None and output.new_requests:
-            self._drafts.forget([new.slot for new in output.new_requests])
+            self._drafts.add_requests(output.new_requests)
         await_grammar = partial(self._await_grammar, await_grammar)
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
@@ -98,8 +98,13 @@ class HostExecution:
         bitmasks = None
         if output.grammar_slots:
             bitmasks = partial(self._requests.await_bitmasks, output, await_grammar)
+        num_drafts_S = self._drafts_to_verify(output, rows.slots_S)
+        num_predicted_S = None
+        if num_drafts_S is not None and self._drafts is not None:
+            # The step itself looks up the next drafts.
+            num_predicted_S = self._drafts.num_from_prediction(rows.slots_S)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
-            rows, self._drafts_to_verify(output, rows.slots_S), bitmasks
+            rows, num_drafts_S, bitmasks
         )
         result = ModelRunnerOutput(output.step, tokens_K.tobytes())
         if num_failed or logprobs is not None:
@@ -110,6 +115,10 @@ class HostExecution:
         if num_sampled_S is not None and num_verified_S is not None:
             result.num_sampled = num_sampled_S.tobytes()
             result.num_verified = num_verified_S.tobytes()
+            if num_predicted_S is not None and num_predicted_S.any():
+                result.prediction_counts = count_predictions(
+                    rows.slots_S, num_predicted_S, num_sampled_S, num_verified_S
+                )
         return result
 
     def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:

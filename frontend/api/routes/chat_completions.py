@@ -21,6 +21,7 @@ from ..generation import (
     PreparedPrompt,
 )
 from ..logprobs import Json
+from ..prediction import encode_prediction
 from ..prompts import fit_context
 from ..sampling import sampling_params
 from ..schema import ChatCompletionRequest
@@ -87,7 +88,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             max_tokens=max_tokens,
             structured_output=serving.leave_reasoning_free(params.structured_output, chat.text),
         )
-        prompt = PreparedPrompt(token_ids, params, chat.text)
+        predicted = await encode_prediction(serving, request.prediction)
+        prompt = PreparedPrompt(token_ids, params, chat.text, predicted if len(predicted) else None)
         return [prompt], partial(_Answer, serving, request, tools, prompt)
 
     def _constrain_auto(
@@ -256,7 +258,10 @@ class _Answer(Answer[ChatCompletionRequest]):
         """The final count, reasoning included."""
         counts = [choice.num_reasoning_tokens for choice in self.choices]
         known = [count for count in counts if count is not None]
-        return self._count_usage(reasoning_tokens=sum(known) if known else None)
+        return self._count_usage(
+            reasoning_tokens=sum(known) if known else None,
+            predicts=self.request.prediction is not None,
+        )
 
     def whole(self, outputs: list[Delta]) -> Json:
         answer = self.envelope | {

@@ -537,6 +537,7 @@ def test_nothing_of_what_was_said_is_in_a_dump():
             lora_name=secrets[5],
             inputs=[picture],
             trace_headers={"tracestate": secrets[7]},
+            predicted=prompt[::-1],
             structured_output=None,
             stop=(secrets[3],),
             bad_words=(secrets[4],),
@@ -569,11 +570,11 @@ def test_nothing_of_what_was_said_is_in_a_dump():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 19),
-        (messages.ModelRunnerOutput, 10),
+        (messages.EngineCoreRequest, 20),
+        (messages.ModelRunnerOutput, 11),
         (messages.SchedulerOutput, 14),
-        (messages.NewRequestData, 11),
-        (messages.EngineCoreOutputs, 13),
+        (messages.NewRequestData, 12),
+        (messages.EngineCoreOutputs, 14),
         (messages.EncoderInput, 5),
         (messages.EncoderWork, 4),
         (messages.DraftTokenIds, 4),

@@ -15,7 +15,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from support.fingerprints import extend
-from support.model_worker import Row, choose_token
+from support.model_worker import Row, choose_token, propose_prediction
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 
@@ -298,6 +298,65 @@ def test_5_3_whoever_was_proposed_nothing_has_no_placeholders():
     harness.add(6, 9)
     harness.drain()
     assert not any(step.drafts or step.chunks for step in harness.steps[1:])
+
+
+@pytest.mark.parametrize("uses_placeholders", [False, True])
+def test_client_receives_counts_of_its_prediction(uses_placeholders):
+    limits = {"async_scheduling": True, "max_in_flight": 2} if uses_placeholders else {}
+    harness = speculating(3, propose_prediction, **limits)
+    alone = harness.add(6, 20)
+    harness.drain()
+    right = harness.heard[alone].token_ids
+    wrong = [(token + 1) % VOCAB_SIZE for token in right]
+    keys = [
+        harness.add(6, 20, client=client, predicted=predicted)
+        for client, predicted in enumerate((right, wrong, right[:8] + wrong[8:], None))
+    ]
+    harness.drain()
+    heard = [harness.heard[key] for key in keys]
+    assert all(each.token_ids == right for each in heard)
+    accepted = [each.num_accepted_predictions for each in heard]
+    rejected = [each.num_rejected_predictions for each in heard]
+    assert accepted[0] > 10
+    assert rejected[0] == accepted[1] == accepted[3] == rejected[3] == 0
+    assert rejected[1] > 10
+    assert 0 < accepted[2] <= 8 < rejected[2]
+
+
+def test_accepted_predictions_end_with_the_tokens():
+    harness = speculating(3, propose_prediction)
+    alone = harness.add(6, 20)
+    harness.drain()
+    right = harness.heard[alone].token_ids
+    stop = right[2]
+    key = harness.add(6, 20, predicted=right, stop_token_ids=(stop,))
+    harness.drain()
+    assert harness.heard[key].token_ids == right[: right.index(stop) + 1]
+    assert harness.heard[key].num_accepted_predictions == 2
+
+
+def test_prediction_goes_on_after_a_crash_and_a_preemption():
+    harness = RecordedHarness(
+        segment_bytes=4000,
+        vocab_size=VOCAB_SIZE,
+        speculative=SpeculativeConfig(3),
+        propose=propose_prediction,
+        inject_preemption=0.3,
+    )
+    alone = harness.add(6, 60)
+    harness.drain()
+    right = harness.heard[alone].token_ids
+    key = harness.add(6, 60, predicted=right)
+    for _ in range(6):
+        harness.step()
+    harness.lose_core()
+    harness.drain()
+    heard = next(h for h in harness.heard.values() if h.message.predicted_token_ids)
+    assert heard.token_ids == right
+    assert heard.message.is_resubmitted and heard.message.was_index == key[1]
+    assert heard.num_rejected_predictions == 0
+    assert heard.num_accepted_predictions > 20
+    replay(harness.dump())
 
 
 def test_4_5_acceptance_is_counted_by_position():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
-from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput
+from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, NewRequestData
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
@@ -27,45 +27,88 @@ torch.set_num_threads(1)
 MAX_MODEL_LEN = 40
 
 
-def match_length(tokens: list[int], end: int) -> int:
+def match_length(passage: list[int], end: int, tokens: list[int]) -> int:
     length = 0
-    while length < min(end, 64) and tokens[end - 1 - length] == tokens[-1 - length]:
+    while length < min(end, len(tokens), 64) and passage[end - 1 - length] == tokens[-1 - length]:
         length += 1
     return length
 
 
-def expected(tokens: list[int], most: int, shortest: int) -> list[int]:
-    """By the words of `draft_lookup.h`."""
-    room = MAX_MODEL_LEN - 1 - len(tokens)
-    ends = range(1, len(tokens))
-    length, end = max(((match_length(tokens, end), end) for end in ends), default=(0, 0))
+def expected(
+    tokens: list[int], most: int, shortest: int, prediction: list[int], num_prompt: int
+) -> tuple[list[int], bool]:
+    """Return the drafts by the words of `draft_lookup.h`, and whether they are from the prediction."""
+    most = max(min(most, MAX_MODEL_LEN - 1 - len(tokens)), 0)
+    num_output = len(tokens) - num_prompt
+
+    def match_prediction(end: int) -> tuple[int, int, int]:
+        is_predicted = end == num_output and prediction[:end] == tokens[num_prompt:]
+        length = 64 if is_predicted else match_length(prediction, end, tokens)
+        return length, -abs(end - num_output), end
+
+    length, end = max(
+        ((match_length(tokens, end, tokens), end) for end in range(1, len(tokens))),
+        default=(0, 0),
+    )
+    nowhere = 0, 0, 0
+    matches = [match_prediction(end) for end in range(1, len(prediction))]
+    # Of two places that are equally near, the first.
+    predicted_length, _, predicted_end = max(
+        matches, key=lambda match: (match[0], match[1], -match[2]), default=nowhere
+    )
+    if predicted_length >= max(length, shortest):
+        following = prediction[predicted_end:]
+        return following[: min(most, predicted_length)], bool(most)
     if length < shortest:
-        return []
+        return [], False
     whole = list(tokens)
-    for k in range(max(min(most, length, room), 0)):
+    for k in range(min(most, length)):
         whole.append(whole[end + k])
-    return whole[len(tokens) :]
+    return whole[len(tokens) :], False
+
+
+def new_request(slot: int, prediction: list[int]) -> NewRequestData:
+    return NewRequestData(
+        slot, (0, slot), b"", 0, 0, (), GREEDY, predicted_token_ids=int32_bytes(prediction)
+    )
+
+
+@st.composite
+def rows_to_draft(draw) -> tuple[list[int], int, list[int]]:
+    """Tokens, how many of them are the prompt, and a prediction, which may begin like the output."""
+    tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN))
+    num_prompt = draw(st.integers(0, len(tokens)))
+    prediction = draw(st.lists(st.integers(0, 2), max_size=2 * MAX_MODEL_LEN))
+    if draw(st.booleans()):
+        prediction = tokens[num_prompt:] + prediction
+    return tokens, num_prompt, prediction
 
 
 @given(
-    st.lists(
-        st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN), min_size=1, max_size=6
-    ),
+    st.lists(rows_to_draft(), min_size=1, max_size=6),
     st.integers(1, 20),
     st.integers(1, 4),
 )
 def test_drafts_follow_the_longest_match(rows, most, shortest):
     batch = PersistentBatch(len(rows), MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
     drafts = Drafts(SpeculativeConfig(most, prompt_lookup_min=shortest), batch)
-    for slot, tokens in enumerate(rows):
+    for slot, (tokens, num_prompt, _) in enumerate(rows):
         batch.token_ids_NL[slot, : len(tokens)] = torch.tensor(tokens)
         batch.num_tokens[slot] = len(tokens)
+        batch.num_prompt_tokens[slot] = num_prompt
+    drafts.add_requests([new_request(slot, row[2]) for slot, row in enumerate(rows)])
     drafts.look_up(np.arange(len(rows), dtype=np.int32))
     # Many share what a step has time for, and must be surer.
     share = 16 // len(rows) if len(rows) <= 4 else 0
     most, shortest = min(most, share), shortest + len(rows) // 2
-    wanted = {slot: expected(tokens, most, shortest) for slot, tokens in enumerate(rows)}
-    wanted = {slot: tokens for slot, tokens in wanted.items() if tokens}
+    all_wanted = {
+        slot: expected(tokens, most, shortest, prediction, num_prompt)
+        for slot, (tokens, num_prompt, prediction) in enumerate(rows)
+    }
+    wanted = {slot: tokens for slot, (tokens, _) in all_wanted.items() if tokens}
+    assert drafts.num_from_prediction(np.arange(len(rows))).tolist() == [
+        len(tokens) if is_predicted else 0 for tokens, is_predicted in all_wanted.values()
+    ]
     found = drafts.found(7)
     if found is None:
         assert not wanted
@@ -75,7 +118,7 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
     assert int32_view(found.num_tokens).tolist() == [len(tokens) for tokens in wanted.values()]
     assert int32_view(found.token_ids).tolist() == [*chain(*wanted.values())]
     for slot, tokens in wanted.items():
-        start = len(rows[slot])
+        start = len(rows[slot][0])
         assert batch.token_ids_NL[slot, start : start + len(tokens)].tolist() == tokens
 
 
@@ -393,3 +436,79 @@ def test_drafts_end_before_the_context_does(checkpoint):
     result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
     assert len(int32_view(result.sampled_token_ids)) in (1, 2)
     assert steps.runner._requests.batch.num_tokens[0] <= 32
+
+
+def predict(steps: Steps, prediction: list[int], num_rows: int = 1) -> list[ModelRunnerOutput]:
+    """Run the first request with a prediction, beside others, and return the output of each step."""
+    slots = list(range(num_rows))
+    new = [steps.new(slot, PROMPTS[slot], PARAMS["plain"][slot]) for slot in slots]
+    new[0].predicted_token_ids = int32_bytes(prediction)
+    chunks = [(slot, len(PROMPTS[slot])) for slot in slots]
+    results = [steps.run(slots=slots, new=new, chunks=chunks)]
+    num_tokens = 1
+    while num_tokens < NUM_OUTPUT:
+        counts = int32_bytes([(row, 6) for row in slots])
+        results.append(steps.run(chunks=[(row, 7) for row in slots], drafts=counts))
+        num_tokens += int32_view(results[-1].num_sampled).tolist()[0]
+    return results
+
+
+def first_tokens(results: list[ModelRunnerOutput]) -> list[int]:
+    """Return the tokens of the first row."""
+    tokens: list[int] = []
+    for result in results:
+        counts = int32_view(result.num_sampled).tolist() or [1]
+        tokens += int32_view(result.sampled_token_ids).tolist()[: counts[0]]
+    return tokens[:NUM_OUTPUT]
+
+
+def counts_of(results: list[ModelRunnerOutput]) -> tuple[int, int]:
+    """Return how many tokens of predictions were accepted and rejected."""
+    rows = [int32_view(result.prediction_counts).reshape(-1, 3) for result in results]
+    whole = np.concatenate(rows)
+    assert (whole[:, 0] == 0).all()
+    return int(whole[:, 1].sum()), int(whole[:, 2].sum())
+
+
+def test_predicted_output_takes_few_steps(checkpoint, plain):
+    results = predict(make_steps(checkpoint), plain[0])
+    assert first_tokens(results) == plain[0][:NUM_OUTPUT]
+    # A step has six drafts at most, and samples one more token.
+    assert len(results) <= 2 + NUM_OUTPUT // 7
+    num_accepted, num_rejected = counts_of(results)
+    assert num_accepted >= NUM_OUTPUT - len(results)
+    assert num_rejected == 0
+
+
+def test_wrong_predictions_leave_the_tokens_as_they_were(checkpoint, plain):
+    wrong = [(token + 1) % 90 for token in plain[0]]
+    half = plain[0][:12] + wrong[12:15] + plain[0][15:]
+    for prediction in (wrong, plain[1], plain[0][5:], half, [plain[0][0]]):
+        assert first_tokens(predict(make_steps(checkpoint), prediction)) == plain[0][:NUM_OUTPUT]
+    results = predict(make_steps(checkpoint), half)
+    num_accepted, num_rejected = counts_of(results)
+    assert num_accepted > 12
+    assert 0 < num_rejected <= 12
+
+
+def test_prediction_of_one_request_serves_no_other(checkpoint, plain):
+    steps = make_steps(checkpoint)
+    assert first_tokens(predict(steps, plain[0], num_rows=3)) == plain[0][:NUM_OUTPUT]
+    steps.run(
+        slots=[0], removed=[0, 1, 2], new=[steps.new(0, PROMPTS[0])], chunks=[(0, len(PROMPTS[0]))]
+    )
+    for _ in range(4):
+        result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
+        assert not result.prediction_counts
+
+
+def test_resubmitted_request_goes_on_with_its_prediction(checkpoint, plain):
+    """Its output so far came from another core, so it is not in this worker's step."""
+    steps = make_steps(checkpoint)
+    prompt, done = PROMPTS[0], plain[0][:9]
+    new = steps.new(0, prompt + done, PARAMS["plain"][0], prompt=len(prompt))
+    new.predicted_token_ids = int32_bytes(plain[0])
+    result = steps.run(slots=[0], new=[new], chunks=[(0, len(prompt) + len(done))])
+    assert int32_view(result.sampled_token_ids).tolist() == [plain[0][9]]
+    result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
+    assert tokens_of(rows_of(result, [0])[0]) == plain[0][10:17]

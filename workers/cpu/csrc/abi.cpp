@@ -88,7 +88,8 @@ std::string describe() {
          query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
          sampling)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
-         forced_start, forced_tokens, found_slots, found_counts, found_tokens)
+         forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
+         num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
          num_tokens, num_computed_tokens, block_tables, block_table_stride, kv_caches, sampling,
          num_drafts, lookup, tokens, num_sampled, num_verified)

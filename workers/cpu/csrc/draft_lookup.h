@@ -1,5 +1,5 @@
 // Drafts by lookup: what a request's grammar leaves no choice about, or else what followed where its last tokens came
-// before, in its prompt or in what it generated.
+// before, in its prompt, in what it generated, or in what its client predicted that it generates.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,18 @@ struct DraftLookup {
   int32_t* num_forced;           // [slots], tokens expected to follow the first `forced_start` ones
   const int32_t* forced_start;   // [slots]
   const int32_t* forced_tokens;  // [slots, forced_width]
+  const int32_t* const* predicted_tokens;  // [slots], each client's prediction of the output
+  const int32_t* num_predicted;            // [slots], 0 for requests without a prediction
+  const int32_t* num_prompt_tokens;        // [slots]
+  int32_t* num_from_prediction;            // [slots], how many of the drafts are from the prediction
   int32_t* found_slots;   // [num_found], those with drafts
   int32_t* found_counts;  // [num_found]
   int32_t* found_tokens;  // of all found slots, one after the other
 };
 
 // Looks for drafts of the slots that have a new token. A slot has as many as tokens matched before them: the longer a
-// request has copied, the surer it is to go on. Of matches of the same length the last one counts.
+// request has copied, the surer it is to go on. Of matches of the same length one in the prediction counts, there the
+// one nearest to the place that the output has reached, and else the last one.
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
 
