@@ -1,6 +1,6 @@
 """`python -m engine.core CONFIG CORE_INDEX [EPOCH]`: one engine-core process.
 
-Without an epoch it waits, with everything imported, to be told one when the core before it is gone.
+Without an epoch it is a spare: it imports everything, then waits until the supervisor sends it an epoch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .engine_core import EngineCore
 
 
 def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
+    """Run the core until it stops. Return the process's exit code."""
     name = f"core {core_index}"
     if epoch is None:
         name_process(f"spare {name}")

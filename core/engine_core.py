@@ -1,7 +1,7 @@
-"""The engine core: one process that feeds a replica's workers with steps and its frontends with tokens.
+"""The engine core: one process that sends steps to a replica's workers and tokens to its frontends.
 
-One thread and one poll. The scheduler decides; this loop only moves messages, and keeps up to
-`max_in_flight` steps with the workers so that they never wait for it.
+It has one thread with one poll. The scheduler decides; this loop only moves messages. It keeps up to `max_in_flight`
+steps with the workers, so that they need not wait for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..protocol.messages import (
 from ..protocol.process import StopSignal
 from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
-from .message_checks import are_sound_drafts, is_sound_message, is_sound_output
+from .message_checks import are_valid_drafts, is_valid_message, is_valid_output
 from .replay.dump import default_directory, write_dump
 from .replay.recorder import RecordedScheduler, Setup, make_core_scheduler
 from .reporting.client_updates import ClientUpdates
@@ -61,19 +61,20 @@ logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_MS = int(BEAT_INTERVAL_S * 1000)
 GRAMMAR_POLL_MS = 1
-"""How often finished grammar compilations are looked for while there are any."""
-
+"""Poll interval in milliseconds while grammars are being compiled."""
 
 FINAL_ERROR_S = 0.3
-"""How long a failed core waits for its clients to confirm that they know what it was computing."""
+"""Seconds that a failed core waits for its clients to confirm its `ReplicaLost` message."""
 
 
 class EngineCore:
-    """Runs until SIGTERM (returns) or until its replica has failed (raises EngineError).
+    """The core of one replica.
 
-    The replica fails by an error here, or by SIGUSR2, with which the supervisor tells that a worker is lost. Peers are
-    greeted when they connect. Their messages count once they have answered with the epoch of the greeting; earlier
-    ones may have been meant for a core before this one.
+    `run` returns on SIGTERM and raises EngineError if the replica fails: by an error in the core, or when the
+    supervisor
+    reports a lost worker by SIGUSR2. Peers are greeted when they connect, and their messages are dropped until they
+    have
+    answered with the epoch of the greeting: earlier messages may have been meant for a previous core.
     """
 
     def __init__(
@@ -123,13 +124,13 @@ class EngineCore:
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
         self._outputs: list[dict[int, EngineCoreOutputs]] = []
-        """Outputs still to be sent to the clients, in this order."""
+        """Outputs to be sent to the clients, in this order."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
         self._waiting_since = 0.0
         limits = config.recovery
-        # By then the supervisor has killed a worker that is still in the step.
-        self._patience_s = limits.step_timeout_s + limits.heartbeat_timeout_s
+        # After this time the supervisor has killed a worker that hangs in a step.
+        self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._scheduler_times = SchedulerTimes()
         self._preemption_advice = PreemptionAdvice()
@@ -139,6 +140,11 @@ class EngineCore:
             self._stats_log = StatsLog(core_index, interval_s, time.monotonic())
 
     def run(self) -> None:
+        """Allocate the KV cache, then serve until SIGTERM.
+
+        Raises:
+            EngineError: The replica failed.
+        """
         self._status.report(Stage.STARTING)
         try:
             memory = self._workers.await_kv_cache(
@@ -150,7 +156,7 @@ class EngineCore:
             try:
                 self._serve()
             except Exception as error:
-                # What is raised on purpose is about the workers.
+                # EngineErrors raised by the core itself report worker failures, except for frame sizes.
                 is_own = not isinstance(error, EngineError) or isinstance(error, FrameTooLarge)
                 self._report_loss(is_own=is_own)
                 self._dump_event_log("crash")
@@ -170,11 +176,11 @@ class EngineCore:
             if now >= self._next_beat:
                 self._beat(now)
             if self._clients.socket in readable:
-                self._take_client_messages()
+                self._receive_client_messages()
             if self._workers.socket in readable:
-                self._take_worker_message()
+                self._receive_worker_message()
             if is_compiling:
-                self._take_compiled_grammars()
+                self._report_compiled_grammars()
             self._dispatch_steps()
             self._send_outputs()
             if self._logs_kv_events:
@@ -188,7 +194,7 @@ class EngineCore:
                     self._dump_event_log("signal")
 
     def close(self) -> None:
-        """Close every socket, once what was sent has left."""
+        """Close every socket after its sent messages have left."""
         if self._kv_events is not None:
             self._kv_events.close()
         self._clients.close()
@@ -212,11 +218,11 @@ class EngineCore:
         )
         if self._workers.held:
             self._scheduler.adopt_blocks(self._workers.held)
-            logger.info("%d requests can go on where they were", len(self._workers.held))
+            logger.info("adopted the KV-cache blocks of %d requests", len(self._workers.held))
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
-        # What exists by now stays for good: the garbage collector need not look at it again.
+        # Objects that exist now live until the end, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         num_tokens = num_blocks // len(memory.groups) * config.cache.block_size
@@ -225,7 +231,7 @@ class EngineCore:
             Stage.READY, f"KV cache of {num_blocks} blocks, {num_tokens} tokens{windows}"
         )
 
-    def _take_client_messages(self) -> None:
+    def _receive_client_messages(self) -> None:
         while (received := self._clients.receive()) is not None:
             identity, message = received
             client_index = self._client_indices.get(identity)
@@ -234,27 +240,27 @@ class EngineCore:
                     del self._client_indices[identity], self._client_ids[client_index]
                     self._finish_client(client_index)
                     if self._updates is not None:
-                        self._updates.close(client_index)
+                        self._updates.remove_client(client_index)
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
                 if not (
-                    self._is_welcome(identity, message)
-                    and is_sound_message(message, self._vocab_size)
+                    self._is_valid_hello(identity, message)
+                    and is_valid_message(message, self._vocab_size)
                 ):
                     self._clients.num_dropped_frames += 1
                     continue
                 client_index = message.client_index
-                # A frontend that says hello again has forgotten its requests.
+                # A frontend that sends a second hello has lost its earlier requests.
                 self._finish_client(client_index)
                 self._client_indices[identity] = client_index
                 self._client_ids[client_index] = identity
                 self._scheduler.add_client(client_index)
                 if self._updates is not None:
-                    self._updates.open(client_index)
+                    self._updates.add_client(client_index)
                 self._add_requests(client_index, message.requests)
                 if message.is_whole:
                     self._scheduler.end_adoption(client_index)
-            elif client_index is None or not is_sound_message(message, self._vocab_size):
+            elif client_index is None or not is_valid_message(message, self._vocab_size):
                 self._clients.num_dropped_frames += 1
             elif isinstance(message, AddRequests):
                 self._add_requests(client_index, message.requests)
@@ -283,33 +289,33 @@ class EngineCore:
         for request in requests:
             self._scheduler.add_request(client_index, request, now)
         if self._updates is not None:
-            self._updates.added(client_index, len(requests))
+            self._updates.add_requests(client_index, len(requests))
 
-    def _is_welcome(self, identity: bytes, hello: ClientHello) -> bool:
-        """Whether a frontend answers with the version and epoch of the greeting, under its own name."""
+    def _is_valid_hello(self, identity: bytes, hello: ClientHello) -> bool:
+        """Return whether a frontend answers under its own identity with the greeting's version and epoch."""
         return (
             (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
             and 0 <= hello.client_index < self._config.parallel.api_server_count
             and identity == b"client%d" % hello.client_index
         )
 
-    def _take_worker_message(self) -> None:
+    def _receive_worker_message(self) -> None:
         message = self._workers.receive()
         if isinstance(message, ModelRunnerOutput):
-            self._take_step_result(message)
+            self._handle_step_result(message)
         elif message is not None:
-            if are_sound_drafts(message, self._vocab_size, self._max_num_seqs):
+            if are_valid_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)
             else:
                 self._workers.drop_frame()
 
-    def _take_step_result(self, result: ModelRunnerOutput) -> None:
+    def _handle_step_result(self, result: ModelRunnerOutput) -> None:
         if not self._in_flight or result.step < self._in_flight[0].step:
             self._workers.drop_frame()
             return
-        if not is_sound_output(result, self._vocab_size, self._max_num_seqs):
+        if not is_valid_output(result, self._vocab_size, self._max_num_seqs):
             raise EngineError(
-                f"the worker answered step {result.step} with numbers that are no tokens and slots"
+                f"the worker returned out-of-range token or slot ids for step {result.step}"
             )
         self._waiting_since = now = time.monotonic()
         self._outputs.append(self._scheduler.update_from_output(self._in_flight[0], result, now))
@@ -318,14 +324,14 @@ class EngineCore:
         is_first = not self._num_tokens
         self._num_tokens += len(result.sampled_token_ids) // 4
         if is_first and self._num_tokens:
-            # The supervisor shall know of it however soon this core ends.
+            # Report the first token at once: the supervisor counts crashes without a token.
             self._beat(now)
-        # Before the outputs: the workers wait for the bitmask.
+        # Workers wait for the bitmask, so it is sent before the outputs.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
 
     def _send_outputs(self) -> None:
-        """Tell the clients what came of the steps, and of their requests otherwise.
+        """Send outputs of steps, and other news of their requests, to the clients.
 
         It is called right after the next step is sent, so that the I/O thread wakes up once for both.
         """
@@ -337,11 +343,11 @@ class EngineCore:
                 if client_outputs.stats is not None:
                     self._record_stats(client_outputs.stats)
                 if finished_set := client_outputs.finished_set:
-                    times = self._scheduler_times.take(client_index, finished_set)
+                    times = self._scheduler_times.take_times(client_index, finished_set)
                     client_outputs.scheduler_times = times
-                self._tell(client_index, client_outputs)
+                self._send_to_client(client_index, client_outputs)
                 if self._updates is not None and finished_set:
-                    self._updates.finished(client_index, len(finished_set) // 4)
+                    self._updates.remove_requests(client_index, len(finished_set) // 4)
         if self._scheduler.invariant_violations:
             self._report_violations()
 
@@ -351,13 +357,13 @@ class EngineCore:
         if self._stats_log is not None:
             self._stats_log.record(stats)
 
-    def _tell(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        """Send outputs to a client. If they are too large, requests fail and go without their log-probabilities."""
+    def _send_to_client(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Send outputs to a client. If they are too large, fail requests and drop their log-probabilities."""
         identity = self._client_ids[client_index]
         try:
             self._clients.send(identity, outputs)
         except FrameTooLarge as error:
-            logger.error("%s: requests with log-probabilities fail", error)
+            logger.error("%s; failing requests with log-probabilities", error)
             failed = drop_logprobs(outputs, error.size - transport.MAX_FRAME_BYTES)
             self._clients.send(identity, outputs)
             self._scheduler.finish_requests(
@@ -366,41 +372,41 @@ class EngineCore:
 
     def _report_violations(self) -> None:
         for violation in self._scheduler.invariant_violations:
-            logger.error("the scheduler's books do not balance: %s", violation)
+            logger.error("a scheduler invariant is violated: %s", violation)
         self._scheduler.invariant_violations.clear()
         if not self._has_dumped_violations:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
 
     def _report_loss(self, *, is_own: bool) -> None:
-        """Tell the clients which of their requests the workers were computing, and see that they have heard it."""
-        suspects_found = CrashSuspects([], [], [])
+        """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm."""
+        found = CrashSuspects([], [], [])
         if not is_own:
             try:
-                suspects_found = self._scheduler.find_crash_suspects()
+                found = self._scheduler.find_crash_suspects()
                 self._scheduler.finish_requests(
-                    suspects_found.poison_requests, FinishReason.ERROR, POISON_REQUEST
+                    found.poison_requests, FinishReason.ERROR, POISON_REQUEST
                 )
                 self._send_outputs()
             except Exception:
-                logger.exception("what was being computed is not known")
+                logger.exception("the requests in the failed steps could not be determined")
                 return
-        unheard = set(self._client_indices)
+        unconfirmed = set(self._client_indices)
         for identity, client_index in self._client_indices.items():
             suspects, unsuspected = (
                 int32_bytes([index for client, index in keys if client == client_index])
-                for keys in (suspects_found.suspects, suspects_found.unsuspected)
+                for keys in (found.suspects, found.unsuspected)
             )
             self._clients.send(identity, ReplicaLost(suspects, unsuspected, is_own))
         deadline = time.monotonic() + FINAL_ERROR_S
-        while unheard and (remaining := deadline - time.monotonic()) > 0:
+        while unconfirmed and (remaining := deadline - time.monotonic()) > 0:
             self._clients.socket.poll(int(remaining * 1000) + 1)
             while (received := self._clients.receive()) is not None:
                 if isinstance(received[1], LossNoted):
-                    unheard.discard(received[0])
+                    unconfirmed.discard(received[0])
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
-        """Write the event log to a file. Returns whether it worked, and the path or the problem."""
+        """Write the event log to a file. Return whether it worked, and the path or the error."""
         if not isinstance(self._scheduler, RecordedScheduler):
             name = self._config.scheduler.scheduler_cls
             problem = f"--scheduler-cls {name} has no event log: it does not derive from Scheduler"
@@ -416,14 +422,14 @@ class EngineCore:
                 now=time.monotonic(),
             )
         except Exception as error:
-            # Whatever is wrong with the log, requests must not suffer from it.
+            # An error in the log must not affect requests.
             logger.error("the event log could not be written: %s", error)
             return False, str(error)
-        logger.warning("the last events of the scheduler (%s) are in %s", reason, path)
+        logger.warning("wrote the event log (reason: %s) to %s", reason, path)
         return True, str(path)
 
     def _count_dropped_frames(self) -> int:
-        """Frames dropped since the last call."""
+        """Return the number of frames dropped since the last call."""
         total = self._clients.num_dropped_frames + self._workers.num_dropped_frames
         if self._kv_events is not None:
             total += self._kv_events.num_dropped_frames
@@ -436,15 +442,15 @@ class EngineCore:
             if self._kv_events is not None:
                 self._kv_events.publish(events)
             if self._updates is not None:
-                self._updates.apply(events)
+                self._updates.apply_events(events)
         if self._kv_events is not None:
             self._kv_events.serve_replays()
 
-    def _send_load_updates(self, update: ClientUpdates) -> None:
-        for client_index, message in update.take():
+    def _send_load_updates(self, updates: ClientUpdates) -> None:
+        for client_index, message in updates.take_updates():
             self._clients.send(self._client_ids[client_index], message)
 
-    def _take_compiled_grammars(self) -> None:
+    def _report_compiled_grammars(self) -> None:
         for key, error in self._grammars.poll():
             self._scheduler.grammar_ready(key, error)
 
@@ -470,7 +476,7 @@ class EngineCore:
     def _beat(self, now: float) -> None:
         self._next_beat = now + BEAT_INTERVAL_S
         waited_s = now - self._waiting_since
-        if self._in_flight and waited_s > self._patience_s:
+        if self._in_flight and waited_s > self._step_timeout_s:
             step = self._in_flight[0].step
             raise EngineError(f"no worker has answered step {step} for {waited_s:.0f} s")
         num_running, num_waiting = self._scheduler.get_request_counts()

@@ -1,7 +1,8 @@
-"""What must hold of a message beyond its types before it may change anything.
+"""Checks that a decoded message must pass before it is applied.
 
-The decoder does not look into arrays, which are raw bytes, nor at the size of numbers. A message that fails a check is
-dropped: no process of this engine sends such. If it is the output that a step waits for, the replica has failed.
+The decoder checks types, but not the content of arrays, which are raw bytes, nor the range of numbers. A message that
+fails a check is dropped, since no process of this engine sends such messages. If it is the output that a step waits
+for, the replica fails.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _MAX_INT32: Final = 2**31 - 1
 _UINT32: Final = np.dtype("<u4")
 
 _FEW_BYTES: Final = 4096
-"""So much is looked through before numpy's own code would be back in the processor's caches."""
+"""Up to this size plain integers are faster than numpy, whose code is usually not in the processor's caches."""
 
 
-def is_sound_message(message: ClientMessage, vocab_size: int) -> bool:
-    """Whether a client's message may be acted upon."""
+def is_valid_message(message: ClientMessage, vocab_size: int) -> bool:
+    """Return whether a client's message can be applied."""
     if isinstance(message, AddRequests | ClientHello):
-        return all(is_sound_request(request, vocab_size) for request in message.requests)
+        return all(is_valid_request(request, vocab_size) for request in message.requests)
     if isinstance(message, AbortRequests):
         return len(message.request_indices) % 4 == 0
     return True
 
 
-def is_sound_request(request: EngineCoreRequest, vocab_size: int) -> bool:
-    """Whether every number of the request is one that a frontend may send."""
+def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
+    """Return whether every number of the request is in range."""
     if not (
         0 <= request.request_index <= _MAX_INT32
         and -1 <= request.was_index <= _MAX_INT32
@@ -69,27 +70,27 @@ def is_sound_request(request: EngineCoreRequest, vocab_size: int) -> bool:
     return True
 
 
-def is_sound_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: int) -> bool:
-    """Whether every array of the output consists of whole numbers that name tokens and slots."""
+def is_valid_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: int) -> bool:
+    """Return whether every array of the output has a valid length and only valid tokens and slots."""
     if not (
         are_below(vocab_size, output.sampled_token_ids)
         and len(output.num_sampled) % 4 == len(output.num_verified) % 4 == 0
         and are_below(max_num_seqs, output.nan_slots)
         and len(output.prediction_counts) % 12 == 0
         and are_below(_MAX_INT32, output.prediction_counts)
-        and (output.drafts is None or are_sound_drafts(output.drafts, vocab_size, max_num_seqs))
+        and (output.drafts is None or are_valid_drafts(output.drafts, vocab_size, max_num_seqs))
     ):
         return False
     if output.logprobs or output.prompt_logprobs:
         rows: Iterable[RowLogprobs] = (*output.logprobs, *output.prompt_logprobs)
-        if not all(_is_sound_row(row, vocab_size) for row in rows):
+        if not all(_is_valid_row(row, vocab_size) for row in rows):
             return False
     connector = output.kv_connector_output
     return connector is None or len(connector.invalid_block_ids) % 4 == 0
 
 
-def are_sound_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) -> bool:
-    """Whether the arrays fit together and name tokens and slots."""
+def are_valid_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) -> bool:
+    """Return whether the arrays have matching lengths and only valid tokens and slots."""
     if not (
         are_below(max_num_seqs, drafts.slots)
         and are_below(vocab_size, drafts.token_ids)
@@ -100,8 +101,10 @@ def are_sound_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) 
     return num_tokens == len(drafts.token_ids) // 4
 
 
-def is_sound_held(held: HeldRequest, num_blocks: int, num_groups: int, block_size: int) -> bool:
-    """Whether every group has a block, or the null block, for all of the computed tokens."""
+def is_valid_held_request(
+    held: HeldRequest, num_blocks: int, num_groups: int, block_size: int
+) -> bool:
+    """Return whether every group has a block, possibly the null block, for each block of computed tokens."""
     num_held = -(-held.num_computed_tokens // block_size)
     return (
         num_held >= 0
@@ -114,13 +117,13 @@ def is_sound_held(held: HeldRequest, num_blocks: int, num_groups: int, block_siz
 
 
 def are_below(limit: int, array: bytes) -> bool:
-    """Whether these are int32 in [0, limit)."""
+    """Return whether `array` is int32 numbers in [0, limit)."""
     if not array:
         return True
     if len(array) % 4:
         return False
     if len(array) <= _FEW_BYTES:
-        # One addition for all: it sets the highest bit of those that are too large; negative ones have it already.
+        # One addition sets the highest bit of all numbers that are too large. Negative ones have it set already.
         numbers = int.from_bytes(array, "little")
         addend, highest_bits = _for_every_number(len(array) // 4, 2**31 - limit, 2**31)
         return not (numbers | numbers + addend) & highest_bits
@@ -130,11 +133,11 @@ def are_below(limit: int, array: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _for_every_number(count: int, *numbers: int) -> list[int]:
-    """The 32 bits of each of `numbers`, `count` times."""
+    """Return integers that hold each of `numbers` (32 bits) repeated `count` times."""
     return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
 
 
-def _is_sound_row(row: RowLogprobs, vocab_size: int) -> bool:
+def _is_valid_row(row: RowLogprobs, vocab_size: int) -> bool:
     num_positions = row.num_positions
     num_entries = len(row.token_ids)
     return (

@@ -1,4 +1,4 @@
-"""The workers of one replica, as their core talks to them."""
+"""The core's connection to the workers of its replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..protocol.messages import (
 from ..protocol.process import StopSignal
 from ..protocol.step_log import StepLog
 from ..protocol.transport import Hub, encode
-from .message_checks import is_sound_held
+from .message_checks import is_valid_held_request
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ _STEP_RESULTS: Final = (ModelRunnerOutput, DraftTokenIds)
 
 
 class WorkerGroup:
-    """Greets the workers, has them allocate the KV cache, then sends all of them every step.
+    """The workers of one replica: greets them, has them allocate the KV cache, then sends every step to all of them.
 
-    What a worker sends before it has answered the greeting of this epoch was meant for an earlier core, and is dropped.
+    A worker's messages are dropped until it has answered the greeting of this epoch: they were meant for an earlier
+    core.
     """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, core_index: int) -> None:
@@ -51,30 +52,38 @@ class WorkerGroup:
         self._identities: list[bytes] = []
         self._output_worker = b""
         self.held: list[HeldRequest] = []
-        """What the KV cache has of the requests of an earlier core."""
+        """KV-cache blocks that the workers hold for requests of an earlier core."""
         self._core_index = core_index
         self._num_workers = config.parallel.workers_per_core
         self._memories: dict[bytes, WorkerMemory] = {}
         self._memory: WorkerMemory | None = None
-        """What all workers have, once each has told it."""
+        """The memory that every worker has, once all have reported theirs."""
         self._ready: set[bytes] = set()
-        """The workers that have their KV cache."""
+        """Identities of the workers that have allocated their KV cache."""
         self._step_log: StepLog | None = None
         self._has_missed_steps = False
 
     @property
     def num_dropped_frames(self) -> int:
+        """Number of invalid messages that were dropped."""
         return self._hub.num_dropped_frames
 
     def drop_frame(self) -> None:
-        """Count a message that makes no sense."""
+        """Count a message that is invalid at this point."""
         self._hub.num_dropped_frames += 1
 
     def await_kv_cache(self, stop: StopSignal, beat: Callable[[], None]) -> WorkerMemory | None:
-        """Wait until every worker has its KV cache. Returns what all of them have, None when told to stop.
+        """Wait until every worker has allocated its KV cache.
 
-        It may take as long as a download, or until a machine joins; `beat` tells meanwhile that this is no hang.
-        Raises EngineError on SIGUSR2.
+        This can take as long as a download, or until a machine joins. `beat` is called meanwhile so that the wait does
+        not
+        count as a hang.
+
+        Returns:
+            The memory that every worker has, or None if a stop was requested.
+
+        Raises:
+            EngineError: The supervisor reported a lost worker (SIGUSR2), or workers disagree on the KV-cache groups.
         """
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
@@ -84,7 +93,7 @@ class WorkerGroup:
             beat()
             raise_if_worker_lost(stop.take())
             while (received := self._hub.receive()) is not None:
-                self._take_greeting(*received)
+                self._handle_startup_message(*received)
         if stop.requested:
             return None
         path = self._config.step_log_path(self._core_index)
@@ -92,17 +101,17 @@ class WorkerGroup:
             self._step_log = StepLog(path, self._config.epoch)
         return self._memory
 
-    def _take_greeting(self, identity: bytes, message: WorkerMessage | None) -> None:
-        """A worker has connected, or tells how far it is on its way to a KV cache."""
+    def _handle_startup_message(self, identity: bytes, message: WorkerMessage | None) -> None:
+        """Handle a new connection (None), or a worker's report before all of them have a KV cache."""
         match message:
             case None:
-                # The worker of a lost machine may have answered before another one comes in its place.
+                # The worker of a lost machine may have answered before its replacement connects.
                 if identity in self._identities:
                     self._identities.remove(identity)
                     self._memories.pop(identity, None)
                     self._ready.discard(identity)
                 self._hub.send(identity, CoreHello(PROTOCOL_VERSION, self._config.epoch))
-            case WorkerHello() if self._is_welcome(identity, message):
+            case WorkerHello() if self._is_valid_hello(identity, message):
                 self._identities.append(identity)
                 if message.rank == self._config.parallel.output_rank:
                     self._output_worker = identity
@@ -115,14 +124,14 @@ class WorkerGroup:
                 if len(self._memories) == self._num_workers:
                     self._memory = memory = _common_memory(list(self._memories.values()))
                     self.send(AllocateKVCache(memory.num_blocks, memory.num_host_blocks))
-            case WorkerReady(_, held) if self._may_hold(held):
+            case WorkerReady(_, held) if self._can_hold(held):
                 self._ready.add(identity)
                 self.held = held
             case _:
                 self.drop_frame()
 
-    def _is_welcome(self, identity: bytes, hello: WorkerHello) -> bool:
-        """Whether a worker answers with the version and epoch of the greeting, under its own name, and once."""
+    def _is_valid_hello(self, identity: bytes, hello: WorkerHello) -> bool:
+        """Return whether a worker answers once, under its own identity, with the greeting's version and epoch."""
         return (
             (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
             and 0 <= hello.rank < self._num_workers
@@ -130,38 +139,39 @@ class WorkerGroup:
             and identity not in self._identities
         )
 
-    def _may_hold(self, held: list[HeldRequest]) -> bool:
-        """Whether a KV cache was asked for, and can hold these requests."""
+    def _can_hold(self, held: list[HeldRequest]) -> bool:
+        """Return whether a KV cache was requested that can hold these requests."""
         memory = self._memory
         if memory is None:
             return False
         limits = memory.num_blocks, len(memory.groups), self._config.cache.block_size
-        return all(is_sound_held(request, *limits) for request in held)
+        return all(is_valid_held_request(request, *limits) for request in held)
 
     def send(self, message: msgspec.Struct) -> None:
-        """To every worker."""
+        """Send a message to every worker. Steps are also appended to the step log."""
         frame = encode(message)
         if self._step_log is not None and isinstance(message, SchedulerOutput):
-            self._write_down(self._step_log, message.step, frame)
+            self._log_step(self._step_log, message.step, frame)
         self._hub.send_frame(self._identities, frame)
 
-    def _write_down(self, log: StepLog, step: int, frame: bytes) -> None:
-        """Append a step to the log. If the disk is full, the step is missed only if this core dies."""
+    def _log_step(self, log: StepLog, step: int, frame: bytes) -> None:
+        """Append a step to the log. If the disk is full, the step is needed only if this core dies."""
         try:
             log.append(step, frame)
         except OSError as error:
             if not self._has_missed_steps:
                 logger.warning(
-                    "steps cannot be written to %s: %s; make room there, or workers may be lost with this core",
+                    "steps cannot be written to %s: %s; free some space, or workers may have to restart with this core",
                     self._config.run_dir,
                     error.strerror,
                 )
             self._has_missed_steps = True
 
     def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
-        """The one message that a poll has found; None if it is dropped.
+        """Receive the message that a poll has reported. Return it, or None if it was dropped.
 
-        Raises EngineError for a worker that has lost its state.
+        Raises:
+            EngineError: A worker has restarted, so it lost its state.
         """
         received = self._hub.receive_one()
         if received is None:
@@ -171,19 +181,20 @@ class WorkerGroup:
             return message
         if message is None and identity in self._identities:
             raise EngineError(
-                f"{identity.decode()} has left, and come back with no memory of its steps"
+                f"{identity.decode()} reconnected without the state of its earlier steps"
             )
         self.drop_frame()
         return None
 
     def close(self) -> None:
+        """Close the socket and the step log."""
         self._hub.close()
         if self._step_log is not None:
             self._step_log.close()
 
 
 def raise_if_worker_lost(signals: set[int]) -> None:
-    """Raises EngineError if the supervisor has said so, by SIGUSR2."""
+    """Raise EngineError if the supervisor reported a lost worker by SIGUSR2."""
     if signal.SIGUSR2 in signals:
         raise EngineError("a worker of this core is lost")
 
@@ -193,7 +204,7 @@ def _identity(rank: int) -> bytes:
 
 
 def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
-    """The blocks that every worker can hold. Raises EngineError if they have different groups."""
+    """Return the blocks that every worker can hold. Raise EngineError if their groups differ."""
     groups = memories[0].groups
     for memory in memories:
         if memory.groups != groups:

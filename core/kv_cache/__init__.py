@@ -1,0 +1,1 @@
+"""The KV-cache manager: block allocation, prefix caching, offload, handoff and connectors."""

@@ -190,7 +190,7 @@ class BlockPool:
                 self._events.record_removed(digest)
 
     def reset_cache(self) -> bool:
-        """Remove all cached content. Returns False, and changes nothing, while any block is held."""
+        """Remove all cached content. Return False, and change nothing, while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
         self._blank += [block for block, digest in enumerate(self._hash_of) if digest is not None]

@@ -208,7 +208,7 @@ class BlockTables:
     def grow_by_one(self, slots: list[int], num_held: list[int]) -> bytes:
         """Allocate one more block for each of these slots, if there is only full attention.
 
-        Returns the table updates.
+        Return the table updates.
         """
         blocks = self._pool.allocate_blocks(len(slots))
         self._deferred.append((slots, blocks))

@@ -103,7 +103,7 @@ def register_connector(name: str, factory: ConnectorFactory) -> None:
         ValueError: The name is taken.
     """
     if name in _FACTORIES:
-        raise ValueError(f"KV connector {name!r} is registered already")
+        raise ValueError(f"KV connector {name!r} is already registered")
     _FACTORIES[name] = factory
 
 

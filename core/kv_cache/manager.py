@@ -112,7 +112,7 @@ class KVCacheManager:
     def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
         """Hold the cached blocks of a prefix, and claim free ones for `num_tokens` tokens in total.
 
-        Returns None, and holds nothing, if too few blocks are free.
+        Return None, and hold nothing, if too few blocks are free.
         """
         pool, found = self.pool, prefix.blocks
         num_free = pool.num_free - self._num_claimed
@@ -262,7 +262,7 @@ class KVCacheManager:
             self.cpu_offload.store_block(key, block)
 
     def reset_prefix_cache(self) -> bool:
-        """Remove all cached prefixes. Returns False, and changes nothing, while any block is held."""
+        """Remove all cached prefixes. Return False, and change nothing, while any block is held."""
         if not self.pool.reset_cache():
             return False
         if self.cpu_offload is not None:

@@ -91,7 +91,7 @@ class PrefixCache:
         starts: Sequence[int],
         num_tokens: Sequence[int],
     ) -> list[int]:
-        """Cache the blocks of several admitted requests. Returns how many are findable for each."""
+        """Cache the blocks of several admitted requests. Return how many are findable for each."""
         rows = zip(requests, tables, starts, num_tokens, strict=True)
         if not self._is_simple or self._events is not None:
             return [
@@ -119,7 +119,7 @@ class PrefixCache:
     ) -> int:
         """Make full, hashed blocks from index `start` up to `num_tokens` tokens findable.
 
-        Returns how many of the first blocks are findable now.
+        Return how many of the first blocks are findable now.
         """
         end = num_tokens // self._block_size
         if end <= start:

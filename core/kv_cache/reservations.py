@@ -27,7 +27,7 @@ class Reservations:
             self._give_back(request)
 
     def reclaim_latest(self, but: Request | None = None) -> bool:
-        """Free the reserved blocks of the latest arrival except `but`. Returns False if there is none."""
+        """Free the reserved blocks of the latest arrival except `but`. Return False if there is none."""
         request = max(
             (request for request in self._requests.values() if request is not but),
             key=lambda request: request.arrival,

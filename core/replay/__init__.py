@@ -1,0 +1,1 @@
+"""The event log of a scheduler: recording, dumps, replay and explanations."""

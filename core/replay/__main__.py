@@ -1,4 +1,4 @@
-"""`engine replay FILE`: run a recorded scheduler again, prove that it decides the same, explain a request."""
+"""The `engine replay FILE` command: run a recorded scheduler again, compare its decisions, explain a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from .timeline import RequestTimeline, find_requests
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every decision is the recorded one. 1: one is not. 2: the file or the request cannot be used."""
+    """Run the command and return its exit code.
+
+    Returns:
+        0 if every decision equals the recorded one, 1 if one differs, 2 if the file or the request cannot be used.
+    """
     parser = argparse.ArgumentParser(
         prog="engine replay",
         description="Run the scheduler again on its recorded events, and compare every decision.",
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--why",
         metavar="REQUEST_ID",
-        help="tell what happened to this request: the id in the x-request-id header, or CLIENT/INDEX",
+        help="explain what happened to this request: its x-request-id, a prefix of it, or CLIENT/INDEX",
     )
     parser.add_argument(
         "--scheduler-cls",
@@ -34,35 +38,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         dump = read_dump(args.file, args.scheduler_cls)
-        accounts = []
+        timelines = []
         if args.why is not None:
             policy = dump.setup.config.policy
-            accounts = [RequestTimeline(key, policy) for key in find_requests(dump, args.why)]
-            if not accounts:
-                raise EngineError(f"no request {args.why} arrived in this log; {_name_some(dump)}")
+            timelines = [RequestTimeline(key, policy) for key in find_requests(dump, args.why)]
+            if not timelines:
+                raise EngineError(f"no request {args.why} in this log; {_list_latest(dump)}")
         _describe(dump)
-        return _replay(dump, accounts)
+        return _replay(dump, timelines)
     except EngineError as error:
         print(f"engine replay: {error}", file=sys.stderr)
         return 2
 
 
-def _replay(dump: Dump, accounts: list[RequestTimeline]) -> int:
+def _replay(dump: Dump, timelines: list[RequestTimeline]) -> int:
     code = 0
     for number, segment in enumerate(dump.segments, 1):
         where = f"part {number} of {len(dump.segments)}"
         if not segment.is_whole:
-            print(
-                f"{where}: {len(segment.events)} events without a state to start from, passed over"
-            )
+            print(f"{where}: skipped {len(segment.events)} events, which have no initial state")
             continue
         replayer = Replayer(dump.setup, segment)
-        for account in accounts:
-            account.begin(replayer.scheduler)
+        for timeline in timelines:
+            timeline.begin(replayer.scheduler)
         try:
             for moment in replayer.run():
-                for account in accounts:
-                    account.watch(moment, replayer.scheduler)
+                for timeline in timelines:
+                    timeline.apply_moment(moment, replayer.scheduler)
         except Difference as difference:
             print(f"{where}: the first difference, after {replayer.num_decisions} equal decisions:")
             print(f"  {difference}")
@@ -71,13 +73,15 @@ def _replay(dump: Dump, accounts: list[RequestTimeline]) -> int:
         start = "a new scheduler" if segment.snapshot is None else "the state at its beginning"
         print(f"{where}: {replayer.num_decisions} decisions from {start}, all as recorded")
         if replayer.reproduced_error:
-            print(f"the error that ended it came again:\n{replayer.reproduced_error}")
-    for account in accounts:
-        account.finish()
-        client, index = account.key
+            print(
+                f"the error that ended the recording was reproduced:\n{replayer.reproduced_error}"
+            )
+    for timeline in timelines:
+        timeline.finish()
+        client, index = timeline.key
         print(f"\nrequest {client}/{index}")
-        print("\n".join(account.lines))
-        print(account.summary())
+        print("\n".join(timeline.lines))
+        print(timeline.summary())
     return code
 
 
@@ -92,18 +96,18 @@ def _describe(dump: Dump) -> None:
         f"{num_steps} steps in {seconds:.3f} s, {len(arrivals)} arrivals"
     )
     if dump.problem:
-        print(f"the log has no later state: {dump.problem}")
+        print(f"the log has no later snapshot: {dump.problem}")
 
 
-def _name_some(dump: Dump) -> str:
+def _list_latest(dump: Dump) -> str:
     arrivals = [e for s in dump.segments for e in s.events if isinstance(e, AddRequest)]
     if not arrivals:
-        return "none did"
+        return "no request arrived in it"
     names = [
         f"{event.client_index}/{event.message.request_index} {event.message.request_id}".rstrip()
         for event in arrivals[-5:]
     ]
-    return f"the last that did: {', '.join(names)}"
+    return f"the latest: {', '.join(names)}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Connectors that record their answers, and stand-ins that give the recorded answers again.
+"""KV and encoder-cache connectors that record their answers, and replacements that repeat recorded answers.
 
-Answers are made well formed here, or become errors, so that a replay gets exactly what the scheduler got.
+The recording connectors validate each answer, or raise, so that a replay gets exactly what the scheduler got.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .events import Answer, CacheItemFound, ConnectorRaised, DelaysFree, Matched
 from .log import EventLog
 
 NO_TRANSFER: Final = -1
-"""In the place of a transfer's id, for a call that is about no request."""
+"""Used instead of a transfer id when a call is not about one request."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_params = msgspec.msgpack.Decoder(dict[str, object] | None).decode
 
 
 class RecordedError(EngineError):
-    """A connector raised an error when this was recorded."""
+    """Raised by a replay where a connector raised an error in the recording."""
 
 
 class RecordedKVConnector(KVConnector, ExternalDependency):
+    """A KV connector that calls another one and records its answers and errors."""
+
     def __init__(self, connector: KVConnector, log: EventLog) -> None:
         self.connector = connector
         self._log = log
@@ -42,83 +44,98 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        with _noting_errors(self._log, "get_num_new_matched_tokens", request.transfer_id):
+        """Return and record the connector's match, converted to an `ExternalMatch`."""
+        with _recording_errors(self._log, "get_num_new_matched_tokens", request.transfer_id):
             match = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
             if match is not None:
                 num_tokens, is_async = match
                 match = ExternalMatch(as_integer(num_tokens), bool(is_async))
         if match is None:
-            self._log.answer(Matched(request.transfer_id, None))
+            self._log.add_answer(Matched(request.transfer_id, None))
         else:
-            # Impossible numbers are all alike, and some are too large to write down.
+            # Out-of-range numbers are clamped: they are rejected alike, and some are too large to encode.
             num_tokens = max(-1, min(match.num_tokens, request.num_tokens + 1))
-            self._log.answer(Matched(request.transfer_id, num_tokens, match.is_async))
+            self._log.add_answer(Matched(request.transfer_id, num_tokens, match.is_async))
         return match
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        with _noting_errors(self._log, "update_state_after_alloc", request.transfer_id):
+        """Forward the call and record an error."""
+        with _recording_errors(self._log, "update_state_after_alloc", request.transfer_id):
             self.connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        with _noting_errors(self._log, "build_connector_meta", NO_TRANSFER):
+        """Return the connector's metadata for the step, or record an error."""
+        with _recording_errors(self._log, "build_connector_meta", NO_TRANSFER):
             return self.connector.build_connector_meta(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        with _noting_errors(self._log, "request_finished", request.transfer_id):
+        """Return the connector's decision on a request's blocks and record whether they stay held."""
+        with _recording_errors(self._log, "request_finished", request.transfer_id):
             delays_free, params = self.connector.request_finished(request, block_ids, reason)
-            # What cannot be sent to the client must end this request alone.
+            # Parameters that cannot be encoded must fail this request alone, so encode them here.
             params = _decode_params(_encode(params))
         if delays_free:
-            self._log.answer(DelaysFree(request.transfer_id))
+            self._log.add_answer(DelaysFree(request.transfer_id))
         return RequestEnd(bool(delays_free), params)
 
     def transfer_expired(self, transfer_id: int) -> None:
-        with _noting_errors(self._log, "transfer_expired", transfer_id):
+        """Forward the call and record an error."""
+        with _recording_errors(self._log, "transfer_expired", transfer_id):
             self.connector.transfer_expired(transfer_id)
 
     def take_events(self) -> list[KVCacheEvent]:
+        """Return the connector's KV-cache events since the last call."""
         return self.connector.take_events()
 
     def take_stats(self) -> dict[str, float]:
+        """Return the connector's counts since the last call."""
         return self.connector.take_stats()
 
     def shutdown(self) -> None:
+        """Shut the connector down."""
         self.connector.shutdown()
 
 
 class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
+    """An encoder-cache connector that calls another one and records its answers and errors."""
+
     def __init__(self, connector: EncoderCacheConnector, log: EventLog) -> None:
         self._connector = connector
         self._log = log
 
     def has_cache_item(self, request: Request, index: int) -> bool:
-        with _noting_errors(self._log, "has_cache_item", request.transfer_id):
+        """Return and record whether the connector has the encoder output."""
+        with _recording_errors(self._log, "has_cache_item", request.transfer_id):
             found = bool(self._connector.has_cache_item(request, index))
-        self._log.answer(CacheItemFound(request.transfer_id, index, found))
+        self._log.add_answer(CacheItemFound(request.transfer_id, index, found))
         return found
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
     ) -> bytes:
-        with _noting_errors(self._log, "encoder build_connector_meta", NO_TRANSFER):
+        """Return the connector's metadata for the step, or record an error."""
+        with _recording_errors(self._log, "encoder build_connector_meta", NO_TRANSFER):
             return self._connector.build_connector_meta(scheduler_output, loads)
 
 
 @contextmanager
-def _noting_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[None]:
+def _recording_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.answer(ConnectorRaised(call, transfer_id))
+        log.add_answer(ConnectorRaised(call, transfer_id))
         raise
 
 
 class ReplayedKVConnector(KVConnector, ExternalDependency):
-    """Takes its answers from the front of `answers`; for what was not asked in the recording it has none."""
+    """A KV connector that takes its answers from the front of `answers`.
+
+    Where nothing was recorded it reports no match and frees blocks at once.
+    """
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers
@@ -126,7 +143,8 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        _raise_again(self._answers, "get_num_new_matched_tokens", request.transfer_id)
+        """Return the recorded match, or no tokens if none was recorded."""
+        _raise_recorded_error(self._answers, "get_num_new_matched_tokens", request.transfer_id)
         match self._answers:
             case [Matched(request.transfer_id, num_tokens, is_async), *_]:
                 self._answers.popleft()
@@ -136,49 +154,57 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        _raise_again(self._answers, "update_state_after_alloc", request.transfer_id)
+        """Raise RecordedError if the recorded call raised."""
+        _raise_recorded_error(self._answers, "update_state_after_alloc", request.transfer_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        _raise_again(self._answers, "build_connector_meta", NO_TRANSFER)
+        """Return empty metadata, or raise RecordedError if the recorded call raised."""
+        _raise_recorded_error(self._answers, "build_connector_meta", NO_TRANSFER)
         return b""
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        _raise_again(self._answers, "request_finished", request.transfer_id)
-        delays_free = _is_next(self._answers, DelaysFree(request.transfer_id))
+        """Return whether the recorded connector kept the request's blocks."""
+        _raise_recorded_error(self._answers, "request_finished", request.transfer_id)
+        delays_free = _pop_if_next(self._answers, DelaysFree(request.transfer_id))
         return RequestEnd(delays_free)
 
     def transfer_expired(self, transfer_id: int) -> None:
-        _raise_again(self._answers, "transfer_expired", transfer_id)
+        """Raise RecordedError if the recorded call raised."""
+        _raise_recorded_error(self._answers, "transfer_expired", transfer_id)
 
 
 class ReplayedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
+    """An encoder-cache connector that takes its answers from the front of `answers`."""
+
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers
 
     def has_cache_item(self, request: Request, index: int) -> bool:
-        _raise_again(self._answers, "has_cache_item", request.transfer_id)
-        if _is_next(self._answers, CacheItemFound(request.transfer_id, index, True)):
+        """Return the recorded answer, or False if none was recorded."""
+        _raise_recorded_error(self._answers, "has_cache_item", request.transfer_id)
+        if _pop_if_next(self._answers, CacheItemFound(request.transfer_id, index, True)):
             return True
-        _is_next(self._answers, CacheItemFound(request.transfer_id, index, False))
+        _pop_if_next(self._answers, CacheItemFound(request.transfer_id, index, False))
         return False
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
     ) -> bytes:
-        _raise_again(self._answers, "encoder build_connector_meta", NO_TRANSFER)
+        """Return empty metadata, or raise RecordedError if the recorded call raised."""
+        _raise_recorded_error(self._answers, "encoder build_connector_meta", NO_TRANSFER)
         return b""
 
 
-def _is_next(answers: deque[Answer], answer: Answer) -> bool:
-    """Whether this was answered next; it is taken, then."""
+def _pop_if_next(answers: deque[Answer], answer: Answer) -> bool:
+    """Remove `answer` if it is the next one. Return whether it was."""
     if answers and answers[0] == answer:
         answers.popleft()
         return True
     return False
 
 
-def _raise_again(answers: deque[Answer], call: str, transfer_id: int) -> None:
-    if _is_next(answers, ConnectorRaised(call, transfer_id)):
-        raise RecordedError(f"the connector's {call} raised an error, which is not recorded")
+def _raise_recorded_error(answers: deque[Answer], call: str, transfer_id: int) -> None:
+    if _pop_if_next(answers, ConnectorRaised(call, transfer_id)):
+        raise RecordedError(f"the connector's {call} raised an error; its text is not recorded")

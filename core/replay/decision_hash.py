@@ -18,9 +18,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class DecisionHash:
-    """Each value covers the decision and the value before, so equal values mean equal decisions ever since `start`.
+    """A running hash over decisions: each value covers one decision and the value before it.
 
-    Tokens, log-probabilities and messages to people are left out: they are not decided here.
+    Equal values mean equal decisions since `start`. Tokens, log-probabilities and error texts are not decisions and
+    are left out.
     """
 
     def __init__(self, start: bytes = b"") -> None:
@@ -29,10 +30,11 @@ class DecisionHash:
 
     @property
     def value(self) -> bytes:
+        """The hash so far, 8 bytes."""
         return self._hasher.digest()
 
-    def scheduled(self, step: SchedulerOutput | None) -> None:
-        """Take in a step: of its content, how much that is."""
+    def add_step(self, step: SchedulerOutput | None) -> None:
+        """Add a step, or None for no step. Tokens, drafts and encoder inputs count by their sizes alone."""
         if step is not None:
             has_content = bool(step.new_requests or step.draft_token_ids or step.encoders)
             if has_content:
@@ -44,8 +46,8 @@ class DecisionHash:
                 step.encoders = None
         self._hasher.update(_encode(step))
 
-    def told(self, outputs: dict[int, EngineCoreOutputs]) -> list[ClientReport]:
-        """Take in what clients are told. Returns the part of it that is not about tokens."""
+    def add_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> list[ClientReport]:
+        """Add the outputs for clients. Return the reports on requests that ended or had an event."""
         covered = []
         rare = []
         for client_index, message in outputs.items():
@@ -76,8 +78,9 @@ class DecisionHash:
         self._hasher.update(_encode(covered))
         return rare
 
-    def answered(self, answer: bool) -> None:
-        self._hasher.update(_encode(answer))
+    def add_result(self, result: bool) -> None:
+        """Add the result of a call such as `reset_prefix_cache`."""
+        self._hasher.update(_encode(result))
 
 
 def _sizes_of_content(step: SchedulerOutput) -> object:
@@ -100,7 +103,7 @@ def _sizes_of_content(step: SchedulerOutput) -> object:
 
 
 def _without_counts(stats: SchedulerStats) -> SchedulerStats:
-    """The KV connector counts for itself, and the core its frames."""
+    """Return the statistics without counts that the KV connector and the core keep outside the scheduler."""
     stats = copy(stats)
     stats.num_dropped_frames = 0
     if stats.kv_connector is not None:

@@ -1,4 +1,4 @@
-"""Writing the event log to a file, and reading it back.
+"""Writing the event log to a file and reading it back.
 
 A file is zlib-compressed msgpack of one `Dump`, readable by its owner only. It holds no text, no prompt and no output
 (see `redaction`).
@@ -31,38 +31,42 @@ from .redaction import (
 from .snapshot import Snapshot, SnapshotError, describe
 
 VERSION: Final = 7
-"""Of the format of `Dump`."""
+"""Version of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"
 MAX_FILES: Final = 10
-"""Of one core in one directory; the oldest are removed."""
+"""Files kept per core and directory; the oldest are removed."""
 
 MAX_DUMP_BYTES: Final = 1 << 30
-"""Of a file once it is uncompressed; larger ones are not read."""
+"""Maximum size of an uncompressed file that is read, in bytes."""
 
 
 class DumpError(EngineError):
-    """A file that cannot be written, or is no dump of ours."""
+    """Raised for a file that cannot be written, or that is not a valid dump."""
 
 
 class DumpSegment(msgspec.Struct, array_like=True):
-    """See `Segment`: events that can be replayed by themselves if `is_whole`."""
+    """A `Segment` in a file. It can be replayed by itself if `is_whole`."""
 
     snapshot: Snapshot | None
     is_whole: bool
-    chain_start: bytes
+    initial_hash: bytes
     events: list[Event]
 
 
 class Header(msgspec.Struct, array_like=True):
-    """The beginning of a `Dump`, which every version has."""
+    """The beginning of a `Dump`, the same in every version."""
 
     format: str
     version: int
 
 
 class Dump(msgspec.Struct, array_like=True):
-    """`wall_time` (seconds since 1970) was `now` on the clock of the events. `problem`: why it cannot be replayed."""
+    """The content of a file.
+
+    `wall_time` (seconds since 1970) corresponds to `now` (seconds) on the clock of the events. `problem` says why later
+    states could not be captured; it is empty if they could.
+    """
 
     format: str
     version: int
@@ -78,7 +82,11 @@ class Dump(msgspec.Struct, array_like=True):
 def write_dump(
     scheduler: RecordedScheduler, directory: str, *, reason: str, wall_time: float, now: float
 ) -> Path:
-    """Write the scheduler's log into a new file of `directory`. Raises DumpError."""
+    """Write the scheduler's log into a new file in `directory` and return its path.
+
+    Raises:
+        DumpError: The file cannot be written, or the default directory is not private.
+    """
     setup = scheduler.setup
     dump = make_dump(scheduler.log, setup, reason=reason, wall_time=wall_time, now=now)
     prefix = f"core{setup.core_index}-"
@@ -94,8 +102,8 @@ def write_dump(
 
 
 def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now: float) -> Dump:
-    """The log as it may leave the process."""
-    log.settle()
+    """Return the redacted log."""
+    log.flush()
     pseudonyms = Pseudonyms()
     setup = msgspec.structs.replace(
         setup,
@@ -112,7 +120,7 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
             except SnapshotError as error:
                 problem, is_whole = str(error), False
         events = redact_events(segment.events, pseudonyms)
-        segments.append(DumpSegment(snapshot, is_whole, segment.chain_start, events))
+        segments.append(DumpSegment(snapshot, is_whole, segment.initial_hash, events))
     return Dump(
         "engine events",
         VERSION,
@@ -127,17 +135,20 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
 
 
 def read_dump(path: str | Path, scheduler_cls: str | None = None) -> Dump:
-    """Read a file. Raises DumpError, also if another scheduler class than `scheduler_cls` is needed to replay it.
+    """Read a file.
 
-    A file must not decide what is imported.
+    A file must not decide what is imported, so the caller names the scheduler class.
+
+    Raises:
+        DumpError: The file is invalid, or replaying it needs another scheduler class than `scheduler_cls`.
     """
     dump = _read_dump(path)
     needed = dump.setup.config.scheduler_cls
     if needed != scheduler_cls:
         if needed is None:
-            raise DumpError(f"{path} was recorded without --scheduler-cls: leave it out")
+            raise DumpError(f"{path} was recorded without --scheduler-cls; leave the flag out")
         raise DumpError(
-            f"{path} was recorded with another scheduler class: give --scheduler-cls {needed} if you trust it"
+            f"{path} was recorded with another scheduler class; pass --scheduler-cls {needed} if you trust it"
         )
     return dump
 
@@ -152,22 +163,22 @@ def _read_dump(path: str | Path) -> Dump:
         if (header.format, header.version) != ("engine events", VERSION):
             raise DumpError(
                 f"{path} has version {header.version} of the {header.format} format; this engine "
-                f"({__version__}) reads version {VERSION}: use the engine that wrote it"
+                f"({__version__}) reads version {VERSION}; use the engine version that wrote it"
             )
         return msgspec.msgpack.decode(data, type=Dump)
     except OSError as error:
         raise DumpError(f"cannot read {path}: {error.strerror}") from error
     except (zlib.error, msgspec.DecodeError) as error:
-        raise DumpError(f"{path} is no event dump: {error}") from error
+        raise DumpError(f"{path} is not an event dump: {error}") from error
 
 
 def default_directory() -> str:
-    """A directory of the user's own among the temporary ones."""
+    """Return this user's dump directory below the temporary directory."""
     return os.path.join(tempfile.gettempdir(), f"engine-dumps-{os.geteuid()}")
 
 
 def _prepare(directory: str) -> None:
-    """Make the directory if it is not there. Among others' temporary files it must be ours alone."""
+    """Create the directory if it is missing. Raise DumpError if the default directory is not private to this user."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     if directory == default_directory():
         status = os.lstat(directory)
@@ -176,11 +187,11 @@ def _prepare(directory: str) -> None:
             or status.st_uid != os.geteuid()
             or stat.S_IMODE(status.st_mode) & 0o077
         ):
-            raise DumpError(f"{directory} is not a private directory of this user: use --dump-dir")
+            raise DumpError(f"{directory} is not a private directory of this user; use --dump-dir")
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Under its name the file is always complete."""
+    """Write under a temporary name and rename, so that a file with the final name is always complete."""
     unfinished = path.with_suffix(".unfinished")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(unfinished, flags, 0o600), "wb") as file:

@@ -1,7 +1,7 @@
-"""What a scheduler is told, one struct a call, and what followed from it.
+"""The inputs of a scheduler and its decisions, one struct per call.
 
-Those of a step also hold what was decided, and the value of the `DecisionHash` afterwards. They are written down
-before the scheduler hears of them, so that the last one may be what brought it down: its chain is empty.
+An event is recorded before the scheduler handles it, so the last event may be the one that made it raise. Events of
+steps also hold the decision and the value of the `DecisionHash` after it, which is empty if the scheduler raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..state.request import RequestKey
 
 
 class ClientReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one client is told beside tokens."""
+    """The part of a client's outputs that is not tokens: ended requests and request events."""
 
     client_index: int
     finished: list[FinishedRequest] = []
@@ -34,17 +34,22 @@ class ClientReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class AddClient(msgspec.Struct, tag=0, array_like=True, gc=False):
+    """A call of `add_client`."""
+
     client_index: int
 
 
 class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
+    """A call of `finish_client`."""
+
     client_index: int
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """A request that arrived.
+    """A call of `add_request`.
 
-    In a file `message` has zeros for output and predicted tokens, and no prompt, only its length `num_prompt_bytes`.
+    In a file `message` has no prompt, only the prompt's size `num_prompt_bytes`, and zeros for output and
+    predicted tokens.
     """
 
     client_index: int
@@ -54,89 +59,97 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
 
 
 class FinishRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
+    """A call of `finish_requests`."""
+
     keys: list[RequestKey]
     reason: FinishReason
 
 
 class GrammarReady(msgspec.Struct, tag=4, array_like=True, gc=False):
+    """A call of `grammar_ready`. `ok` is False if the grammar failed to compile."""
+
     key: RequestKey
     ok: bool
 
 
 class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
+    """A call of `reset_prefix_cache`."""
+
     reset_running_requests: bool
     now: float
 
 
 class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=False):
-    """In a file `step` is without tokens, but for their number (see `redaction`)."""
+    """A call of `schedule`. `step` is its result; in a file, counts replace its tokens (see `redaction`)."""
 
     now: float
     step: SchedulerOutput | None = None
-    chain: bytes = b""
+    decision_hash: bytes = b""
 
 
 class Update(msgspec.Struct, tag=7, array_like=True, omit_defaults=True, gc=False):
-    """The output of a step.
+    """A call of `update_from_output` with `num_tokens` sampled tokens.
 
-    It has `num_tokens` tokens. After some time only those are kept at which a request stops: `stops` are int32 pairs
-    (position, token).
+    After a flush only tokens at which some request stops are kept: `stops` holds int32 pairs (position, token).
     """
 
     now: float
     result: ModelRunnerOutput
     num_tokens: int = 0
     stops: bytes = b""
-    told: list[ClientReport] = []
-    chain: bytes = b""
+    reports: list[ClientReport] = []
+    decision_hash: bytes = b""
 
 
 class TakeOutputs(msgspec.Struct, tag=8, array_like=True, omit_defaults=True, gc=False):
-    """Only when there was something to take."""
+    """A call of `take_outputs` that returned something."""
 
     now: float
-    told: list[ClientReport] = []
-    chain: bytes = b""
+    reports: list[ClientReport] = []
+    decision_hash: bytes = b""
 
 
 class MakeStats(msgspec.Struct, tag=9, array_like=True, gc=False):
-    pass
+    """A call of `make_stats`."""
 
 
 class Hashed(msgspec.Struct, tag=10, array_like=True, gc=False):
-    """While the event before was handled, the full blocks of an output got these hashes."""
+    """The answer of the hash function: the digests of full blocks of output.
+
+    Like every `Answer`, it was given while the scheduler handled the event before it.
+    """
 
     digests: bytes
 
 
 class GrammarRefused(msgspec.Struct, tag=11, array_like=True, gc=False):
-    """While the event before was handled, a grammar did not accept a token."""
+    """The answer of a grammar that did not accept a token."""
 
     key: RequestKey
 
 
 def without_tokens(drafts: DraftTokenIds) -> DraftTokenIds:
-    """Drafts with the number of their tokens, int32, in the place of these."""
+    """Return drafts whose tokens are replaced by their number, an int32."""
     num_tokens = int32_bytes(len(drafts.token_ids) // 4)
     return msgspec.structs.replace(drafts, token_ids=num_tokens)
 
 
 class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
-    """While the event before was handled, a grammar allowed only the first so many drafts."""
+    """The answer of a grammar that allowed only the first `num_tokens` drafts."""
 
     key: RequestKey
     num_tokens: int
 
 
 class GrammarForces(msgspec.Struct, tag=20, array_like=True, gc=False):
-    """While the event before was handled, a grammar left no choice about so many tokens."""
+    """The answer of a grammar that left no choice about the next `num_tokens` tokens."""
 
     key: RequestKey
     num_tokens: int
 
 
 class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=False):
-    """While the event before was handled, the KV connector said what it can load; None: not yet."""
+    """The answer of a KV connector: how many tokens it can load, or None if it does not know yet."""
 
     transfer_id: int
     num_tokens: int | None
@@ -144,13 +157,13 @@ class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=Fa
 
 
 class DelaysFree(msgspec.Struct, tag=15, array_like=True, gc=False):
-    """While the event before was handled, the KV connector kept the blocks of a request that ended."""
+    """The answer of a KV connector that keeps the blocks of an ended request."""
 
     transfer_id: int
 
 
 class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
-    """While the event before was handled, the encoder-cache connector said whether it has an output."""
+    """The answer of an encoder-cache connector: whether it has the output of an input."""
 
     transfer_id: int
     input_index: int
@@ -158,23 +171,27 @@ class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
 
 
 class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
-    """While the event before was handled, this method of a connector raised an error."""
+    """An error raised by a connector's method `call`."""
 
     call: str
     transfer_id: int
 
 
 class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
-    """Drafts that came after the output of their step, without the tokens but for their number."""
+    """A call of `update_draft_token_ids`. The number of tokens replaces the tokens."""
 
     drafts: DraftTokenIds
 
 
 class AdoptBlocks(msgspec.Struct, tag=18, array_like=True, gc=False):
+    """A call of `adopt_blocks`."""
+
     held: list[HeldRequest]
 
 
 class EndAdoption(msgspec.Struct, tag=19, array_like=True, gc=False):
+    """A call of `end_adoption`."""
+
     client_index: int
 
 

@@ -1,9 +1,12 @@
-"""The state of a scheduler at one moment, kept at little cost until it is to be read.
+"""The state of a scheduler at one moment, captured cheaply and read later.
 
-What may change is copied, what never does is only referred to. The graph of objects is walked class by class
-instead of object by object, so that few calls do most of the work, and nothing is allocated for a single object
-that the garbage collector would have to look at. This relies on two rules. All items of a list, all keys or values of
-a dictionary, and all values of one field of a class have one type, or are None; and fields are assigned in `__init__`.
+Mutable objects are copied; immutable ones are only referenced. The graph of objects is walked class by class instead of
+object by object, so that a few calls do most of the work and no garbage-collected object is allocated per object.
+This relies on two rules:
+
+* All items of a list, all keys or values of a dictionary, and all values of one field of a class have one type, or
+  are None.
+* Fields are assigned in `__init__`.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }
-"""Fields that hold prompts, outputs and the like: decisions depend on their size alone."""
+"""Fields with user content, such as prompts and outputs. Decisions depend only on their sizes."""
 
 CONSTANT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
@@ -78,7 +81,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
         }
     )
 }
-"""Fields that are assigned once, with a value that does not change."""
+"""Fields that are assigned once, with an immutable value."""
 
 _IMMUTABLE: Final = ATOMS | {
     str,
@@ -89,25 +92,28 @@ _IMMUTABLE: Final = ATOMS | {
     TokenLogprobs,
 }
 _EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
-"""Kinds of containers, and what a copy of an empty one is."""
+"""Container types, each with the copy that stands for an empty container."""
 
 Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
-"""Copies the changing parts of objects of one class. Returns columns of what these refer to."""
+"""Copies the mutable parts of objects of one class. Yields columns of the objects that these refer to."""
 
 
 class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
-    """Zeros: bytes for an empty `dtype`."""
+    """Zeros of a shape and dtype; an empty `dtype` means bytes."""
 
     shape: tuple[int, ...]
     dtype: str = ""
 
 
 class FrozenState:
-    """Takes 1 µs a live request. The objects go on changing: ask this for what they held, never them."""
+    """The values that the objects reachable from `root` had at construction, which takes about 1 µs per live request.
+
+    The objects themselves change later, so read their values through this class.
+    """
 
     def __init__(self, root: object) -> None:
         self.root = root
-        self._met: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}
         self._copies: dict[int, Any] = {}
         self._columns: dict[type, list[list[Any]]] = {}
         self._rows: dict[int, int] = {}
@@ -121,12 +127,12 @@ class FrozenState:
                     alike = column if is_alike else [o for o in column if type(o) is kind]
                     columns += freeze(self, alike)
 
-    def copy_of(self, container: Any) -> Any:
-        """A list, dictionary or array as it was; itself if it does not change."""
+    def get_copy(self, container: Any) -> Any:
+        """Return a list, dictionary or array as it was; the object itself if it is immutable."""
         return self._copies.get(id(container), container)
 
-    def fields_of(self, instance: Any) -> dict[str, Any]:
-        """What an instance's fields held, `Blank` for `CONTENT`."""
+    def get_fields(self, instance: Any) -> dict[str, Any]:
+        """Return the values of an instance's fields, with `Blank` for fields in `CONTENT`."""
         kind: type = type(instance)
         row, columns = self._rows[id(instance)], self._columns[kind]
         held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
@@ -138,9 +144,9 @@ class FrozenState:
         return found
 
     def _add_new(self, items: Sequence[Any]) -> dict[int, Any]:
-        met = self._met
-        new = {id(item): item for item in items if id(item) not in met}
-        met.update(new)
+        seen = self._seen
+        new = {id(item): item for item in items if id(item) not in seen}
+        seen.update(new)
         return new
 
     def _freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -183,37 +189,42 @@ class FrozenState:
 
 
 def is_given(kind: type) -> bool:
-    """Whether such objects are what a scheduler was made with."""
+    """Return whether a scheduler gets instances of this class as constructor arguments.
+
+    These are configuration, functions and external dependencies.
+    """
     return (
         issubclass(kind, ExternalDependency | FunctionType | BuiltinFunctionType | MethodType)
         or kind.__module__ == f"{ROOT}.protocol.config"
     )
 
 
-def is_ours(kind: type) -> bool:
+def is_engine_class(kind: type) -> bool:
     """Return whether this is a class of `core` or `protocol`, or derives from one."""
-    return class_of_ours(kind) is not None
+    return find_engine_class(kind) is not None
 
 
 @cache
-def class_of_ours(kind: type) -> type | None:
-    """The first of a class and its bases that belongs to `core` or `protocol`."""
+def find_engine_class(kind: type) -> type | None:
+    """Return the first of a class and its bases that belongs to `core` or `protocol`, or None."""
     prefixes = (f"{ROOT}.core.", f"{ROOT}.protocol.")
     return next((base for base in kind.__mro__ if base.__module__.startswith(prefixes)), None)
 
 
 def is_record(kind: type) -> bool:
-    """Whether its instances are values: they are made from their fields, and compared by them."""
+    """Return whether instances are values: constructed from their fields and compared by them."""
     return issubclass(kind, msgspec.Struct) or (
         issubclass(kind, tuple) and hasattr(kind, "_fields")
     )
 
 
 def is_mutable_record(kind: type) -> bool:
+    """Return whether this is a struct whose fields can be assigned."""
     return issubclass(kind, msgspec.Struct) and not kind.__struct_config__.frozen
 
 
 def blank(value: object) -> Blank | None:
+    """Return a `Blank` of the size of an array or bytes, or None for anything else."""
     match value:
         case np.ndarray():
             return Blank(value.shape, value.dtype.str)
@@ -224,7 +235,7 @@ def blank(value: object) -> Blank | None:
 
 
 def _may_refer(items: Iterable[Any]) -> bool:
-    """Whether items, which are of one type if they are not None, may change or refer to what does."""
+    """Return whether items of one type (or None) are mutable, or may refer to mutable objects."""
     first = next((item for item in items if item is not None), None)
     kind: type = type(first)
     return _find_freezer(kind) is not None
@@ -232,7 +243,7 @@ def _may_refer(items: Iterable[Any]) -> bool:
 
 @cache
 def _find_freezer(kind: type) -> Freezer | None:
-    """None for what never changes and refers to nothing that does."""
+    """Return the freezer of a class, or None if its instances are immutable and refer to nothing mutable."""
     if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
         return None
     if kind in _EMPTY:
@@ -245,16 +256,16 @@ def _find_freezer(kind: type) -> Freezer | None:
         return FrozenState._freeze_rows
     if issubclass(kind, msgspec.Struct):
         return FrozenState._freeze_constants
-    if not is_ours(kind):
+    if not is_engine_class(kind):
         return None
     return FrozenState._freeze_rows
 
 
 @cache
 def field_names(kind: type) -> tuple[str, ...]:
-    """The fields that every instance has: its slots, and what `__init__` assigns.
+    """Return the fields that every instance has: its slots and the attributes that `__init__` assigns.
 
-    An instance is not asked for its `__dict__`: that would make it a slower object from then on.
+    Reading an instance's `__dict__` would make later attribute access slower, so the bytecode of `__init__` is read.
     """
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__

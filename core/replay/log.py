@@ -1,7 +1,7 @@
-"""The last events of a scheduler, always kept, at next to no cost.
+"""The most recent events of a scheduler, always recorded, at little cost.
 
-They are kept in segments, each of which can be replayed by itself: it begins with a new scheduler or with a snapshot
-of one. Only the last two segments are kept, so memory is bounded and there is always one whole segment.
+Events are kept in segments. Each segment begins with a new scheduler or with a snapshot of one, so it can be replayed
+by itself. Only the last two segments are kept: memory is bounded, and there is always one whole segment.
 """
 
 from __future__ import annotations
@@ -38,64 +38,75 @@ from .events import (
 from .frozen_state import FrozenState
 
 SEGMENT_BYTES: Final = 8 << 20
-"""Memory of a segment's events, roughly, before the next one begins."""
+"""Approximate memory of a segment's events in bytes, after which the next segment begins."""
 
 MAX_FROZEN_REQUESTS: Final = 10_000
-"""With more live requests, freezing the state would hold up the steps for too long: it waits for fewer."""
+"""With more live requests than this, freezing the state would delay steps too long, so it waits for fewer."""
 
 DECISION_BYTES: Final = 300
-"""Memory of a decision in the log, without arrays."""
+"""Estimated bytes of a decision in the log, without arrays."""
 
 REQUEST_BYTES: Final = 1000
-"""Memory of an arrival in the log, without tokens and hashes."""
+"""Estimated bytes of an arrival in the log, without tokens and hashes."""
 
 ANSWER_BYTES: Final = 100
-"""Memory of an answer in the log, without hashes."""
+"""Estimated bytes of an answer in the log, without hashes."""
 
 UNFLUSHED_BYTES: Final = 32 << 10
-"""Decisions and outputs are hashed together once they fill so much: the core sleeps between steps, and each time the
-code for it would have to be fetched into the processor's caches. It is not more, so that no step is held up."""
+"""Decisions and outputs are hashed in batches of this many bytes. The core sleeps between steps, so hashing each one
+separately would reload the code into the processor's caches each time. Larger batches would delay a step.
+"""
 
 FEW_STOPS: Final = 16
-"""Up to so many stop tokens, each is searched for separately."""
+"""Up to this many stop tokens are each searched for separately."""
 
-FORGOTTEN_A_STEP: Final = 250
-"""How many events of a dropped segment are freed at each step; freeing all at once would hold up a step."""
+FREED_PER_STEP: Final = 250
+"""Events of a dropped segment freed per step; freeing all at once would delay a step."""
 
-PATIENCE: Final = 4
-"""While the state cannot be frozen a segment grows to so many times `SEGMENT_BYTES`; the next has no state then."""
+MAX_SEGMENT_GROWTH: Final = 4
+"""If the state cannot be frozen, a segment grows up to this multiple of `segment_bytes`; the next one then has no
+state.
+"""
 
 
 class Segment:
-    """Events in order. `start` is the state before them; None that of a new scheduler if `is_whole`, else unknown."""
+    """Events in order.
 
-    def __init__(self, start: FrozenState | None, is_whole: bool, chain_start: bytes) -> None:
+    `start` is the state before them. If it is None, they begin with a new scheduler if `is_whole`, else with an unknown
+    state. `initial_hash` is the decision hash before them.
+    """
+
+    def __init__(self, start: FrozenState | None, is_whole: bool, initial_hash: bytes) -> None:
         self.start = start
         self.is_whole = is_whole
-        self.chain_start = chain_start
+        self.initial_hash = initial_hash
         self.events: list[Event] = []
 
 
 class EventLog:
-    """`num_bytes` estimates the memory of the last segment's events; every append must add to it."""
+    """The recent events of one scheduler.
+
+    `num_bytes` estimates the memory of the last segment's events; whoever appends an event must add to it.
+    """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.segment_bytes = segment_bytes
-        self.chain = DecisionHash()
+        self.decision_hash = DecisionHash()
         self.segments: deque[Segment] = deque([Segment(None, True, b"")], maxlen=2)
         self.events = self.segments[-1].events
         self.num_bytes = 0
         self._ends: set[Collection[int]] = set()
-        """Tokens at which some request of this segment stops."""
+        """Stop tokens of the requests of this segment."""
         self._recent: list[Update] = []
         self._decided: list[tuple[Decided, dict[int, EngineCoreOutputs]]] = []
-        """What the chain has still to take in."""
+        """Decisions that are not in the decision hash yet."""
         self._num_recent_bytes = 0
         self._outdated: list[Event] = []
         self.problem = ""
-        """Why later states could not be captured: an error of ours."""
+        """The error that kept later states from being captured. Empty if there was none."""
 
-    def add(self, event: AddRequest) -> None:
+    def add_request(self, event: AddRequest) -> None:
+        """Record an arrival."""
         message = event.message
         self.events.append(event)
         self.num_bytes += REQUEST_BYTES + event.num_prompt_bytes + len(message.block_hashes)
@@ -103,58 +114,61 @@ class EventLog:
         self._ends.add(message.eos_token_ids)
         self._ends.add(message.sampling_params.stop_token_ids)
 
-    def answer(self, event: Answer) -> None:
-        """What a grammar, a connector or the hash function answered while the event before was handled."""
+    def add_answer(self, event: Answer) -> None:
+        """Record the answer of a grammar, a connector or the hash function to the event before it."""
         self.events.append(event)
         self.num_bytes += ANSWER_BYTES
 
-    def update(self, event: Update) -> None:
+    def add_update(self, event: Update) -> None:
+        """Record the output of a step. A few events of a dropped segment are freed as well."""
         self.events.append(event)
         self._recent.append(event)
         self._num_recent_bytes += len(event.result.sampled_token_ids)
         if self._outdated:
-            del self._outdated[-FORGOTTEN_A_STEP:]
+            del self._outdated[-FREED_PER_STEP:]
 
-    def scheduled(self, event: Schedule, step: SchedulerOutput | None) -> None:
-        """What came of the event. A step does not change once it is decided."""
+    def record_step(self, event: Schedule, step: SchedulerOutput | None) -> None:
+        """Record the result of `schedule`. A step must not change after this."""
         event.step = step
         self._decide(event, {})
 
-    def told(self, event: Update | TakeOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """What the clients are told. The part that the chain covers does not change any more."""
+    def record_outputs(
+        self, event: Update | TakeOutputs, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Record outputs for clients. The parts that the decision hash covers must not change after this."""
         self._decide(event, outputs)
         for message in outputs.values():
             if message.logprobs or message.prompt_logprobs:
-                # They may be large, and are not kept.
-                self.settle()
+                # Log-probabilities may be large, so their messages are not kept until a later flush.
+                self.flush()
                 return
 
-    def answered(self, answer: bool) -> None:
-        """What came of the event before."""
-        self.settle()
-        self.chain.answered(answer)
+    def record_result(self, result: bool) -> None:
+        """Record the result of the event before it."""
+        self.flush()
+        self.decision_hash.add_result(result)
 
     def _decide(self, event: Decided, outputs: dict[int, EngineCoreOutputs]) -> None:
         self._decided.append((event, outputs))
         self.num_bytes += DECISION_BYTES
         self._num_recent_bytes += DECISION_BYTES
         if self._num_recent_bytes > UNFLUSHED_BYTES:
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
-        """Take in recent decisions, and forget the tokens of outputs but for those that some request stops at."""
+    def flush(self) -> None:
+        """Hash recent decisions, and drop their sampled tokens except those at which some request stops."""
         self._num_recent_bytes = 0
-        chain = self.chain
+        decision_hash = self.decision_hash
         decided, self._decided = self._decided, []
         for event, outputs in decided:
             if isinstance(event, Schedule):
-                chain.scheduled(event.step)
+                decision_hash.add_step(event.step)
             else:
-                event.told = chain.told(outputs)
-            event.chain = chain.value
-        self._forget_tokens()
+                event.reports = decision_hash.add_outputs(outputs)
+            event.decision_hash = decision_hash.value
+        self._drop_tokens()
 
-    def _forget_tokens(self) -> None:
+    def _drop_tokens(self) -> None:
         recent, self._recent = self._recent, []
         frames = [event.result.sampled_token_ids for event in recent]
         frames = [frame[: len(frame) // 4 * 4] for frame in frames]
@@ -175,7 +189,7 @@ class EventLog:
             event.stops = int32_bytes(np.stack((positions - starts, token_ids[positions]), 1))
 
     def _find_stops(self, token_ids: Int32Array) -> Int64Array:
-        """The positions of tokens at which some request of this segment stops."""
+        """Return the positions of tokens at which some request of this segment stops."""
         stops = set(chain.from_iterable(self._ends))
         if len(stops) > FEW_STOPS:
             return np.isin(token_ids, list(stops)).nonzero()[0]
@@ -185,7 +199,7 @@ class EventLog:
         return is_stop.nonzero()[0]
 
     def roll_over(self, scheduler: Scheduler) -> None:
-        """Begin the next segment with the scheduler's state, if that costs little."""
+        """Begin the next segment with the scheduler's state, unless freezing it would take too long."""
         requests = scheduler.requests
         start = None
         if len(requests) <= MAX_FROZEN_REQUESTS and not self.problem:
@@ -193,29 +207,32 @@ class EventLog:
                 scheduler.slots.flush()
                 start = FrozenState(scheduler)
             except Exception as error:
-                # Whatever is wrong here, requests must not suffer from it.
+                # An error in the log must not affect requests.
                 self.problem = f"{type(error).__name__}: {error}"
-        if start is None and self.num_bytes <= PATIENCE * self.segment_bytes:
+        if start is None and self.num_bytes <= MAX_SEGMENT_GROWTH * self.segment_bytes:
             return
-        self.settle()
+        self.flush()
         self._ends = {request.stop_token_ids for request in requests.values()}
         if len(self.segments) == self.segments.maxlen:
             self._outdated = self.segments[0].events
-        chain_start = self.chain.value
-        self.chain = DecisionHash(chain_start)
-        self.segments.append(Segment(start, start is not None, chain_start))
+        initial_hash = self.decision_hash.value
+        self.decision_hash = DecisionHash(initial_hash)
+        self.segments.append(Segment(start, start is not None, initial_hash))
         self.events = self.segments[-1].events
-        # Without a state to start from, the next chance to have one must come soon.
+        # A segment without an initial state is short, so that the next one is tried soon.
         self.num_bytes = 0 if start is not None else self.segment_bytes
 
-    def recording(self, hash_blocks: HashBlocks) -> HashBlocks:
-        """`hash_blocks`, its digests written down: a replay has no tokens to hash."""
+    def record_hashes(self, hash_blocks: HashBlocks) -> HashBlocks:
+        """Return a function that calls `hash_blocks` and records its digests.
+
+        A replay has no tokens to hash.
+        """
 
         def hash_recorded(
             token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
         ) -> bytes:
             digests = hash_blocks(token_ids, block_size, parent, inputs)
-            self.answer(Hashed(digests))
+            self.add_answer(Hashed(digests))
             self.num_bytes += len(digests)
             return digests
 
@@ -223,7 +240,7 @@ class EventLog:
 
 
 class RecordedGrammars(ExternalDependency):
-    """A grammar backend of which the answers are recorded: a replay has no grammars to ask."""
+    """A grammar backend that calls another one and records its answers, because a replay has no grammars."""
 
     def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
         self._log = log
@@ -235,19 +252,22 @@ class RecordedGrammars(ExternalDependency):
         self.release = backend.release
 
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
+        """Return whether the grammar accepts the tokens; record a refusal."""
         accepted = self._backend.accept_tokens(key, token_ids)
         if not accepted:
-            self._log.answer(GrammarRefused(key))
+            self._log.add_answer(GrammarRefused(key))
         return accepted
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens the grammar accepts; record the number if it is not all of them."""
         num_tokens = self._backend.num_acceptable(key, token_ids)
         if num_tokens < len(token_ids):
-            self._log.answer(GrammarAccepts(key, num_tokens))
+            self._log.add_answer(GrammarAccepts(key, num_tokens))
         return num_tokens
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that the grammar forces next; record how many if there are any."""
         forced = self._backend.forced_tokens(key, token_ids)
         if forced:
-            self._log.answer(GrammarForces(key, len(forced)))
+            self._log.add_answer(GrammarForces(key, len(forced)))
         return forced

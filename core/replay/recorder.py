@@ -54,7 +54,7 @@ S = TypeVar("S", bound=SchedulerInterface)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a scheduler is made with."""
+    """The arguments with which a scheduler is constructed."""
 
     config: SchedulerConfig
     cache_config: CacheConfig
@@ -77,9 +77,10 @@ class Setup(msgspec.Struct, frozen=True):
         kv_connector: KVConnector | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> Scheduler:
-        """Make a scheduler of the configured class, or of the given one.
+        """Construct a scheduler of the configured class, or of the given one.
 
-        Raises ConfigError for limits that contradict each other, and for a class that cannot be recorded.
+        Raises:
+            ConfigError: Limits contradict each other, or the class cannot be recorded.
         """
         if scheduler_class is None:
             found = load_scheduler_class(self.config.scheduler_cls)
@@ -107,7 +108,7 @@ class Setup(msgspec.Struct, frozen=True):
         kv_connector: KVConnector | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> S:
-        """Call the class with everything that it is made with. Raises what it raises."""
+        """Call `scheduler_class` with all arguments. Errors it raises are passed on."""
         return scheduler_class(
             self.config,
             self.cache_config,
@@ -127,7 +128,19 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class RecordedScheduler(SchedulerInterface):
-    """Hands everything to the `scheduler` it makes, and notes in `log` what a replay needs."""
+    """A scheduler that forwards each call to the `scheduler` it constructs, and records in `log` what a replay needs.
+
+    Args:
+        setup: The arguments of the scheduler.
+        structured_output: The grammar backend.
+        log_kv_events: Whether the scheduler collects KV-cache events.
+        kv_connector: The KV connector; by default the one that `setup` names.
+        encoder_cache_connector: The encoder-cache connector.
+        log: The event log; by default a new one.
+
+    Raises:
+        ConfigError: As `Setup.make_scheduler` does.
+    """
 
     def __init__(
         self,
@@ -139,7 +152,6 @@ class RecordedScheduler(SchedulerInterface):
         encoder_cache_connector: EncoderCacheConnector | None = None,
         log: EventLog | None = None,
     ) -> None:
-        """Without a `kv_connector` it is the one that the setup names. Raises ConfigError as `make_scheduler` does."""
         self.log = log = log or EventLog()
         self.setup = msgspec.structs.replace(
             setup,
@@ -151,7 +163,7 @@ class RecordedScheduler(SchedulerInterface):
         self._kv_connector = kv_connector
         self.scheduler = setup.make_scheduler(
             structured_output and RecordedGrammars(structured_output, log),
-            log.recording(block_hasher(setup.cache_config.prefix_hash)),
+            log.record_hashes(block_hasher(setup.cache_config.prefix_hash)),
             log_kv_events,
             kv_connector=kv_connector and RecordedKVConnector(kv_connector, log),
             encoder_cache_connector=encoder_cache_connector
@@ -162,74 +174,86 @@ class RecordedScheduler(SchedulerInterface):
     # inputs
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
+        """Record and forward the call."""
         self.log.events.append(AdoptBlocks(list(held)))
         self.scheduler.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
+        """Record and forward the call."""
         self.log.events.append(EndAdoption(client_index))
         self.scheduler.end_adoption(client_index)
 
     def add_client(self, client_index: int) -> None:
+        """Record and forward the call."""
         self.log.events.append(AddClient(client_index))
         self.scheduler.add_client(client_index)
 
     def finish_client(self, client_index: int) -> None:
+        """Record and forward the call."""
         self.log.events.append(FinishClient(client_index))
         self.scheduler.finish_client(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        """Record and forward the call; media data is not recorded."""
         kept = message
         if message.encoder_inputs:
             kept = copy(message)
             kept.encoder_inputs = [
                 msgspec.structs.replace(item, data=b"") for item in message.encoder_inputs
             ]
-        self.log.add(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
+        self.log.add_request(AddRequest(client_index, kept, len(message.prompt_token_ids), now))
         self.scheduler.add_request(client_index, message, now)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        """Record and forward the call; the error text is not recorded."""
         self.log.events.append(GrammarReady(key, error is None))
         self.scheduler.grammar_ready(key, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
+        """Record and forward the call; the message is not recorded."""
         keys = list(keys)
         self.log.events.append(FinishRequests(keys, reason))
         self.log.num_bytes += 100 * len(keys)
         self.scheduler.finish_requests(keys, reason, message)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        """Record and forward the call."""
         self.log.events.append(ResetPrefixCache(reset_running_requests, now))
         done = self.scheduler.reset_prefix_cache(reset_running_requests, now)
-        self.log.answered(done)
+        self.log.record_result(done)
         return done
 
     def make_stats(self) -> SchedulerStats:
+        """Record and forward the call."""
         self.log.events.append(MakeStats())
         return self.scheduler.make_stats()
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Record and forward the call; of the tokens only the number is recorded."""
         self.log.events.append(UpdateDrafts(without_tokens(drafts)))
         self.scheduler.update_draft_token_ids(drafts)
 
     def shutdown(self) -> None:
+        """Shut the scheduler down."""
         self.scheduler.shutdown()
 
     # steps
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        """Record and forward the call, and begin a new segment of the log if the last is full."""
         log = self.log
         if log.num_bytes > log.segment_bytes:
             log.roll_over(self.scheduler)
         event = Schedule(now)
         log.events.append(event)
         step = self.scheduler.schedule(now)
-        log.scheduled(event, step)
+        log.record_step(event, step)
         if step is not None:
             log.num_bytes += len(step.slots or b"") + len(step.kv_connector_metadata)
             for data in step.new_requests:
-                # The first time these are the very bytes that came with the request.
+                # At the first admission these bytes are the request's own and already counted.
                 if len(data.token_ids) > 4 * data.num_prompt_tokens:
                     log.num_bytes += len(data.token_ids)
         return step
@@ -240,6 +264,7 @@ class RecordedScheduler(SchedulerInterface):
         model_runner_output: ModelRunnerOutput,
         now: float,
     ) -> dict[int, EngineCoreOutputs]:
+        """Record and forward the call; log-probabilities are not recorded."""
         log = self.log
         result = model_runner_output
         if result.logprobs or result.prompt_logprobs or result.drafts is not None:
@@ -247,62 +272,74 @@ class RecordedScheduler(SchedulerInterface):
             result.logprobs = result.prompt_logprobs = []
             result.drafts = result.drafts and without_tokens(result.drafts)
         event = Update(now, result)
-        log.update(event)
+        log.add_update(event)
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
-        log.told(event, outputs)
+        log.record_outputs(event, outputs)
         return outputs
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """Forward the call, and record it if there were outputs."""
         outputs = self.scheduler.take_outputs(now)
         if outputs:
             event = TakeOutputs(now)
             self.log.events.append(event)
-            self.log.told(event, outputs)
+            self.log.record_outputs(event, outputs)
         return outputs
 
-    # what changes nothing
+    # queries, which change nothing and are not recorded
 
     def get_kv_cache_usage(self) -> float:
+        """Return the used share of KV-cache blocks, 0 to 1."""
         return self.scheduler.get_kv_cache_usage()
 
     def find_crash_suspects(self) -> CrashSuspects:
+        """Return the requests that may have caused a crash."""
         return self.scheduler.find_crash_suspects()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the bitmask of allowed tokens for the step's rows with a grammar."""
         num_events = len(self.log.events)
         bitmask = self.scheduler.get_grammar_bitmask(scheduler_output)
-        # Answers of grammars in here decide nothing, so that a replay need not have them.
+        # Answers of grammars in this call decide nothing, so a replay does not need them.
         del self.log.events[num_events:]
         return bitmask
 
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        """Return the tokens that grammars force after the step, if there are any."""
         return self.scheduler.get_forced_tokens(scheduler_output)
 
     def take_kv_events(self) -> list[KVCacheEvent]:
+        """Return the KV-cache events since the last call."""
         return self.scheduler.take_kv_events()
 
     def get_kv_connector(self) -> KVConnector | None:
+        """Return the unwrapped KV connector, if there is one."""
         return self._kv_connector
 
     def has_requests(self) -> bool:
+        """Return whether any request is unfinished."""
         return self.scheduler.has_requests()
 
     def get_num_unfinished_requests(self) -> int:
+        """Return the number of unfinished requests."""
         return self.scheduler.get_num_unfinished_requests()
 
     def has_finished_requests(self) -> bool:
+        """Return whether finished requests are still to be reported to workers."""
         return self.scheduler.has_finished_requests()
 
     def get_request_counts(self) -> tuple[int, int]:
+        """Return the numbers of running and waiting requests."""
         return self.scheduler.get_request_counts()
 
 
 def make_core_scheduler(
     setup: Setup, grammars: GrammarBackend, *, log_kv_events: bool
 ) -> SchedulerInterface:
-    """Make the scheduler of a core, with an event log if its class can have one.
+    """Construct the scheduler of a core, with an event log if its class supports one.
 
-    Raises ConfigError for limits that contradict each other, and for a class that cannot be used.
+    Raises:
+        ConfigError: Limits contradict each other, or the class cannot be used.
     """
     scheduler_class = load_scheduler_class(setup.config.scheduler_cls)
     if issubclass(scheduler_class, Scheduler):

@@ -1,7 +1,8 @@
-"""What must not leave the process, taken out of a log so that it still replays exactly.
+"""Removes user content from a log in such a way that it still replays exactly.
 
-Block hashes and names become numbers that are equal where they were. Sampled tokens are replaced unless some request
-stops at them. What is not listed here is left out.
+Block hashes and names become numbers: equal originals get equal numbers. Sampled tokens are replaced unless some
+request
+stops at them. Fields that are not listed here are left out.
 """
 
 from __future__ import annotations
@@ -33,34 +34,36 @@ from .snapshot import Node, Snapshot, without_content
 _NO_PARAMS: Final = SamplingParams()
 
 KEPT_STRINGS: Final = frozenset({"request_id"})
-"""Fields with strings that are not replaced."""
+"""Fields whose strings are kept."""
 
 
 class Pseudonyms:
-    """Numbers and names in the place of digests and names: equal ones for equal originals, in all of one dump."""
+    """Numbers for digests and names for strings: equal ones for equal originals within one dump."""
 
     def __init__(self) -> None:
         self._digests: dict[bytes, int] = {}
         self._names: dict[str, str] = {"": ""}
 
     def numbers(self, digests: bytes) -> bytes:
-        """A number for each of N digests: int32[N]."""
+        """Return a number for each of N digests, int32[N]."""
         numbers = self._digests
         starts = range(0, len(digests), HASH_BYTES)
         pieces = (digests[start : start + HASH_BYTES] for start in starts)
         return int32_bytes([numbers.setdefault(piece, len(numbers)) for piece in pieces])
 
     def name(self, original: str) -> str:
+        """Return the replacement of a name. The empty name stays empty."""
         return self._names.setdefault(original, f"name{len(self._names)}")
 
 
 def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerConfig:
+    """Return the configuration with tenants renamed."""
     weights = {pseudonyms.name(n): weight for n, weight in config.tenant_weights.items()}
     return msgspec.structs.replace(config, tenant_weights=weights)
 
 
 def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
-    """Only the settings that the scheduler itself reads."""
+    """Return only the settings that the scheduler itself reads."""
     return KVTransferConfig(
         "recorded",
         kv_load_failure_policy=config.kv_load_failure_policy,
@@ -69,6 +72,7 @@ def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
 
 
 def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
+    """Return the snapshot with strings, digests and content replaced."""
     layouts = snapshot.layouts
 
     def redact(node: Node) -> Node:
@@ -97,7 +101,7 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
 
 
 def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
-    """The tokens of the events must be settled."""
+    """Return the events with user content replaced. The log must have been flushed."""
     redacted: list[Event] = []
     for event in events:
         match event:
@@ -110,11 +114,11 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
                 event = msgspec.structs.replace(
                     event,
                     result=_redact_result(event.result),
-                    told=[_redact_told(told) for told in event.told],
+                    reports=[_redact_report(report) for report in event.reports],
                 )
             case TakeOutputs():
                 event = msgspec.structs.replace(
-                    event, told=[_redact_told(told) for told in event.told]
+                    event, reports=[_redact_report(report) for report in event.reports]
                 )
             case Hashed(digests):
                 event = Hashed(pseudonyms.numbers(digests))
@@ -123,7 +127,7 @@ def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event
 
 
 def redact_step(step: SchedulerOutput) -> SchedulerOutput:
-    """A step in which int32 counts of tokens stand in the place of the tokens."""
+    """Return a step in which int32 token counts replace the tokens."""
     work = step.encoders
     return msgspec.structs.replace(
         step,
@@ -185,15 +189,15 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
     )
 
 
-def _redact_told(told: ClientReport) -> ClientReport:
+def _redact_report(report: ClientReport) -> ClientReport:
     finished = [
-        FinishedRequest(end.request_index, end.reason, end.stop_reason) for end in told.finished
+        FinishedRequest(end.request_index, end.reason, end.stop_reason) for end in report.finished
     ]
-    return msgspec.structs.replace(told, finished=finished)
+    return msgspec.structs.replace(report, finished=finished)
 
 
 def expand_request(event: AddRequest) -> EngineCoreRequest:
-    """The message of an arrival that was redacted. Its tokens are zeros."""
+    """Return the message of a redacted arrival. All its tokens are zeros."""
     message = event.message
     return msgspec.structs.replace(
         message,
@@ -208,7 +212,7 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
 
 
 def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
-    """The message of a redacted output. Every token that stops no request is `neutral_token`."""
+    """Return the message of a redacted output. Every token that stops no request is `neutral_token`."""
     token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
     stops = int32_view(event.stops).reshape(-1, 2)
     token_ids[stops[:, 0]] = stops[:, 1]
@@ -221,6 +225,6 @@ def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
 
 
 def expand_drafts(drafts: DraftTokenIds) -> DraftTokenIds:
-    """Redacted drafts, with as many zeros as there were tokens."""
+    """Return redacted drafts with as many zeros as there were tokens."""
     num_tokens = int(int32_view(drafts.token_ids)[0])
     return msgspec.structs.replace(drafts, token_ids=bytes(4 * num_tokens))

@@ -1,4 +1,4 @@
-"""Running a recorded segment again, and finding where a scheduler decides otherwise."""
+"""Runs a recorded segment again and finds the first decision that differs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,14 @@ from .snapshot import expand_digests, restore
 
 
 class Difference(EngineError):
-    """The scheduler does not decide as the recorded one did; the message says where and how."""
+    """Raised where the scheduler does not decide as the recorded one did; the message says where and how."""
 
 
 class Moment(NamedTuple):
-    """An event that was handled again. `step` is what it scheduled, `outputs` what it told clients."""
+    """An event after it was handled again.
+
+    `step` is the step it scheduled and `outputs` are the outputs for clients, if it was such an event.
+    """
 
     event: Event
     step: SchedulerOutput | None = None
@@ -60,9 +63,13 @@ class Moment(NamedTuple):
 
 
 class Replayer(ExternalDependency):
-    """Feeds a scheduler what a segment recorded. `scheduler` is in the state after the last `Moment`.
+    """Runs a segment's events on a new scheduler.
 
-    Where the scheduler asks for hashes, a grammar's opinion or a connector, it hears the recorded answers.
+    `scheduler` is in the state after the last `Moment`. Grammars, connectors and the hash function are replaced by the
+    recorded answers.
+
+    Raises:
+        EngineError: The segment has no initial state.
     """
 
     def __init__(
@@ -74,17 +81,17 @@ class Replayer(ExternalDependency):
         if not segment.is_whole:
             raise EngineError(
                 "this part of the log has no state to start from: too many requests were alive, "
-                "or the log names a problem"
+                "or the state could not be captured"
             )
         self._segment = segment
         self._answers: deque[Answer] = deque()
         self._steps: dict[int, SchedulerOutput] = {}
-        self._chain = DecisionHash(segment.chain_start)
+        self._decision_hash = DecisionHash(segment.initial_hash)
         self.num_decisions = 0
         self.reproduced_error = ""
-        """The traceback of the error that ended the recording, if it came again."""
+        """The traceback of the error that ended the recording, if the replay raised it too."""
         self.scheduler = setup.make_scheduler(
-            _RecordedOpinions(self._answers) if setup.has_grammars else None,
+            _ReplayedGrammars(self._answers) if setup.has_grammars else None,
             self._hash_blocks,
             scheduler_class=scheduler_class,
             kv_connector=ReplayedKVConnector(self._answers) if setup.kv_transfer else None,
@@ -97,7 +104,11 @@ class Replayer(ExternalDependency):
         self._neutral_token = self._find_neutral_token(setup.vocab_size)
 
     def run(self) -> Iterator[Moment]:
-        """Raises Difference at the first decision that is not the recorded one."""
+        """Run all events, and yield a `Moment` after each.
+
+        Raises:
+            Difference: At the first decision that differs from the recorded one.
+        """
         events = self._segment.events
         last = max((i for i, e in enumerate(events) if not isinstance(e, Answer)), default=0)
         for index, event in enumerate(events):
@@ -105,7 +116,7 @@ class Replayer(ExternalDependency):
                 continue
             self._answers.extend(_answers_after(events, index))
             is_cut_short = (
-                index == last and isinstance(event, Schedule | Update) and not event.chain
+                index == last and isinstance(event, Schedule | Update) and not event.decision_hash
             )
             try:
                 moment = self._handle(event)
@@ -126,7 +137,7 @@ class Replayer(ExternalDependency):
             yield moment
 
     def _find_neutral_token(self, vocab_size: int) -> int:
-        """A token at which no request stops."""
+        """Return a token at which no request stops."""
         stops: set[int] = set()
         for request in self.scheduler.requests.values():
             stops.update(request.stop_token_ids)
@@ -154,7 +165,9 @@ class Replayer(ExternalDependency):
             case GrammarReady(key, ok):
                 scheduler.grammar_ready(key, None if ok else "the grammar could not be compiled")
             case ResetPrefixCache(reset_running_requests, now):
-                self._chain.answered(scheduler.reset_prefix_cache(reset_running_requests, now))
+                self._decision_hash.add_result(
+                    scheduler.reset_prefix_cache(reset_running_requests, now)
+                )
             case UpdateDrafts(drafts):
                 scheduler.update_draft_token_ids(expand_drafts(drafts))
             case MakeStats():
@@ -176,23 +189,25 @@ class Replayer(ExternalDependency):
         event = moment.event
         if self._answers:
             raise Difference(
-                f"{_place(index, event)}: {len(self._answers)} more answers from outside were "
-                f"recorded here, beginning with {type(self._answers[0]).__name__}: "
+                f"{_place(index, event)}: {len(self._answers)} more answers from external "
+                f"dependencies were recorded here, beginning with {type(self._answers[0]).__name__}: "
                 f"{_readable(self._answers[0])}"
             )
         match event:
-            case Schedule(_, recorded, chain):
-                self._chain.scheduled(moment.step)
+            case Schedule(_, recorded, decision_hash):
+                self._decision_hash.add_step(moment.step)
                 explain = partial(_compare_steps, recorded, moment.step)
-            case Update(told=recorded_told, chain=chain) | TakeOutputs(_, recorded_told, chain):
-                told = self._chain.told(moment.outputs or {})
-                explain = partial(_compare_values, "told", recorded_told, told)
+            case Update(reports=recorded_reports, decision_hash=decision_hash) | TakeOutputs(
+                _, recorded_reports, decision_hash
+            ):
+                reports = self._decision_hash.add_outputs(moment.outputs or {})
+                explain = partial(_compare_values, "reports", recorded_reports, reports)
             case _:
                 return
         self.num_decisions += 1
-        if self._chain.value != chain:
+        if self._decision_hash.value != decision_hash:
             differences = explain() or [
-                "the statistics, or an answer since the last decision, are not the recorded ones"
+                "the statistics, or the result of a call since the last decision"
             ]
             raise Difference("\n  ".join((f"{_place(index, event)}:", *differences)))
 
@@ -209,12 +224,12 @@ class Replayer(ExternalDependency):
             self._answers.popleft()
             return expand_digests(answer.digests)
         raise Difference(
-            f"a request of which {num_blocks} blocks of output are in the cache ended or was preempted"
+            f"a request with {num_blocks} cached blocks of output ended or was preempted"
         )
 
 
-class _RecordedOpinions(ExternalDependency):
-    """Every grammar accepts every token but those that were recorded as refused, and forces what was recorded."""
+class _ReplayedGrammars(ExternalDependency):
+    """A grammar backend that accepts all tokens and forces none, except where the recording says otherwise."""
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers
@@ -291,7 +306,7 @@ def _compare_values(name: str, recorded: object, now: object) -> list[str]:
 
 
 def _readable(value: object) -> str:
-    """Bytes as the integers they are."""
+    """Return the value as text of at most about 400 characters, with bytes shown as int32 numbers."""
 
     def numbers(data: object) -> object:
         if isinstance(data, bytes) and len(data) % 4 == 0:

@@ -1,9 +1,9 @@
 """The state of a scheduler as data, and back.
 
-The graph of objects is walked as it is, so that no component needs to know of it: instances of the
-classes of `core` and `protocol`, containers, arrays, numbers, strings. Objects that several others
-share stay shared. What a scheduler was given (configuration, functions, `ExternalDependency` objects) is left to the
-scheduler that the state is put into. Of tokens only the number is kept.
+The graph of objects is walked generically, so no component needs code for it: instances of the classes of `core` and
+`protocol`, containers, arrays, numbers and strings. Shared objects stay shared. Constructor arguments of a scheduler
+(configuration, functions, `ExternalDependency` objects) are not captured: the scheduler that the state is restored
+into keeps its own. Of tokens only the number is kept.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .frozen_state import (
     Blank,
     FrozenState,
     blank,
-    class_of_ours,
     field_names,
+    find_engine_class,
+    is_engine_class,
     is_given,
     is_mutable_record,
-    is_ours,
     is_record,
 )
 
@@ -44,47 +44,52 @@ _MAPPINGS: Final = (dict, OrderedDict)
 
 
 class SnapshotError(EngineError):
-    """A state that cannot be captured, or not be put into this scheduler."""
+    """Raised for a state that cannot be captured, or that does not fit a scheduler."""
 
 
 class Given(msgspec.Struct, tag=0, array_like=True, gc=False, frozen=True):
-    """Whatever the scheduler was made with."""
+    """Stands for a constructor argument of the scheduler."""
 
 
 class Ref(msgspec.Struct, tag=1, array_like=True, gc=False, frozen=True):
-    """An object met before, by its number in the order of meeting."""
+    """A shared object that occurred before, by its index in the order of first occurrence."""
 
     index: int
 
 
 class Digests(msgspec.Struct, tag=3, array_like=True, gc=False, frozen=True):
-    """Block hashes as int32 numbers, equal for equal ones (see `expand_digests`)."""
+    """Block hashes as int32 numbers, equal for equal hashes (see `expand_digests`)."""
 
     numbers: bytes
 
 
 class GroupKey(msgspec.Struct, tag=10, array_like=True, gc=False, frozen=True):
-    """The number of a block hash, int32, and that of a KV-cache group (see `cached_prefix.group_key`)."""
+    """A key of the prefix cache (see `cached_prefix.group_key`).
+
+    `number` is the int32 number of a block hash, `group` a KV-cache group.
+    """
 
     number: bytes
     group: int
 
 
 class Array(msgspec.Struct, tag=4, array_like=True, gc=False, frozen=True):
+    """A numpy array."""
+
     dtype: str
     shape: tuple[int, ...]
     data: bytes
 
 
 class Sequence(msgspec.Struct, tag=5, array_like=True, gc=False):
-    """`kind` is an index of `_SEQUENCES`."""
+    """A list, tuple, deque or set; `kind` is an index of `_SEQUENCES`."""
 
     kind: int
     items: list[Node]
 
 
 class Mapping(msgspec.Struct, tag=6, array_like=True, gc=False):
-    """`kind` is an index of `_MAPPINGS`."""
+    """A dictionary; `kind` is an index of `_MAPPINGS`."""
 
     kind: int
     keys: list[Node]
@@ -92,20 +97,22 @@ class Mapping(msgspec.Struct, tag=6, array_like=True, gc=False):
 
 
 class Member(msgspec.Struct, tag=7, array_like=True, gc=False, frozen=True):
-    """Of an enumeration."""
+    """A member of an enumeration."""
 
     name: str
     value: int | str
 
 
 class Instance(msgspec.Struct, tag=8, array_like=True, gc=False):
-    """`layout` is an index of `Snapshot.layouts`; `fields` are in its order."""
+    """An object; `layout` is an index of `Snapshot.layouts`, and `fields` are in its order."""
 
     layout: int
     fields: list[Node]
 
 
 class Text(msgspec.Struct, tag=9, array_like=True, gc=False, frozen=True):
+    """A string."""
+
     value: str
 
 
@@ -130,13 +137,15 @@ Node: TypeAlias = (
 
 
 class Layout(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A class, as "module:name" within this package, and names of fields."""
+    """A class, as "module:name" within this package, and the names of its fields."""
 
     name: str
     fields: tuple[str, ...]
 
 
 class Snapshot(msgspec.Struct, array_like=True, gc=False):
+    """The captured state: a tree of nodes and the classes it refers to."""
+
     layouts: list[Layout]
     root: Node
 
@@ -146,25 +155,33 @@ decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 
 def describe(state: FrozenState) -> Snapshot:
-    """About 10 µs a live request and 50 ns a block. Raises SnapshotError."""
+    """Return a frozen state as data, in about 10 µs per live request and 50 ns per block.
+
+    Raises:
+        SnapshotError: Some object cannot be captured.
+    """
     describer = _Describer(state)
     root = describer.node(state.root)
     return Snapshot(describer.layouts, root)
 
 
 def restore(snapshot: Snapshot, scheduler: object) -> None:
-    """Put a state into a scheduler that was made alike. Raises SnapshotError if it does not fit."""
+    """Put a state into a scheduler that was constructed with the same arguments.
+
+    Raises:
+        SnapshotError: The state does not fit the classes of this version.
+    """
     _Restorer(snapshot).build(snapshot.root, scheduler)
 
 
 def expand_digests(numbers: bytes) -> bytes:
-    """Digests in the place of their numbers, int32[N]: equal for equal ones."""
+    """Return placeholder digests for their numbers, int32[N]: equal ones for equal numbers."""
     ids = np.frombuffer(numbers, np.uint8).reshape(-1, 4)
     return np.pad(ids, ((0, 0), (0, HASH_BYTES - 4))).tobytes()
 
 
 def without_content(params: SamplingParams) -> SamplingParams:
-    """What the scheduler reads of sampling parameters."""
+    """Return only the sampling parameters that the scheduler reads."""
     grammar = params.structured_output
     return SamplingParams(
         max_tokens=params.max_tokens,
@@ -215,7 +232,7 @@ class _Describer:
             return lambda value: Given()
         if issubclass(kind, np.generic):
             return lambda value: self.node(value.item())
-        if is_ours(kind):
+        if is_engine_class(kind):
             if issubclass(kind, enum.Enum):
                 class_name = self._class_name(kind)
                 return {m: Member(class_name, m.value) for m in kind}.__getitem__
@@ -239,18 +256,18 @@ class _Describer:
     def _shared(self, kind: int, value: Any) -> Node:
         if not self._is_new(value):
             return self._ref(value)
-        return Sequence(kind, self._nodes(self._state.copy_of(value)))
+        return Sequence(kind, self._nodes(self._state.get_copy(value)))
 
     def _mapping(self, kind: int, value: dict[Any, Any]) -> Node:
         if not self._is_new(value):
             return self._ref(value)
-        copy = self._state.copy_of(value)
+        copy = self._state.get_copy(value)
         return Mapping(kind, self._nodes(copy.keys()), self._nodes(copy.values()))
 
     def _array(self, value: np.ndarray[Any, Any]) -> Node:
         if not self._is_new(value):
             return self._ref(value)
-        copy = self._state.copy_of(value)
+        copy = self._state.get_copy(value)
         return Array(copy.dtype.str, copy.shape, copy.tobytes())
 
     def _params(self, value: SamplingParams) -> Node:
@@ -270,10 +287,10 @@ class _Describer:
         return node
 
     def _record(self, value: Any) -> Node:
-        """A record that may change was frozen, one that may not is asked itself."""
+        """Read a mutable record from the frozen state, and an immutable one directly."""
         kind: Any = type(value)
         if is_mutable_record(kind) and kind is not SamplingParams:
-            fields = self._state.fields_of(value)
+            fields = self._state.get_fields(value)
         else:
             names = kind._fields if isinstance(value, tuple) else field_names(kind)
             fields = {name: getattr(value, name) for name in names}
@@ -284,7 +301,7 @@ class _Describer:
     def _instance(self, value: Any) -> Node:
         if not self._is_new(value):
             return self._ref(value)
-        return self._make_instance(type(value), self._state.fields_of(value))
+        return self._make_instance(type(value), self._state.get_fields(value))
 
     def _make_instance(self, kind: type, fields: dict[str, Any]) -> Node:
         nodes = [
@@ -301,24 +318,28 @@ class _Describer:
         return index
 
     def _class_name(self, kind: type) -> str:
-        # Of a class from elsewhere there is an instance already in the scheduler that the state is put into.
-        known = class_of_ours(kind) or kind
+        # For a class from elsewhere, the scheduler that is restored already has an instance.
+        known = find_engine_class(kind) or kind
         name = f"{known.__module__.removeprefix(f'{ROOT}.')}:{known.__qualname__}"
         if not _CLASS_NAME.fullmatch(name):
-            raise SnapshotError(f"the class {name} cannot be found again by its name")
+            raise SnapshotError(f"the class {name} cannot be imported by its name")
         return name
 
 
 @cache
 def _cached_names(kind: type) -> frozenset[str]:
-    """Attributes that are computed again when they are missing."""
+    """Return the names of cached properties, which are computed again when they are missing."""
     return frozenset(
         n for n, v in inspect.getmembers_static(kind) if isinstance(v, cached_property)
     )
 
 
 class _Restorer:
-    """`given` is the object that stands where the one to build belongs, if there is one."""
+    """Builds objects from nodes.
+
+    `given` is the object that is in the place of the one to build, or None. It is reused if possible, because other
+    objects may refer to it.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._layouts = [(_find_class(layout.name), layout.fields) for layout in snapshot.layouts]
@@ -404,7 +425,7 @@ class _Restorer:
         return target
 
     def _container(self, kind: Any, given: Any) -> Any:
-        """An empty container; the given one, since others may know it."""
+        """Return an empty container; reuse `given` if it has the right type."""
         if type(given) is not kind or not self._may_use(given):
             return self._register(kind())
         given.clear()

@@ -1,4 +1,4 @@
-"""When the steps of a replayed log were sent and how long each took."""
+"""Records when the steps of a replayed log were sent and how long each took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .replayer import Moment
 
 
 class TimedStep(msgspec.Struct):
-    """A step: when it was sent, and how much it computed. `seconds` is None until its output is back."""
+    """A step with the time it was sent and its size. `seconds` is None until its output has arrived."""
 
     number: int
     sent_at: float
@@ -21,16 +21,21 @@ class TimedStep(msgspec.Struct):
 
 
 class StepTimeline:
-    """Follows a replay. `in_flight` are the steps without an output yet, in order."""
+    """Tracks the steps of a replay. `in_flight` are the steps without an output yet, oldest first."""
 
     def __init__(self) -> None:
         self.in_flight: list[TimedStep] = []
         self._last_end = 0.0
 
-    def watch(self, moment: Moment, counts: Sequence[int] | None) -> TimedStep | None:
-        """Apply a moment; `counts` are the tokens of each row of the step that it scheduled.
+    def apply_moment(self, moment: Moment, counts: Sequence[int] | None) -> TimedStep | None:
+        """Apply a moment.
 
-        Returns the step that was sent or whose output came, if it did either.
+        Args:
+            moment: The event and its results.
+            counts: The tokens of each row of the step that the moment scheduled.
+
+        Returns:
+            The step that was sent or whose output arrived, or None.
         """
         match moment.event:
             case Schedule(now) if moment.step is not None:
@@ -40,11 +45,11 @@ class StepTimeline:
                 return step
             case Update(now, result):
                 began, self._last_end = self._last_end, now
-                # A step that was sent before the log begins is not known.
+                # A step that was sent before the log begins is not in the list.
                 for step in self.in_flight:
                     if step.number == result.step:
                         self.in_flight.remove(step)
-                        # The workers execute one step after the other.
+                        # Workers execute steps one after the other.
                         step.seconds = now - max(step.sent_at, began)
                         return step
         return None

@@ -1,4 +1,4 @@
-"""What happened to one request, and why it waited, in words."""
+"""Explains in words what happened to one request and why it waited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_OVERTAKERS_SHOWN: Final = 3
 COMPILING: Final = "its grammar was being compiled"
 MASKING: Final = "the mask of its next token was being computed"
 LOADING: Final = "its KV cache was being loaded"
-IN_FLIGHT: Final = "its tokens in flight were awaited"
+IN_FLIGHT: Final = "its tokens in flight had not arrived"
 NEXT_STEP: Final = "until the next step was scheduled"
 IN_QUEUE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _PREEMPTED: Final = (
@@ -32,19 +32,19 @@ _PREEMPTED: Final = (
     RequestStatus.PREEMPTED_IN_FLIGHT,
     RequestStatus.WAITING_FOR_GRAMMAR,
 )
-"""Statuses of a request that ran until it was preempted."""
+"""Statuses that a running request can have right after a preemption."""
 
 REASONS: Final[dict[WaitReason | AdmissionStop, str]] = {
     AdmissionStop.NONE_LEFT: "it came after the step was planned",
     AdmissionStop.PREEMPTION: "no admission in a step that preempts",
-    AdmissionStop.TOKENS_IN_FLIGHT: "a preempted request before it waited for its tokens in flight",
+    AdmissionStop.TOKENS_IN_FLIGHT: "a preempted request ahead of it had tokens in flight",
     AdmissionStop.SEQUENCES: "max_num_seqs requests were running",
     AdmissionStop.TOKENS: "the step was full: max_num_batched_tokens",
-    AdmissionStop.MESSAGE: "the step was full: as many tokens as go to the workers at once",
-    AdmissionStop.ISOLATION: "a suspect of having killed a worker is tried alone",
+    AdmissionStop.MESSAGE: "the step was full: the message to the workers had its maximum size",
+    AdmissionStop.ISOLATION: "a request suspected of having killed a worker ran alone",
     AdmissionStop.ENCODERS: "the encoder budget of the step or the encoder cache was used up",
     AdmissionStop.BLOCKS: "the next in the queue did not fit into the free KV-cache blocks",
-    AdmissionStop.DELAY: "held back by scheduler_delay_factor",
+    AdmissionStop.DELAY: "delayed by scheduler_delay_factor",
     AdmissionStop.PARTIAL_PREFILLS: "max_num_partial_prefills prompts were being computed",
     WaitReason.LONG_PREFILLS: "max_long_partial_prefills other long prompts were being computed",
     WaitReason.LORA_SLOTS: "requests of max_loras other adapters were running",
@@ -60,11 +60,11 @@ WHY_FIRST: Final = {
     SchedulingPolicy.FAIR: "the fair policy puts tenants first that were served less",
     SchedulingPolicy.DEADLINE: "the deadline policy puts earlier deadlines first",
 }
-"""Why a policy admits requests before one that came earlier."""
+"""For each policy, why it admits requests before one that came earlier."""
 
 
 def find_requests(dump: Dump, name: str) -> list[RequestKey]:
-    """The requests called `name`: what clients know them by, its beginning, or "client/index"."""
+    """Return the keys of the requests with this name: a client's request id, a prefix of one, or "client/index"."""
     ids: dict[RequestKey, str] = {}
     for segment in dump.segments:
         if segment.snapshot is not None:
@@ -81,7 +81,10 @@ def find_requests(dump: Dump, name: str) -> list[RequestKey]:
 
 
 class RequestTimeline:
-    """Watches a replay moment by moment; `lines` tell the story so far, `summary` where the time went."""
+    """Follows one request through a replay.
+
+    `lines` describe the events so far, one a line; `summary` says where the time went.
+    """
 
     def __init__(self, key: RequestKey, policy: SchedulingPolicy) -> None:
         self.key = key
@@ -97,7 +100,7 @@ class RequestTimeline:
         self._steps = StepTimeline()
         self._steps_at_arrival: list[TimedStep] = []
         self._overtakers: list[RequestKey] = []
-        self._passed_aside: list[RequestKey] = []
+        self._overtakers_while_blocked: list[RequestKey] = []
         self._chunks: list[tuple[int, TimedStep]] = []
         self._num_decodes = 0
         self._decoding_since = 0.0
@@ -109,56 +112,60 @@ class RequestTimeline:
         self._running_since = self._last_look = self._end = 0.0
 
     def begin(self, scheduler: Scheduler) -> None:
-        """A replay begins, with the state that a segment begins with."""
+        """Start a segment, with the scheduler in the state that the segment begins with."""
         self._rows = StepRows(scheduler.last_slots)
         self._steps = StepTimeline()
         self._request = scheduler.requests.get(self.key)
         self._was_running = self._is_running()
         if self._request is not None and self._start is None:
             self._start = self._request.queued_at
-            self._say(self._start, "queued, before the log begins")
+            self._add_line(self._start, "queued, before the log begins")
             self._waiting_since = None if self._was_running else self._start
             self._cause = "what was before the log"
 
-    def watch(self, moment: Moment, scheduler: Scheduler) -> None:
+    def apply_moment(self, moment: Moment, scheduler: Scheduler) -> None:
+        """Apply a moment; `scheduler` is in the state after it."""
         event = moment.event
         counts: list[int] | None = None
         if moment.step is not None:
             counts = self._rows.read(moment.step).tolist()
-        timed = self._steps.watch(moment, counts)
+        timed = self._steps.apply_moment(moment, counts)
         if self._is_over:
             return
         self._now = self._end = getattr(event, "now", self._now)
         if isinstance(event, AddRequest):
-            self._see_arrival(event, scheduler)
+            self._record_arrival(event, scheduler)
         if self._request is None:
             return
         if self._was_running and self._request.status in _PREEMPTED:
-            self._see_preemption(event, scheduler)
+            self._record_preemption(event, scheduler)
         if isinstance(event, Schedule) and not self._request.is_finished:
-            self._see_step(scheduler, moment, timed, counts)
+            self._record_step(scheduler, moment, timed, counts)
         for first_token in self._first_tokens(moment):
-            self._see_first_token(first_token)
+            self._record_first_token(first_token)
         if self._request.is_finished:
-            self._see_end(self._why_ended(event))
+            self._record_end(self._why_ended(event))
         self._was_running = self._is_running()
 
     def finish(self) -> None:
-        """The replay is over."""
+        """Close the timeline at the end of the replay."""
         if self._request is not None and not self._is_over:
             self._close_wait()
             self._close_steps()
-            self._say(self._now, f"still {self._request.status.name.lower()} where the log ends")
+            self._add_line(
+                self._now, f"still {self._request.status.name.lower()} where the log ends"
+            )
 
     def summary(self) -> str:
+        """Return one line that divides the request's time into running and waiting, by cause."""
         if self._start is None:
             return "the request is not in the log"
         total = self._end - self._start
         parts = [f"{self._running_s:.3f} s running"]
         parts += [f"{s:.3f} s: {cause}" for cause, s in _largest_first(self._total_waits)]
-        return f"{total:.3f} s in all; " + "; ".join(parts)
+        return f"{total:.3f} s in total; " + "; ".join(parts)
 
-    def _see_arrival(self, event: AddRequest, scheduler: Scheduler) -> None:
+    def _record_arrival(self, event: AddRequest, scheduler: Scheduler) -> None:
         if (event.client_index, event.message.request_index) != self.key:
             return
         self._request = scheduler.requests.get(self.key)
@@ -169,16 +176,16 @@ class RequestTimeline:
         limit = message.sampling_params.max_tokens
         tenant = f", tenant {message.tenant}" if message.tenant else ""
         num_running, num_waiting = scheduler.get_request_counts()
-        self._say(
+        self._add_line(
             event.now,
             f"queued: {event.num_prompt_bytes // 4} prompt tokens, at most {limit} to generate, priority "
             f"{message.priority}{tenant}; {num_running} running, {max(0, num_waiting - 1)} others waiting",
         )
         if self._request is None:
-            self._say(event.now, "refused")
+            self._add_line(event.now, "rejected")
             self._is_over = True
 
-    def _see_step(
+    def _record_step(
         self,
         scheduler: Scheduler,
         moment: Moment,
@@ -189,14 +196,14 @@ class RequestTimeline:
         assert request is not None
         if not self._is_running():
             self._wait(scheduler)
-            self._see_overtakers(scheduler, moment)
+            self._record_overtakers(scheduler, moment)
             return
         if not self._was_running:
             self._close_wait()
             slots = scheduler.slots
             cached = max(0, request.num_cached_tokens)
             again = "again " if request.num_admissions > 1 else f"with {cached} tokens cached "
-            self._say(
+            self._add_line(
                 self._now,
                 f"admitted {again}to slot {request.slot}; {slots.num_free} slots stay free",
             )
@@ -218,7 +225,7 @@ class RequestTimeline:
             self._num_beside += len(counts) - 1
 
     def _wait(self, scheduler: Scheduler) -> None:
-        """Charge the time since the last step to its cause, and find the new one."""
+        """Add the time since the last step to its cause, and find the new cause."""
         assert self._request is not None
         if self._waiting_since is None:
             self._waiting_since = self._now
@@ -228,17 +235,19 @@ class RequestTimeline:
         if not self._request.is_finished:
             self._cause = _find_cause(self._request, scheduler)
 
-    def _see_overtakers(self, scheduler: Scheduler, moment: Moment) -> None:
-        """Note the requests that came later and are in the step, while this one still waits."""
+    def _record_overtakers(self, scheduler: Scheduler, moment: Moment) -> None:
+        """Note later requests that are in the step while this one still waits."""
         request = self._request
         assert request is not None
         if moment.step is None or request.status not in IN_QUEUE:
             return
-        is_aside = isinstance(scheduler.why_waiting(request), WaitReason)
+        is_blocked = isinstance(scheduler.why_waiting(request), WaitReason)
         for data in moment.step.new_requests:
             other = scheduler.requests.get(data.request_id)
             if other is not None and other.arrival > request.arrival:
-                (self._passed_aside if is_aside else self._overtakers).append(data.request_id)
+                (self._overtakers_while_blocked if is_blocked else self._overtakers).append(
+                    data.request_id
+                )
 
     def _close_wait(self) -> None:
         if self._waiting_since is None:
@@ -253,16 +262,16 @@ class RequestTimeline:
                 for cause, s in _largest_first(self._waits)
                 if s > 0
             ]
-            self._say(
+            self._add_line(
                 self._waiting_since,
                 f"waited {waited:.3f} s: " + "; ".join(causes),
             )
         for keys, why in (
             (self._overtakers, WHY_FIRST[self._policy]),
-            (self._passed_aside, "those behind a request that is set aside pass it"),
+            (self._overtakers_while_blocked, "requests behind one that is set aside may pass it"),
         ):
             if keys:
-                self._say(self._now, f"overtaken by {_name_keys(keys)} that came later: {why}")
+                self._add_line(self._now, f"overtaken by {_name_keys(keys)} that came later: {why}")
                 keys.clear()
         for cause, seconds in self._waits.items():
             self._total_waits[cause] += seconds
@@ -270,7 +279,7 @@ class RequestTimeline:
         self._waiting_since, self._cause = None, ""
 
     def _describe_steps(self) -> str:
-        """The steps that were in flight at the arrival: the next one is scheduled when one of them ends."""
+        """Describe the steps in flight at the arrival: the next one is scheduled when one of them ends."""
         steps = self._steps_at_arrival
         done = [(step.seconds, step) for step in steps if step.seconds is not None]
         if not done:
@@ -281,9 +290,9 @@ class RequestTimeline:
             f"of {slowest.num_sequences} requests)"
         )
 
-    def _see_preemption(self, event: object, scheduler: Scheduler) -> None:
+    def _record_preemption(self, event: object, scheduler: Scheduler) -> None:
         self._close_steps()
-        why = "it was the one to give way: blocks were lacking"
+        why = "no KV-cache blocks were free"
         if isinstance(event, ResetPrefixCache):
             why = "the prefix cache was reset"
         elif (
@@ -291,24 +300,24 @@ class RequestTimeline:
         ):
             why = "a request of higher priority took its place"
         assert self._request is not None
-        self._say(
+        self._add_line(
             self._now,
             f"preempted with {self._request.num_tokens} tokens: {why}",
         )
         self._waiting_since = self._last_look = self._now
         self._was_running = False
 
-    def _see_first_token(self, event: RequestEvent) -> None:
+    def _record_first_token(self, event: RequestEvent) -> None:
         self._close_chunks()
         assert self._start is not None
         after = event.timestamp - self._start
-        self._say(event.timestamp, f"first token, {after:.3f} s after its arrival")
+        self._add_line(event.timestamp, f"first token, {after:.3f} s after its arrival")
         self._decoding_since = event.timestamp
 
-    def _see_end(self, reason: str) -> None:
+    def _record_end(self, reason: str) -> None:
         self._close_wait()
         self._close_steps()
-        self._say(self._now, f"ended: {reason}")
+        self._add_line(self._now, f"ended: {reason}")
         self._is_over = True
 
     def _close_chunks(self) -> None:
@@ -319,25 +328,25 @@ class RequestTimeline:
                 for count, step in self._chunks[:MAX_CHUNKS_SHOWN]
             )
             more = " …" if len(self._chunks) > MAX_CHUNKS_SHOWN else ""
-            self._say(
+            self._add_line(
                 self._now,
-                f"computed its prompt in {len(self._chunks)} steps; tokens of it and of all: {shown}{more}",
+                f"computed its prompt in {len(self._chunks)} steps; its tokens/all tokens: {shown}{more}",
             )
             self._chunks = []
 
     def _close_steps(self) -> None:
-        """Tell of the steps since the last line."""
+        """Add lines about the steps since the last line."""
         self._close_chunks()
         if self._num_decodes:
             beside = self._num_beside / self._num_decodes
             milliseconds = 1e3 * (self._now - self._decoding_since) / self._num_decodes
-            self._say(
+            self._add_line(
                 self._now,
-                f"{self._num_decodes} steps of one token, {milliseconds:.1f} ms each, "
-                f"beside {beside:.1f} others on average",
+                f"{self._num_decodes} decode steps, {milliseconds:.1f} ms each, "
+                f"with {beside:.1f} other requests on average",
             )
         if self._num_skipped:
-            self._say(self._now, f"{self._num_skipped} steps went without it")
+            self._add_line(self._now, f"not scheduled in {self._num_skipped} steps")
         if self._was_running:
             self._running_s += self._now - self._running_since
             self._running_since = self._now
@@ -348,7 +357,7 @@ class RequestTimeline:
         request = self._request
         assert request is not None
         if isinstance(event, FinishRequests | FinishClient):
-            return "by the client or its frontend"
+            return "aborted by the client or its frontend"
         reason = FinishReason(request.status - RequestStatus.FINISHED_STOPPED)
         if reason is not FinishReason.EXPIRED:
             return str(reason)
@@ -371,13 +380,13 @@ class RequestTimeline:
     def _is_running(self) -> bool:
         return self._request is not None and self._request.status is RequestStatus.RUNNING
 
-    def _say(self, at: float, text: str) -> None:
+    def _add_line(self, at: float, text: str) -> None:
         assert self._start is not None
         self.lines.append(f"{at - self._start:10.3f} s  {text}")
 
 
 def _find_cause(request: Request, scheduler: Scheduler) -> str:
-    """Why a waiting request is not in the last step."""
+    """Return why a waiting request is not in the last step."""
     if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
         return MASKING if request.awaits_mask else COMPILING
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -388,7 +397,7 @@ def _find_cause(request: Request, scheduler: Scheduler) -> str:
 
 
 def _name_keys(keys: list[RequestKey]) -> str:
-    """How many requests these are, and the names of some."""
+    """Return the number of requests and the names of the first few."""
     names = ", ".join(f"{client}/{index}" for client, index in keys[:MAX_OVERTAKERS_SHOWN])
     more = ", …" if len(keys) > MAX_OVERTAKERS_SHOWN else ""
     return f"{len(keys)} request{'s' if len(keys) > 1 else ''} ({names}{more})"

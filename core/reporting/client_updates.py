@@ -1,4 +1,4 @@
-"""What the frontends are told of a core so that they can choose between several."""
+"""Load updates that a core sends to frontends, so that they can choose between several replicas."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from ...protocol.messages import ReplicaLoadUpdate
 
 
 class ClientUpdates:
-    """Counts the requests of each client, and remembers the keys of the cached blocks."""
+    """The number of requests per client and the keys of the cached blocks, with the changes not sent yet."""
 
     def __init__(self) -> None:
         self._num_inflight: dict[int, int] = {}
-        self._told_others: dict[int, int] = {}
+        self._reported_others: dict[int, int] = {}
         self._new_clients: set[int] = set()
         self._cached: set[int] = set()
         self._changes: dict[int, bool] = {}
 
-    def open(self, client_index: int) -> None:
-        """A client has greeted: it has no requests and knows nothing."""
+    def add_client(self, client_index: int) -> None:
+        """Add a client without requests. It gets all keys with its first update."""
         self._num_inflight[client_index] = 0
         self._new_clients.add(client_index)
 
-    def close(self, client_index: int) -> None:
+    def remove_client(self, client_index: int) -> None:
+        """Remove a client and its requests."""
         del self._num_inflight[client_index]
-        self._told_others.pop(client_index, None)
+        self._reported_others.pop(client_index, None)
         self._new_clients.discard(client_index)
 
-    def added(self, client_index: int, num_requests: int) -> None:
+    def add_requests(self, client_index: int, num_requests: int) -> None:
+        """Count requests that a client has sent."""
         self._num_inflight[client_index] += num_requests
 
-    def finished(self, client_index: int, num_requests: int) -> None:
+    def remove_requests(self, client_index: int, num_requests: int) -> None:
+        """Count requests of a client that have ended."""
         self._num_inflight[client_index] -= num_requests
 
-    def apply(self, events: Iterable[KVCacheEvent]) -> None:
-        """Follow what has happened to cached blocks."""
+    def apply_events(self, events: Iterable[KVCacheEvent]) -> None:
+        """Apply events of cached blocks."""
         for event in events:
             if isinstance(event, BlockStored):
-                self._note(block_keys(b"".join(event.block_hashes)), is_cached=True)
+                self._record_keys(block_keys(b"".join(event.block_hashes)), is_cached=True)
             elif isinstance(event, BlockRemoved):
-                self._note(block_keys(b"".join(event.block_hashes)), is_cached=False)
+                self._record_keys(block_keys(b"".join(event.block_hashes)), is_cached=False)
             else:
-                self._note(list(self._cached), is_cached=False)
+                self._record_keys(list(self._cached), is_cached=False)
 
-    def _note(self, keys: list[int], *, is_cached: bool) -> None:
+    def _record_keys(self, keys: list[int], *, is_cached: bool) -> None:
         if is_cached:
             self._cached.update(keys)
         else:
             self._cached.difference_update(keys)
         self._changes.update(dict.fromkeys(keys, is_cached))
 
-    def take(self) -> Iterator[tuple[int, ReplicaLoadUpdate]]:
-        """The clients that have something to hear, and what."""
+    def take_updates(self) -> Iterator[tuple[int, ReplicaLoadUpdate]]:
+        """Return an update for each client whose view has changed since the last call."""
         stored = removed = b""
         if self._changes:
             stored, removed = (
@@ -72,7 +75,7 @@ class ClientUpdates:
                     client_index,
                     ReplicaLoadUpdate(num_others, uint64_bytes(list(self._cached)), is_whole=True),
                 )
-            elif stored or removed or num_others != self._told_others[client_index]:
+            elif stored or removed or num_others != self._reported_others[client_index]:
                 yield client_index, ReplicaLoadUpdate(num_others, stored, removed)
-            self._told_others[client_index] = num_others
+            self._reported_others[client_index] = num_others
         self._new_clients.clear()

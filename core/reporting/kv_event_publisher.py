@@ -1,4 +1,4 @@
-"""Publishing what happens to cached blocks."""
+"""Publishes KV-cache events over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from ...protocol.errors import ConfigError
 from ...protocol.kv_events import END_OF_REPLAY, KVCacheEvent, KVEventBatch
 
 MAX_REQUEST_BYTES: Final = 1024
-"""A longer frame closes the connection that sent it; no subscriber asks for anything that long."""
+"""Maximum size of a replay request in bytes. A longer frame closes its connection."""
 
 
 class KVEventPublisher:
-    """Publishes batches of events, and sends missed ones again to subscribers that ask for them.
+    """Publishes batches of events, and replays missed ones to subscribers that request them.
 
-    A subscriber asks at the replay endpoint with the first sequence number it lacks (8 bytes, big-endian), and gets
-    (sequence number, batch) for each one kept, then `END_OF_REPLAY`. Ports are offset by the core's index.
-    Raises ConfigError for an endpoint that cannot be bound.
+    A subscriber sends the first sequence number it lacks (8 bytes, big-endian) to the replay endpoint. It gets
+    (sequence
+    number, batch) for each batch kept since then, followed by `END_OF_REPLAY`. Ports are offset by the core's index.
+
+    Raises:
+        ConfigError: An endpoint cannot be bound.
     """
 
     def __init__(self, context: zmq.Context[Any], config: KVEventsConfig, core_index: int) -> None:
@@ -41,13 +44,13 @@ class KVEventPublisher:
             self.replay_socket = context.socket(zmq.ROUTER)
             self.replay_socket.set(zmq.LINGER, 0)
             self.replay_socket.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            # What exceeds it is lost. Up to half of it may have been read already and still count.
+            # Messages beyond the limit are lost. Up to half of it may be messages that were read already.
             self.replay_socket.set(zmq.SNDHWM, 2 * (config.buffer_steps + 1))
             endpoint = endpoint_of_core(config.replay_endpoint, core_index)
             _bind(self.replay_socket, "replay_endpoint", endpoint)
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """Send the events of one step. Never waits: a subscriber that is too slow must ask for a replay."""
+        """Send the events of one step without waiting. A subscriber that is too slow must request a replay."""
         batch = self._encode(KVEventBatch(time.time(), events, self._core_index))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1
@@ -55,7 +58,7 @@ class KVEventPublisher:
         self._socket.send_multipart((self._topic, sequence, batch))
 
     def serve_replays(self) -> None:
-        """Answer the requests that have come."""
+        """Answer all replay requests that have arrived."""
         while self.replay_socket is not None and self.replay_socket.poll(0):
             frames = self.replay_socket.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
@@ -68,6 +71,7 @@ class KVEventPublisher:
             self.replay_socket.send_multipart((identity, b"", END_OF_REPLAY, b""))
 
     def close(self) -> None:
+        """Close the sockets."""
         self._socket.close()
         if self.replay_socket is not None:
             self.replay_socket.close()
@@ -78,13 +82,13 @@ def _bind(socket: zmq.Socket[bytes], field: str, endpoint: str) -> None:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"--kv-events-config: {field} {endpoint} cannot be bound: {error.strerror}; stop whatever "
-            "listens there, or choose another address (each core adds its index to the port)"
+            f"--kv-events-config: {field} {endpoint} cannot be bound: {error.strerror}; stop the program that "
+            "uses it, or choose another address (each core adds its index to the port)"
         ) from error
 
 
 def endpoint_of_core(endpoint: str, core_index: int) -> str:
-    """Each core's own endpoint: the port plus its index, or a suffix where there is no port."""
+    """Return a core's own endpoint: the port plus its index, or a suffix if there is no port."""
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp://") and port.isdigit():
         return f"{address}:{int(port) + core_index}"

@@ -1,4 +1,4 @@
-"""How much time the scheduler spent on each request, measured by the core loop."""
+"""The time that the scheduler spent on each request, measured by the core loop."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..state.request import RequestKey
 class SchedulerTimes:
     """The seconds that calls of `schedule` took while each request was running.
 
-    A call counts for every request that runs after it. The scheduler itself has no clock, so the core loop measures
-    the calls. A step that changes nothing in the batch costs one addition here.
+    A call counts for every request that runs after it. The scheduler has no clock, so the core loop measures the calls.
+    Recording a step that changes nothing in the batch is one addition.
     """
 
     def __init__(self) -> None:
         self._total_s = 0.0
         self._spent: dict[RequestKey, float] = {}
-        """Seconds before a running request's current row, and all seconds of one without a row."""
+        """Seconds before a request's current row was assigned, or all its seconds if it has no row."""
         self._started: dict[RequestKey, float] = {}
-        """`_total_s` when a running request got its row."""
+        """Value of `_total_s` when a running request got its row."""
         self._rows: dict[int, RequestKey] = {}
 
     def record(self, step: SchedulerOutput | None, seconds: float) -> None:
-        """Record a call of `schedule` and the step that it made."""
+        """Record a call of `schedule` and its result."""
         before = self._total_s
         self._total_s += seconds
         if step is None:
@@ -37,14 +37,14 @@ class SchedulerTimes:
             self._started[key] = before
             self._spent.setdefault(key, 0.0)
 
-    def take(self, client_index: int, finished_set: I32) -> F32:
-        """Return the seconds of each of a client's requests that ended, float32, and forget them."""
+    def take_times(self, client_index: int, finished_set: I32) -> F32:
+        """Return the seconds of each ended request of a client, float32, and remove them."""
         return float32_bytes(
             [self._end((client_index, index)) for index in int32_list(finished_set)]
         )
 
     def remove_client(self, client_index: int) -> None:
-        """Forget the requests of a client that is gone."""
+        """Remove the requests of a client that disconnected."""
         for key in [key for key in self._spent if key[0] == client_index]:
             self._end(key)
 

@@ -1,0 +1,1 @@
+"""The scheduler: a pure state machine that decides what each step computes."""

@@ -111,7 +111,7 @@ class Admission:
         self._lora_turn: Request | None = None
         """The request that waited longest for a LoRA slot; its adapter gets the next slot that becomes unused."""
         self.stop = AdmissionStop.NONE_LEFT
-        """Why the last step admitted no further request."""
+        """The reason why the last step admitted no further request."""
         self._has_looked = False
         """True if the last step considered the requests in the queue."""
 
@@ -129,8 +129,8 @@ class Admission:
     def preempt_for_waiting(self, plan: RunningPlan, now: float) -> RunningPlan | None:
         """Preempt lower-priority requests if that lets the first waiting request run.
 
-        Returns the plan of the remaining running requests, which may need more blocks than are
-        free. Returns None, and preempts nothing, if the request fits anyway or would not fit even
+        Return the plan of the remaining running requests, which may need more blocks than are
+        free. Return None, and preempt nothing, if the request fits anyway or would not fit even
         then.
         """
         request = self._queue.peek_request()
@@ -173,9 +173,9 @@ class Admission:
         return wanted if wanted <= budget else 0
 
     def admit(
-        self, plan: RunningPlan, max_admitted: int, now: float, tried: Request | None = None
+        self, plan: RunningPlan, max_admitted: int, now: float, suspect: Request | None = None
     ) -> Admissions:
-        """Admit waiting requests while tokens, slots and blocks last; if `tried` is given, only that one."""
+        """Admit waiting requests while tokens, slots and blocks last; if `suspect` is given, only that one."""
         queue, suspects, delay = self._queue, self._lifecycle.poison_isolation.suspects, self._delay
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if not max_admitted:
@@ -198,7 +198,7 @@ class Admission:
             request = queue.peek_request()
             if request is None:
                 end = AdmissionStop.NONE_LEFT
-            elif request is not tried and (tried or request.key in suspects):
+            elif request is not suspect and (suspect or request.key in suspects):
                 end = AdmissionStop.ISOLATION
             elif self._lifecycle.is_blocked(request):
                 end = AdmissionStop.BLOCKS
@@ -249,10 +249,9 @@ class Admission:
         return None
 
     def _admit(self, request: Request, room: _Room) -> AdmissionStop | None:
-        """Admit the first request of the queue. Returns the reason if admission stops here.
+        """Admit the first request of the queue. Return the reason if admission stops here.
 
-        If it returns None, the request was admitted, set aside, finished, or is loading, or must be
-        tried again.
+        If the result is None, the request was admitted, set aside or finished, is loading, or must be considered again.
         """
         manager, limits, transfers = self._manager, self._partial_prefills, self._transfers
         if room.encoders is not None:
@@ -335,7 +334,7 @@ class Admission:
     ) -> int:
         """Return how many tokens a request gets once its encoder inputs are fitted.
 
-        Returns 0, too, if the request failed because an input is unavailable.
+        Return 0, too, if the request failed because an input is unavailable.
         """
         most = num_computed + (room.budget if granted else 0)
         end = self._encoders.fit_inputs(
@@ -387,7 +386,7 @@ class Admission:
     def _make_room(self, request: Request) -> AdmissionStop | None:
         """Free reserved blocks for the first request of the queue, whose blocks do not fit.
 
-        Returns None if the request must be tried again: its prefix may have lost a block that was freed.
+        Return None if the request must be considered again: its prefix may have lost a block that was freed.
         Otherwise the failure is recorded, so that it is not repeated before the pool changes.
         """
         # With nothing running, only waiting requests that hold reserved blocks can free any.
@@ -399,7 +398,7 @@ class Admission:
     def _load(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
     ) -> AdmissionStop | None:
-        """Make the first request wait for an asynchronous load, or return why it must wait for that too."""
+        """Make the first request wait for an asynchronous load. Return the reason if its blocks do not fit."""
         num_tokens = prefix.num_tokens + num_external
         claim = self._manager.claim_blocks(request, prefix, num_tokens)
         if claim is None:

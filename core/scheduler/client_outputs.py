@@ -209,7 +209,7 @@ class ClientOutputs:
 def drop_logprobs(outputs: EngineCoreOutputs, num_bytes: int) -> list[int]:
     """Shrink outputs by `num_bytes` by failing the requests with the most log-probabilities.
 
-    Returns the failed requests that had not finished.
+    Return the failed requests that had not finished.
     """
     sizes: Counter[int] = Counter()
     for message in (*outputs.logprobs, *outputs.prompt_logprobs):

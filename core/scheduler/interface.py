@@ -77,7 +77,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step. Returns None if there is nothing to compute or to send to the workers."""
+        """Decide the next step. Return None if there is nothing to compute or to send to the workers."""
 
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
@@ -100,7 +100,7 @@ class SchedulerInterface(ABC):
         model_runner_output: ModelRunnerOutput,
         now: float,
     ) -> dict[int, EngineCoreOutputs]:
-        """Apply the output of the oldest step in flight. Returns the messages to each client.
+        """Apply the output of the oldest step in flight. Return the messages to each client.
 
         Raises:
             EngineError: The output belongs to another step, or its arrays have the wrong shape.
@@ -111,9 +111,9 @@ class SchedulerInterface(ABC):
         """Apply drafts that arrived separately from the output of the last applied step.
 
         Raises:
-            EngineError: The arrays have the wrong shape, or scheduling is asynchronous, which
-                requires drafts to
-            arrive with the output.
+            EngineError: The arrays have the wrong shape, or scheduling is asynchronous, which requires drafts to arrive
+                with
+                the output.
         """
 
     @abstractmethod
@@ -144,7 +144,7 @@ class SchedulerInterface(ABC):
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
         """Remove all cached prefixes.
 
-        Returns False, and changes nothing, while any block is in use.
+        Return False, and change nothing, while any block is in use.
         """
 
     @abstractmethod

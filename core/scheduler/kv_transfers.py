@@ -71,7 +71,7 @@ class KVTransfers:
 
     @property
     def are_outstanding(self) -> bool:
-        """Whether a transfer is pending, or the connector has deferred an answer."""
+        """True if a transfer is pending, or the connector has deferred an answer."""
         return bool(self._loads or self._sends or self._has_unanswered)
 
     def expire_sends(self, now: float) -> None:
@@ -110,7 +110,7 @@ class KVTransfers:
     def match_external_prefix(self, request: Request, prefix: Prefix) -> ExternalMatch | None:
         """Return what the connector can load after a request's local prefix.
 
-        Returns None if the connector has no answer yet, or if the request failed.
+        Return None if the connector has no answer yet, or if the request failed.
         """
         if prefix.is_reserved or request.computes_locally or request.scores_prompt:
             return NOTHING_TO_LOAD
@@ -135,7 +135,7 @@ class KVTransfers:
     def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
         """Pass the blocks allocated for a load to the connector.
 
-        Returns False if that failed the request, whose blocks are then free again.
+        Return False if that failed the request, whose blocks are then free again.
         """
         try:
             self.connector.update_state_after_alloc(request, blocks, num_tokens)
@@ -151,7 +151,7 @@ class KVTransfers:
     ) -> bool:
         """Start an asynchronous load, after which `num_tokens` tokens are computed.
 
-        The load is held back while a step in flight may use one of its blocks. Returns False if it
+        The load is held back while a step in flight may use one of its blocks. Return False if it
         failed the request.
         """
         first = (num_tokens - num_external) // self._manager.block_size

@@ -66,11 +66,14 @@ class Transfers(Protocol):
 
     stats: KVConnectorStats
 
-    def finish_request(self, request: Request, reason: FinishReason) -> RequestEnd: ...
+    def finish_request(self, request: Request, reason: FinishReason) -> RequestEnd:
+        """Report a request to the connector before its blocks are freed."""
 
-    def take_stats(self) -> KVConnectorStats: ...
+    def take_stats(self) -> KVConnectorStats:
+        """Return counts since the last call."""
 
-    def record_vacated(self, slot: int, last_step: int) -> None: ...
+    def record_vacated(self, slot: int, last_step: int) -> None:
+        """Record that steps up to `last_step` still use the blocks of a slot; 0 for none."""
 
 
 class RequestLifecycle:
@@ -137,7 +140,7 @@ class RequestLifecycle:
     def add_request(
         self, client_index: int, message: EngineCoreRequest, now: float
     ) -> Request | None:
-        """Queue a request. Returns None if it is refused or was added before."""
+        """Queue a request. Return None if it is refused or was added before."""
         self.clients.add_client(client_index)
         if (client_index, message.request_index) in self.requests:
             return None
@@ -278,7 +281,7 @@ class RequestLifecycle:
             stats.prefix_cache_hits += num_external
 
     def start_requests(self, starts: Sequence[Start], now: float) -> list[NewRequestData]:
-        """Give admitted requests their slots and blocks. Returns the messages to the workers."""
+        """Give admitted requests their slots and blocks. Return the messages to the workers."""
         claims = [start.claim for start in starts]
         requests = [claim.request for claim in claims]
         self.manager.allocate_claimed(claims)

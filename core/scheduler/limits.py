@@ -37,14 +37,14 @@ def check_config(
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} is below "
-            f"max_model_len={max_model_len}: raise it or enable chunked prefill"
+            f"max_model_len={max_model_len}; raise it or enable chunked prefill"
         )
     if num_blocks < 2:
-        raise ConfigError(f"the KV cache has {num_blocks} blocks and needs at least 2")
+        raise ConfigError(f"the KV cache has {num_blocks} blocks but needs at least 2")
     if kv_transfer is not None and (kv_cache_groups != FULL_ATTENTION or num_host_blocks):
         raise ConfigError(
             f"kv_connector={kv_transfer.kv_connector!r} supports only full attention without CPU "
-            "KV offload: remove the connector or --kv-host-gib, or use another model"
+            "KV offload; remove the connector or --kv-host-gib, or use another model"
         )
     has_state = any(group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups)
     if config.speculative is not None and has_state:
@@ -55,7 +55,7 @@ def check_config(
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused."""
+    """The reason why a request is refused."""
 
     reason: FinishReason
     message: str

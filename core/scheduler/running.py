@@ -112,7 +112,7 @@ class RunningScheduler:
     def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
         """Cut the wanted tokens to the limits of a step, in the order of admission.
 
-        Returns the granted tokens, and the share of each prompt.
+        Return the granted tokens, and the share of each prompt.
         """
         limits = self._partial_prefills
         prefilling = self._running.prefilling
@@ -169,7 +169,7 @@ class RunningScheduler:
         return np.isin(slots, list(self._running.prefilling))
 
     def apply_plan(self, plan: RunningPlan) -> BoolArray:
-        """Apply a plan: advance counters and allocate blocks. Returns which rows sample a token."""
+        """Apply a plan: advance counters and allocate blocks. Return which rows sample a token."""
         slots, state = plan.slots, self._slots
         samples: BoolArray = plan.granted > 0
         if plan.granted is not plan.wanted:

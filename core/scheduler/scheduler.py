@@ -23,7 +23,6 @@ from ...protocol.config import (
     CacheConfig,
     KVTransferConfig,
     SchedulerConfig,
-    SchedulingPolicy,
 )
 from ...protocol.kv_cache_groups import (
     FULL_ATTENTION,
@@ -63,10 +62,9 @@ from .limits import Requirements, check_config
 from .micro_batches import MicroBatches
 from .queues.admission_delay import AdmissionDelay
 from .queues.admission_stop import AdmissionStop
-from .queues.backlog import TenantLimits
-from .queues.fair_queue import FairQueue
+from .queues.factory import make_queue, make_tenant_limits
 from .queues.partial_prefills import PartialPrefills
-from .queues.request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue, WaitReason
+from .queues.request_queue import WaitReason
 from .running import RunningPlan, RunningScheduler
 from .step_results import StepResults
 from .step_writer import StepWriter
@@ -121,7 +119,7 @@ class Scheduler(SchedulerInterface):
             hash_blocks=hash_blocks or block_hasher(cache_config.prefix_hash),
         )
         self._running = RunningRequests(self.slots, config.max_num_seqs)
-        self._queue = _make_queue(config, self._running)
+        self._queue = make_queue(config, self._running)
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
         self._encoders = EncoderInputs(config, encoder_cache_connector)
@@ -141,7 +139,7 @@ class Scheduler(SchedulerInterface):
             clients=self._clients,
             grammars=self._grammars,
             encoders=self._encoders,
-            tenants=_tenant_limits(config),
+            tenants=make_tenant_limits(config),
             verifies_drafts=config.speculative is not None,
         )
         self.requests = lifecycle.requests
@@ -203,38 +201,46 @@ class Scheduler(SchedulerInterface):
     # requests and clients
 
     def add_client(self, client_index: int) -> None:
+        """Prepare to send outputs to a client."""
         self._clients.add_client(client_index)
 
     def finish_client(self, client_index: int) -> None:
+        """Abort all requests of a disconnected client."""
         keys = [key for key in self.requests if key[0] == client_index]
         self.finish_requests(keys, FinishReason.ABORT)
         self._clients.remove_client(client_index)
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
+        """Keep the blocks that a previous core left in the workers' KV cache."""
         if self._transfers is None:
             # With a connector, blocks may hold a failed load that only the previous core had recorded.
             self._lifecycle.handoff.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
+        """Release a client's adopted blocks that no request has claimed."""
         self._lifecycle.handoff.release_unclaimed(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
+        """Queue a request."""
         request = self._lifecycle.add_request(client_index, message, now)
         if request is not None and self._delay is not None:
             self._delay.add_request(request)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
+        """Record that a grammar is compiled, or failed to compile."""
         self._lifecycle.grammar_ready(key, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
+        """Finish requests before their last token."""
         requests = {key: self.requests[key] for key in keys if key in self.requests}
         self._lifecycle.finish_requests(
             [(request, reason, None, message) for request in requests.values()]
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
+        """Remove all cached prefixes. Return False while any block is in use."""
         if reset_running_requests:
             for slot in self._running.order.tolist():
                 self._lifecycle.preempt(slot, now, keeps_tokens=False)
@@ -246,6 +252,7 @@ class Scheduler(SchedulerInterface):
     # planning a step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step, or return None if there is nothing to do."""
         return self._repeat_step(now) or self._plan_step(now)
 
     def _repeat_step(self, now: float) -> SchedulerOutput | None:
@@ -263,20 +270,20 @@ class Scheduler(SchedulerInterface):
         """Plan the next step from the current state."""
         if self._fast_path is not None:
             self._fast_path.stop()
-        tried = self._lifecycle.poison_isolation.next_suspect()
-        if tried is not None:
+        suspect = self._lifecycle.poison_isolation.next_suspect()
+        if suspect is not None:
             if self._results.has_steps_in_flight:
                 self._admission.admit_none(AdmissionStop.ISOLATION)
                 return None
-            step = self._schedule(now, tried)
+            step = self._schedule(now, suspect)
             if step is not None:
                 return step
         return self._schedule(now, None)
 
-    def _schedule(self, now: float, tried: Request | None) -> SchedulerOutput | None:
-        """Plan a step, or a step that runs the suspected request `tried` alone.
+    def _schedule(self, now: float, suspect: Request | None) -> SchedulerOutput | None:
+        """Plan a step, or a step that runs the suspected request `suspect` alone.
 
-        Returns None if there is nothing to do, or if `tried` cannot run now.
+        Return None if there is nothing to do, or if `suspect` cannot run now.
         """
         self.kv_cache_manager.pool.lifetimes.now = now
         self._lifecycle.finish_expired(now)
@@ -291,21 +298,21 @@ class Scheduler(SchedulerInterface):
                 self._running.order, may_be_rejected=may_be_rejected
             )
         plan, has_preempted = self._fit(
-            self._running_scheduler.plan(self._slots_except(tried)), now, tried
+            self._running_scheduler.plan(self._slots_except(suspect)), now, suspect
         )
         may_admit = may_admit and not has_preempted
         max_admitted = self.slots.num_free if may_admit else 0
-        if may_admit and self._queue and tried is None:
+        if may_admit and self._queue and suspect is None:
             displaced = self._admission.preempt_for_waiting(plan, now)
             if displaced is not None:
                 # Preemption frees encoder-cache space, so other requests may compute more now.
                 plan, has_preempted = self._fit(displaced, now)
                 max_admitted = 0 if has_preempted else 1
         samples = self._running_scheduler.apply_plan(plan)
-        admitted = self._admission.admit(plan, max_admitted, now, tried)
+        admitted = self._admission.admit(plan, max_admitted, now, suspect)
         if not (plan.num_tokens or admitted.requests or self._running.has_removed):
-            if tried is not None:
-                # The connector's metadata goes with the step that is scheduled without `tried`.
+            if suspect is not None:
+                # The connector's metadata goes with the step that is scheduled without `suspect`.
                 return None
             is_in_flight = self._results.has_steps_in_flight
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
@@ -330,11 +337,11 @@ class Scheduler(SchedulerInterface):
         return step
 
     def _fit(
-        self, plan: RunningPlan, now: float, tried: Request | None = None
+        self, plan: RunningPlan, now: float, suspect: Request | None = None
     ) -> tuple[RunningPlan, bool]:
         """Preempt running requests until the free blocks suffice for the plan.
 
-        Returns the plan of those that remain, and whether any request was preempted.
+        Return the plan of those that remain, and whether any request was preempted.
         """
         has_preempted = False
         while True:
@@ -345,19 +352,19 @@ class Scheduler(SchedulerInterface):
             elif self._lifecycle.reservations.reclaim_latest():
                 continue
             else:
-                # The tried request is never preempted: all others wait for its token.
-                others = self._slots_except(tried)
+                # The suspect is never preempted: all others wait for its token.
+                others = self._slots_except(suspect)
                 slots = as_array(others) if others else self._running.order
                 self._lifecycle.preempt(self._queue.choose_victim(slots), now)
                 self._lifecycle.stats.num_block_preemptions += 1
                 has_preempted = True
-            plan = self._running_scheduler.plan(self._slots_except(tried))
+            plan = self._running_scheduler.plan(self._slots_except(suspect))
 
-    def _slots_except(self, tried: Request | None) -> list[int]:
-        """Return the slots of all running requests except `tried`; none if `tried` is None."""
-        if tried is None:
+    def _slots_except(self, suspect: Request | None) -> list[int]:
+        """Return the slots of all running requests except `suspect`; none if `suspect` is None."""
+        if suspect is None:
             return []
-        return [slot for slot in self._running.order.tolist() if slot != tried.slot]
+        return [slot for slot in self._running.order.tolist() if slot != suspect.slot]
 
     def _inject_preemption(self, now: float) -> bool:
         """Preempt a running request with the configured probability, for tests.
@@ -379,6 +386,7 @@ class Scheduler(SchedulerInterface):
     # applying outputs
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the token bitmasks of the step's constrained rows."""
         rows = self._results.get_step(scheduler_output.step).constrained
         if self._drafts is not None:
             rows = [
@@ -392,6 +400,7 @@ class Scheduler(SchedulerInterface):
         return self._grammars.bitmask(rows)
 
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
+        """Return the tokens that grammars force after the step's last tokens."""
         if self._drafts is None:
             return None
         return self._drafts.get_forced_tokens(self._results.get_step(scheduler_output.step))
@@ -402,6 +411,7 @@ class Scheduler(SchedulerInterface):
         model_runner_output: ModelRunnerOutput,
         now: float,
     ) -> dict[int, EngineCoreOutputs]:
+        """Apply the output of the oldest step in flight."""
         if scheduler_output.step % INVARIANT_CHECK_INTERVAL == 0:
             violations = self.check_invariants()
             self.invariant_violations += violations
@@ -412,12 +422,15 @@ class Scheduler(SchedulerInterface):
         return outputs
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Apply drafts that arrived after their step's output."""
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
+        """Return messages about requests that finished outside of a step."""
         return self._clients.take_finished_outputs(now)
 
     def take_kv_events(self) -> list[KVCacheEvent]:
+        """Return the KV-cache events since the last call."""
         events = self._kv_events.take_events() if self._kv_events else []
         if self._transfers is not None:
             events += self._transfers.connector.take_events()
@@ -426,9 +439,11 @@ class Scheduler(SchedulerInterface):
     # state for the core loop and for tests
 
     def get_kv_cache_usage(self) -> float:
+        """Return the fraction of KV-cache blocks in use, from 0 to 1."""
         return self.kv_cache_manager.pool.usage
 
     def find_crash_suspects(self) -> CrashSuspects:
+        """Return the requests in the steps in flight."""
         return self._results.find_crash_suspects()
 
     def get_step_in_flight(self, scheduler_output: SchedulerOutput) -> StepInFlight:
@@ -442,7 +457,7 @@ class Scheduler(SchedulerInterface):
 
     @property
     def admission_stop(self) -> AdmissionStop:
-        """Why the last step admitted no further request."""
+        """The reason why the last step admitted no further request."""
         return self._admission.stop
 
     def why_waiting(self, request: Request) -> WaitReason | AdmissionStop:
@@ -450,12 +465,15 @@ class Scheduler(SchedulerInterface):
         return self._admission.why_waiting(request)
 
     def get_num_unfinished_requests(self) -> int:
+        """Return the number of waiting and running requests."""
         return len(self.requests)
 
     def has_finished_requests(self) -> bool:
+        """Return whether vacated slots are still to be reported to the workers."""
         return self._running.has_removed
 
     def has_requests(self) -> bool:
+        """Return whether there is anything to compute or to send."""
         return (
             bool(self.requests)
             or self._running.has_removed
@@ -463,13 +481,16 @@ class Scheduler(SchedulerInterface):
         )
 
     def get_kv_connector(self) -> KVConnector | None:
+        """Return the scheduler's half of the KV connector, or None."""
         return self._transfers.connector if self._transfers is not None else None
 
     def shutdown(self) -> None:
+        """Shut the KV connector down."""
         if self._transfers is not None:
             self._transfers.connector.shutdown()
 
     def get_request_counts(self) -> tuple[int, int]:
+        """Return the numbers of running and waiting requests."""
         return len(self._running), self._lifecycle.num_waiting
 
     def check_invariants(self) -> list[str]:
@@ -477,23 +498,5 @@ class Scheduler(SchedulerInterface):
         return check_invariants(self.requests, self._running, self._queue, self.kv_cache_manager)
 
     def make_stats(self) -> SchedulerStats:
+        """Return current gauges, and counts since the last call."""
         return self._lifecycle.make_stats()
-
-
-def _tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
-    limits = config.max_num_seqs_per_tenant, config.max_num_queued_reqs_per_tenant
-    return TenantLimits(*limits) if any(limits) else None
-
-
-def _make_queue(config: SchedulerConfig, running: RunningRequests) -> RequestQueue:
-    match config.policy:
-        case SchedulingPolicy.FCFS:
-            return FCFSQueue(running)
-        case SchedulingPolicy.PRIORITY:
-            return PriorityQueue(running, preempts=config.priority_preemption)
-        case SchedulingPolicy.DEADLINE:
-            return DeadlineQueue(running)
-        case SchedulingPolicy.FAIR:
-            return FairQueue(
-                running, max_num_seqs=config.max_num_seqs, weights=config.tenant_weights
-            )

@@ -34,7 +34,7 @@ _LENGTH: Final = FinishReason.LENGTH
 _ERROR: Final = FinishReason.ERROR
 _FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
 
-STEPS_A_REPORT: Final = 8
+STEPS_PER_REPORT: Final = 8
 """Statistics are sent every this many steps, and with steps that compute prompts or empty the pipeline."""
 
 
@@ -64,7 +64,7 @@ class StepResults:
 
     @property
     def has_steps_in_flight(self) -> bool:
-        """Whether a step is in flight."""
+        """True if a step is in flight."""
         return bool(self._in_flight)
 
     def find_crash_suspects(self) -> CrashSuspects:
@@ -98,11 +98,11 @@ class StepResults:
     def apply_output(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> tuple[StepInFlight, dict[int, EngineCoreOutputs]]:
-        """Apply the output of the oldest step. Returns that step, and the messages to each client."""
+        """Apply the output of the oldest step. Return that step, and the messages to each client."""
         step = self._pop(scheduler_output, output)
         if self._drafts is not None:
             self._last_batch = step.step, step.batch
-        is_reported = step.has_prefill or step.step % STEPS_A_REPORT == 0 or not self._in_flight
+        is_reported = step.has_prefill or step.step % STEPS_PER_REPORT == 0 or not self._in_flight
         make_stats = self._lifecycle.make_stats if is_reported else None
         if not self._is_plain(step, output) or not self._slots.append_deferred(
             step.sampling.slots, output.sampled_token_ids
@@ -212,7 +212,7 @@ class StepResults:
     def _take_late(self, step: StepInFlight, late: list[LateRow], now: float) -> int:
         """Append the tokens of requests that were preempted while a step was in flight.
 
-        Returns the number of these tokens, plus the prompt tokens of requests that got their first
+        Return the number of these tokens, plus the prompt tokens of requests that got their first
         one.
         """
         num_tokens = sum(len(row.token_ids) // 4 for row in late)
@@ -379,7 +379,7 @@ class StepResults:
     def _take_first_tokens(self, prefilled: list[Request], now: float) -> int:
         """Record requests that got their first token since they were admitted.
 
-        Returns the number of prompt tokens of those that got their first token ever.
+        Return the number of prompt tokens of those that got their first token ever.
         """
         num_prompt_tokens = 0
         poison_isolation = self._lifecycle.poison_isolation
@@ -418,7 +418,7 @@ class StepResults:
     ) -> dict[Request, str]:
         """Advance the grammars of constrained requests by their new tokens.
 
-        Returns an error message for each request whose grammar refuses them.
+        Return an error message for each request whose grammar refuses them.
         """
         refused: dict[Request, str] = {}
         for row in rows:

@@ -16,7 +16,7 @@ class StepRows:
         self.slots: SlotArray = np.zeros(0, np.intp) if slots is None else slots
 
     def read(self, step: SchedulerOutput) -> Int64Array:
-        """Read the next step. Returns how many tokens each of `slots` computes."""
+        """Read the next step. Return how many tokens each of `slots` computes."""
         if step.slots is not None:
             self.slots = int32_view(step.slots).astype(np.intp)
         counts: Int64Array = np.ones(len(self.slots), np.int64)

@@ -1,4 +1,4 @@
-"""`engine simulate TRACE`: what a number of replicas would make of a trace, in virtual time."""
+"""The `engine simulate TRACE` command: run a trace on a number of replicas in virtual time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .draft_model import DraftModel, constant_drafts, measure_drafts
 from .plot import draw
 from .simulate import SimulationResult, simulate
 from .step_time import StepTimeModel, fit, mean_error, measure_steps
-from .trace import TraceRequest, read_trace, trace_of
+from .trace import TraceRequest, read_trace, trace_from_dump
 
 T = TypeVar("T")
 
 DEFAULT_DRAFTS = 8
-"""Drafts of a token at most, where the log does not say it."""
+"""Maximum number of drafts after a token if the log does not set it."""
 
 COLUMNS = (
     "finished",
@@ -45,6 +45,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0, or 2 if an argument or a file is invalid."""
     args = _make_parser().parse_args(argv)
     try:
         if not 0 < args.rate < math.inf:
@@ -95,7 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--step-time",
         metavar="BASE,TOKEN,SEQUENCE,KV_TOKEN",
         type=_list_of(float),
-        help="instead: seconds for a step, and for each token, sequence and cached token in it",
+        help="seconds per step, and per token, sequence and cached token in it (instead of --fit)",
     )
     parser.add_argument(
         "--policy",
@@ -106,12 +107,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "--drafts",
         metavar="FOUND,RIGHT",
         type=_list_of(float),
-        help="share of tokens after which drafts are found, and the chance of each to be right; 0,0 simulates "
-        "none (default: as in the log)",
+        help="share of tokens followed by drafts, and probability that a draft is right; 0,0 for none "
+        "(default: as in the log)",
     )
     parser.add_argument("--replicas", type=_list_of(_positive), default=[1])
     parser.add_argument(
-        "--rate", type=float, default=1.0, help="arrivals come so many times as fast"
+        "--rate", type=float, default=1.0, help="multiply the arrival rate by this (default: 1)"
     )
     parser.add_argument("--max-num-seqs", type=_positive)
     parser.add_argument("--max-num-batched-tokens", type=_positive)
@@ -123,7 +124,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="MODULE.CLASS",
         help="the scheduler class that the server ran with, if it was not Engine's own",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--plot", metavar="FILE", help="draw the latencies into this SVG file")
     return parser
 
@@ -149,17 +150,17 @@ def _read(
     fitted = [read_dump(path, scheduler_cls) for path in fits]
     if trace.endswith(SUFFIX):
         dump = read_dump(trace, scheduler_cls)
-        return trace_of(dump), [dump, *fitted]
+        return trace_from_dump(dump), [dump, *fitted]
     return read_trace(trace), fitted
 
 
 def _step_time(given: list[float] | None, dumps: Sequence[Dump]) -> StepTimeModel:
     if given is not None:
         if len(given) != 4 or min(given) < 0 or sum(given) == 0:
-            raise EngineError("--step-time takes four numbers of at least 0, and not all of them 0")
+            raise EngineError("--step-time takes four numbers that are at least 0 and not all 0")
         return StepTimeModel(*given)
     if not dumps:
-        raise EngineError("how long is a step? Give --fit DUMP, or --step-time")
+        raise EngineError("the step time is unknown; give --fit DUMP or --step-time")
     samples = [sample for dump in dumps for sample in measure_steps(dump)]
     model = fit(samples)
     error = mean_error(model, samples)
@@ -181,19 +182,21 @@ def _drafts(
 
 
 def _setup(args: argparse.Namespace, dumps: Sequence[Dump]) -> Setup:
-    """That of the first dump, but for what was given."""
+    """Return the setup of the first dump, or a default one, changed by the arguments."""
     if dumps:
         setup = dumps[0].setup
     else:
         if args.num_blocks is None:
-            raise EngineError("how large is the KV cache? Give --num-blocks, or --fit DUMP")
+            raise EngineError(
+                "the size of the KV cache is unknown; give --num-blocks or --fit DUMP"
+            )
         setup = Setup(SchedulerConfig(), CacheConfig(), args.max_model_len or 32768, 1, 2)
     limits = ("max_num_seqs", "max_num_batched_tokens")
     given = {name: getattr(args, name) for name in limits if getattr(args, name) is not None}
     config = msgspec.structs.replace(setup.config, **given)
     if args.block_size is not None and args.trace.endswith(SUFFIX):
         raise EngineError(
-            "--block-size cannot change for a dump: its prompts were hashed in blocks"
+            "--block-size cannot be changed for a dump: its prompts are recorded as hashes of blocks"
         )
     block_size = args.block_size or setup.cache_config.block_size
     return msgspec.structs.replace(

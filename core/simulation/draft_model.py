@@ -1,4 +1,4 @@
-"""How many drafts a worker finds and how many of them are right, fitted to a log, for simulations."""
+"""A model of how many drafts a worker finds and how many are right, fitted to a log, for simulations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ..state.slots import SlotArray
 
 
 class DraftModel(NamedTuple):
-    """Chances, each from 0 to 1.
+    """Probabilities of drafts and of their acceptance.
 
-    After a token without drafts `after_none[k]` is the chance that the next one has k drafts, and `after_some[k]`
-    after a token with drafts: text that repeats goes on repeating. `acceptance[i]` is the chance that draft i is
-    right if those before it are; beyond the last one it stays the same.
+    `after_none[k]` is the probability that k drafts are found after a token that had none, and `after_some[k]` after a
+    token
+    that had some: repetitive text tends to go on. `acceptance[i]` is the probability that draft i is right if all
+    before it
+    are; later drafts have that of the last one.
     """
 
     after_none: Sequence[float]
@@ -45,13 +47,13 @@ class DraftModel(NamedTuple):
 
 
 def constant_drafts(share: float, acceptance: float, most: int) -> DraftModel:
-    """Return a model that finds `most` drafts for a share of the tokens, each right with one chance."""
+    """Return a model that finds `most` drafts after a share of the tokens, with a constant acceptance."""
     chances = [1 - share, *[0.0] * (most - 1), share]
     return DraftModel(chances, chances, [acceptance])
 
 
 def measure_drafts(dumps: Iterable[Dump]) -> DraftModel | None:
-    """Fit a model to what the logs' workers proposed; None if none of them could propose any."""
+    """Return a model fitted to the drafts in the logs, or None if no logged server used drafts."""
     fit = _Fit()
     has_drafts = False
     for dump in dumps:
@@ -72,7 +74,7 @@ class _Fit:
         self._num_accepted: Counter[int] = Counter()
 
     def read(self, replayer: Replayer) -> None:
-        """Count what a segment recorded."""
+        """Count the drafts of a segment."""
         rows = StepRows(replayer.scheduler.last_slots)
         sent: dict[int, tuple[SchedulerOutput, SlotArray]] = {}
         last_found: dict[int, bool] = {}
@@ -89,7 +91,7 @@ class _Fit:
                         step, slots = known
                         self._count_accepted(step, result)
                         if (len(result.num_sampled) // 4 or num_tokens) == len(slots):
-                            # Beside a prompt that is computed in pieces nothing is proposed.
+                            # Workers propose nothing in a step with a partial prompt.
                             self._count_proposals(slots.tolist(), result, last_found)
 
     def _count_accepted(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -121,7 +123,7 @@ class _Fit:
             last_found[slot] = count > 0
 
     def model(self) -> DraftModel:
-        """Return the model that the counts give."""
+        """Return the model for the counts."""
         after_none, after_some = self._proposals
         return DraftModel(
             _shares(after_none),

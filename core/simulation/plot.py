@@ -1,4 +1,4 @@
-"""Distributions of latencies as an SVG picture."""
+"""Draws distributions of latencies as an SVG image."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .simulate import SimulationResult
 
 WIDTH, HEIGHT = 440, 300
 MARGIN = 50
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 SHARES: Float64Array = np.linspace(0.0, 100.0, 201)
 
 
 def draw(results: Mapping[str, SimulationResult]) -> str:
-    """Two panels, time to first token and time between tokens: which share of them is below a latency."""
+    """Return an SVG image of the cumulative distributions of time to first token and time between tokens."""
     first = {name: result.latencies.first_token for name, result in results.items()}
     between = {name: result.latencies.inter_token for name, result in results.items()}
     height = HEIGHT + 2 * MARGIN + 18 * len(results)
@@ -32,7 +32,7 @@ def draw(results: Mapping[str, SimulationResult]) -> str:
     for row, name in enumerate(results):
         y = HEIGHT + 2 * MARGIN + 18 * row
         parts.append(
-            f'<rect x="{MARGIN}" y="{y - 9}" width="20" height="4" fill="{_colour(row)}"/>'
+            f'<rect x="{MARGIN}" y="{y - 9}" width="20" height="4" fill="{_color(row)}"/>'
             f'<text x="{MARGIN + 28}" y="{y - 3}">{escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
@@ -76,13 +76,13 @@ def _panel(title: str, series: Mapping[str, Float64Array], left: int) -> list[st
             places = zip(x(np.percentile(values, SHARES)), y(SHARES), strict=True)
             points = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
             parts.append(
-                f'<polyline points="{points}" fill="none" stroke="{_colour(row)}" stroke-width="2"/>'
+                f'<polyline points="{points}" fill="none" stroke="{_color(row)}" stroke-width="2"/>'
             )
     return parts
 
 
-def _colour(row: int) -> str:
-    return COLOURS[row % len(COLOURS)]
+def _color(row: int) -> str:
+    return COLORS[row % len(COLORS)]
 
 
 def _seconds(exponent: int) -> str:

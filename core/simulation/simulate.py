@@ -1,4 +1,4 @@
-"""The scheduler in virtual time: what a number of replicas would make of a trace."""
+"""Runs a trace on simulated replicas: the real scheduler in virtual time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ PERCENTILES = (50, 90, 99)
 
 
 class Latencies(NamedTuple):
-    """In seconds: of the first token after the arrival, between messages with tokens, of the last token after the
-    arrival."""
+    """Latencies in seconds.
+
+    `first_token` and `whole` are from the arrival to the first and the last token. `inter_token` is between messages
+    with tokens.
+    """
 
     first_token: Float64Array
     inter_token: Float64Array
@@ -41,7 +44,10 @@ class Latencies(NamedTuple):
 
 
 class SimulationResult(NamedTuple):
-    """`seconds` is from the first arrival to the last token. Every request is finished, refused or expired."""
+    """Totals of a simulation.
+
+    `seconds` is from the first arrival to the last token. Every request is finished, refused or expired.
+    """
 
     latencies: Latencies
     seconds: float
@@ -56,7 +62,7 @@ class SimulationResult(NamedTuple):
     accepted_tokens: int
 
     def summary(self) -> dict[str, float]:
-        """Rates a second, latencies in milliseconds."""
+        """Return the results by name: rates per second, latencies in milliseconds."""
         seconds = self.seconds or 1.0
         summary: dict[str, float] = {
             "finished": self.num_finished,
@@ -80,7 +86,10 @@ class SimulationResult(NamedTuple):
 
 
 class _SentStep(NamedTuple):
-    """A step in flight: the requests of the rows that sample, and the drafts scheduled for each, if there are any."""
+    """A step in flight.
+
+    `keys` and `slots` are those of the rows that sample, and `num_drafts` the drafts scheduled for each, or None.
+    """
 
     step: SchedulerOutput
     keys: list[RequestKey]
@@ -90,9 +99,9 @@ class _SentStep(NamedTuple):
 
 
 class _Worker:
-    """Samples as many tokens as a worker with drafts would.
+    """Return as many sampled tokens as a worker with drafts would.
 
-    Its chance depends on the request alone, so that policies are compared on equal terms.
+    Random choices depend on the request alone, so that policies are compared under equal conditions.
     """
 
     def __init__(self, drafts: DraftModel | None, *, is_async: bool) -> None:
@@ -103,13 +112,13 @@ class _Worker:
         self.num_drafts = self.num_accepted = 0
 
     def execute(self, sent: _SentStep) -> ModelRunnerOutput:
-        """Return the output of a step. Steps come in order."""
+        """Return the output of a step. Steps must be executed in order."""
         number, count = sent.step.step, len(sent.keys)
         if self._model is None:
             return ModelRunnerOutput(number, bytes(4 * count))
         num_verified = sent.num_drafts or [0] * count
         if self._is_async:
-            # Only what was found by then is verified.
+            # Asynchronous steps verify only drafts that were found before the step ran.
             found = [self._proposed.get(key, 0) for key in sent.keys]
             num_verified = list(map(min, num_verified, found))
         accepted = [
@@ -128,7 +137,7 @@ class _Worker:
         return output
 
     def remove_request(self, key: RequestKey) -> None:
-        """Forget a request that has ended."""
+        """Remove the state of an ended request."""
         self._proposed.pop(key, None)
         self._chances.pop(key, None)
 
@@ -169,7 +178,7 @@ class _Replica:
         self._rows = StepRows()
 
     def schedule(self, now: float) -> list[float]:
-        """Send what can be sent. Returns when those steps will be done."""
+        """Schedule and send steps until the limit of steps in flight. Return the times at which they end."""
         ends = []
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             step = self.scheduler.schedule(now)
@@ -179,17 +188,17 @@ class _Replica:
             load = measure_load(self._rows.slots, counts, self.scheduler.slots)
             seconds = self._step_time.seconds(load) if load.tokens else 0.0
             self._busy_until = max(now, self._busy_until) + seconds
-            self._in_flight.append(self._sent(step))
+            self._in_flight.append(self._describe_step(step))
             ends.append(self._busy_until)
         return ends
 
-    def take_output(self, now: float) -> Iterable[EngineCoreOutputs]:
-        """The oldest step is done."""
+    def finish_step(self, now: float) -> Iterable[EngineCoreOutputs]:
+        """End the oldest step in flight. Return the outputs for clients."""
         sent = self._in_flight.popleft()
         result = self.worker.execute(sent)
         return self.scheduler.update_from_output(sent.step, result, now).values()
 
-    def _sent(self, step: SchedulerOutput) -> _SentStep:
+    def _describe_step(self, step: SchedulerOutput) -> _SentStep:
         expected = self.scheduler.get_step_in_flight(step)
         slots = expected.sampling.slots.tolist()
         requests = [self.scheduler.slots.requests[slot] for slot in slots]
@@ -198,13 +207,13 @@ class _Replica:
             [request.key for request in requests if request is not None],
             slots,
             None if expected.num_drafts is None else expected.num_drafts.tolist(),
-            # Beside a prompt that is computed in pieces workers propose nothing.
+            # Workers propose nothing in a step with a partial prompt.
             may_propose=len(slots) == len(expected.batch),
         )
 
 
 class _Clients:
-    """When each request got its tokens."""
+    """Records when each request got its tokens."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
         self._arrival = np.array([request.arrival for request in trace])
@@ -214,7 +223,8 @@ class _Clients:
         self.ends: list[tuple[int, FinishReason]] = []
         self.num_tokens = self.num_preemptions = self.cached_tokens = 0
 
-    def hear(self, message: EngineCoreOutputs, now: float) -> None:
+    def receive_outputs(self, message: EngineCoreOutputs, now: float) -> None:
+        """Record the tokens and ended requests of a message."""
         rows = int32_view(message.request_indices)
         if len(rows):
             is_first = np.isnan(self._last[rows])
@@ -228,6 +238,7 @@ class _Clients:
             self.cached_tokens += message.stats.prefix_cache_hits
 
     def latencies(self) -> Latencies:
+        """Return the latencies so far."""
         finished = [index for index, reason in self.ends if reason is FinishReason.LENGTH]
         started = ~np.isnan(self.first)
         return Latencies(
@@ -237,6 +248,7 @@ class _Clients:
         )
 
     def count(self, reason: FinishReason) -> int:
+        """Return how many requests ended for this reason."""
         return sum(ended is reason for _, ended in self.ends)
 
 
@@ -247,10 +259,19 @@ def simulate(
     num_replicas: int,
     drafts: DraftModel | None = None,
 ) -> SimulationResult:
-    """Run a trace, which must be sorted by arrival, with drafts if there is a model of them.
+    """Run a trace and return its totals.
 
-    As the frontends do, the replica with the least to do gets the next request. Raises EngineError if the requests
-    that are left can never go on.
+    A new request goes to the replica with the fewest unfinished ones, as frontends route.
+
+    Args:
+        setup: The arguments of each replica's scheduler.
+        trace: Requests sorted by arrival.
+        step_time: The model of step times.
+        num_replicas: How many replicas share the trace.
+        drafts: The model of drafts, or None for no drafts.
+
+    Raises:
+        EngineError: Requests remain that can never be scheduled.
     """
     speculative = setup.config.speculative if drafts is not None else None
     if speculative is None:
@@ -259,7 +280,7 @@ def simulate(
     setup = msgspec.structs.replace(setup, config=config)
     replicas = [_Replica(setup, step_time, drafts) for _ in range(num_replicas)]
     clients = _Clients(trace)
-    # (time, replica) of steps that will be done; those of one replica are done in order.
+    # A heap of (end time, replica) of the steps in flight.
     ends: list[tuple[float, int]] = []
     now = 0.0
     num_arrived = 0
@@ -269,7 +290,7 @@ def simulate(
         for end in replica.schedule(now):
             heapq.heappush(ends, (end, index))
         for message in (*messages, *replica.scheduler.take_outputs(now).values()):
-            clients.hear(message, now)
+            clients.receive_outputs(message, now)
             ended = int32_list(message.finished_set)
             replica.num_unfinished -= len(ended)
             for request_index in ended:
@@ -288,11 +309,11 @@ def simulate(
             advance(index, ())
         else:
             now, index = heapq.heappop(ends)
-            advance(index, replicas[index].take_output(now))
+            advance(index, replicas[index].finish_step(now))
     num_stuck = sum(replica.num_unfinished for replica in replicas)
     if num_stuck:
         raise EngineError(
-            f"{num_stuck} requests can never go on: there are too few KV-cache blocks"
+            f"{num_stuck} requests can never be scheduled: there are too few KV-cache blocks"
         )
     num_finished = clients.count(FinishReason.LENGTH)
     num_expired = clients.count(FinishReason.EXPIRED)

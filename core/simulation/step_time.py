@@ -1,4 +1,4 @@
-"""How long a step takes, as a function of what is in it."""
+"""The time of a step as a linear function of its load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..state.slots import SlotArray, Slots
 
 
 class StepLoad(NamedTuple):
-    """What a step computes: tokens, in so many sequences, which read so many cached tokens together."""
+    """The load of a step: computed tokens, sequences, and cached tokens that the sequences read."""
 
     tokens: int
     sequences: int
@@ -25,12 +25,14 @@ class StepLoad(NamedTuple):
 
 
 class StepSample(NamedTuple):
+    """A measured step."""
+
     load: StepLoad
     seconds: float
 
 
 class StepTimeModel(NamedTuple):
-    """Linear in each, in seconds."""
+    """Coefficients in seconds: per step, per token, per sequence and per cached token."""
 
     base: float
     per_token: float
@@ -38,6 +40,7 @@ class StepTimeModel(NamedTuple):
     per_kv_token: float
 
     def seconds(self, load: StepLoad) -> float:
+        """Return the time of a step with this load, in seconds."""
         return (
             self.base
             + self.per_token * load.tokens
@@ -47,12 +50,15 @@ class StepTimeModel(NamedTuple):
 
 
 def measure_load(slots: SlotArray, counts: Int64Array, state: Slots) -> StepLoad:
-    """The load of the step that was scheduled last."""
+    """Return the load of the step that was scheduled last, from its slots and tokens per row."""
     return StepLoad(int(counts.sum()), len(slots), int(state.num_computed_tokens[slots].sum()))
 
 
 def measure_steps(dump: Dump) -> list[StepSample]:
-    """Every step of a log: it began when it was scheduled, or when the one before was done."""
+    """Return the load and duration of every step of a log.
+
+    A step begins when it is scheduled, or when the previous one ends if that is later.
+    """
     samples = []
     for segment in dump.segments:
         if not segment.is_whole:
@@ -76,9 +82,13 @@ def measure_steps(dump: Dump) -> list[StepSample]:
 
 
 def fit(samples: Sequence[StepSample]) -> StepTimeModel:
-    """Least squares with no coefficient below 0. Raises EngineError without any sample."""
+    """Fit a model by least squares with coefficients of at least 0.
+
+    Raises:
+        EngineError: There are no samples.
+    """
     if not samples:
-        raise EngineError("no step was recorded, so there is nothing to fit the step time to")
+        raise EngineError("no step was recorded, so the step time cannot be fitted")
     loads = np.array([(1, *sample.load) for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples])
     scale = loads.max(0)
@@ -95,6 +105,6 @@ def fit(samples: Sequence[StepSample]) -> StepTimeModel:
 
 
 def mean_error(model: StepTimeModel, samples: Sequence[StepSample]) -> float:
-    """Mean absolute error, as a share of the mean step."""
+    """Return the mean absolute error as a share of the mean step time."""
     errors = [abs(model.seconds(sample.load) - sample.seconds) for sample in samples]
     return sum(errors) / max(sum(sample.seconds for sample in samples), 1e-9)

@@ -1,4 +1,4 @@
-"""Requests to simulate: when they arrive, how long they are, what they share."""
+"""Traces of requests to simulate: arrival times, lengths and shared prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..state.request import RequestKey
 
 
 class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to simulate. `arrival` is in seconds, `deadline` in seconds after it.
+    """A request to simulate. `arrival` is in seconds, `deadline` in seconds after the arrival.
 
     Requests with an equal `prefix` share their first `prefix_tokens` tokens.
     """
@@ -37,7 +37,7 @@ class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
     block_hashes: bytes = b""
 
     def message(self, index: int, block_size: int) -> EngineCoreRequest:
-        """As a frontend would send it. The tokens are zeros; the hashes tell them apart."""
+        """Return the request as a frontend would send it. The tokens are zeros; only the block hashes differ."""
         return EngineCoreRequest(
             request_index=index,
             prompt_token_ids=bytes(4 * self.prompt_tokens),
@@ -62,7 +62,11 @@ class TraceRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
-    """One JSON object a line, in any order. Raises EngineError that names the line."""
+    """Read a file with one JSON object per line, in any order. Arrivals are shifted to begin at 0.
+
+    Raises:
+        EngineError: The file cannot be read, or a line is invalid; the message names the line.
+    """
     decode = msgspec.json.Decoder(TraceRequest).decode
     requests = []
     try:
@@ -85,8 +89,8 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
     return _from_zero(requests)
 
 
-def trace_of(dump: Dump) -> list[TraceRequest]:
-    """The requests that arrived in the log, with as many output tokens as each generated in it."""
+def trace_from_dump(dump: Dump) -> list[TraceRequest]:
+    """Return the requests that arrived in the log, each with as many output tokens as it generated there."""
     requests: dict[RequestKey, TraceRequest] = {}
     generated: dict[RequestKey, int] = {}
     done: list[tuple[TraceRequest, int]] = []
@@ -132,6 +136,7 @@ def _trace_request(event: AddRequest) -> TraceRequest:
 
 
 def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests sorted by arrival, with the first arrival at 0."""
     ordered = sorted(requests, key=lambda request: request.arrival)
     if not ordered:
         raise EngineError("the trace has no request that generated a token")

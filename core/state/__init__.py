@@ -1,0 +1,1 @@
+"""The state of requests and steps that the scheduler works on."""

@@ -97,13 +97,13 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the request still has the slot of that admission."""
+        """True if the request still has the slot of that admission."""
         request = self.request
         return request.slot >= 0 and request.num_admissions == self.num_admissions
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the row's tokens are still needed: it is alive, or preempted and waits for them."""
+        """True if the row's tokens are still needed: it is alive, or preempted and waits for them."""
         request = self.request
         return request.num_admissions == self.num_admissions and (
             request.slot >= 0 or request.status is RequestStatus.PREEMPTED_IN_FLIGHT

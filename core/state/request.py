@@ -162,7 +162,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether prompt log-probabilities are still due, which requires computing the whole prompt."""
+        """True if prompt log-probabilities are still due, which requires computing the whole prompt."""
         return self.params.prompt_logprobs is not None and not self.has_sampled
 
     @property

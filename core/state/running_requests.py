@@ -41,7 +41,7 @@ class RunningRequests:
 
     @property
     def has_removed(self) -> bool:
-        """Whether slots were vacated that no step has reported to the workers."""
+        """True if slots were vacated that no step has reported to the workers."""
         return bool(self._removed)
 
     @property

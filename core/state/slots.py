@@ -198,7 +198,7 @@ class Slots:
     def append_deferred(self, slots: SlotArray, frame: bytes) -> bool:
         """Append one int32 token of `frame` to each of `slots`, unless a request may have finished.
 
-        Returns whether the tokens were appended.
+        Return whether the tokens were appended.
         """
         if slots is not self._deferred_slots:
             return False
@@ -221,7 +221,7 @@ class Slots:
     def append_output(self, slots: SlotArray, token_ids: Int32Array) -> SlotArray:
         """Append one token to each of `slots`.
 
-        Returns the positions in `slots` of requests that may have finished: at their length limit,
+        Return the positions in `slots` of requests that may have finished: at their length limit,
         or with a token that some running request stops at.
         """
         num_output = self.num_output_tokens[slots]
@@ -237,7 +237,7 @@ class Slots:
     def append_outputs(
         self, slots: SlotArray, counts: Int64Array, token_ids: Int32Array
     ) -> SlotArray:
-        """Append `counts[i]` tokens to `slots[i]`. Returns the same as `append_output`."""
+        """Append `counts[i]` tokens to `slots[i]`. Return the same as `append_output`."""
         before = self.num_output_tokens[slots]
         num_output = before + counts
         self._reserve_output(int(num_output.max()) + 1)

@@ -1,4 +1,4 @@
-"""Grammars that cost much: each is used in a process of its own, off the core's loop."""
+"""Expensive grammars, each of which runs in its own process, outside the core's loop."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from ...protocol.grammars.process import GrammarProcesses, describe_exit
 from ...protocol.sampling_params import StructuredOutput
 
 MAX_ISOLATED: Final = 4
-"""Processes for grammars that exist at the same time; further requests wait for one."""
+"""Maximum number of grammar processes at the same time; further requests wait."""
 
 
 class IsolatedGrammar:
-    """The grammar of one request. A thread talks with its process; `report` is called after each answer.
+    """The grammar of one request, which a thread runs through its own process.
 
-    `mask` is None while it is computed, and `error` says why there will be none. After `close` nothing is reported.
+    `mask` is None while it is being computed. `error` says why no mask will follow. `report` is called after each
+    answer
+    of the process, but not after `close`.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class IsolatedGrammar:
         self._lock = threading.Lock()
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Start to compute the mask after these tokens. Return False if the grammar is in error."""
+        """Start to compute the mask that follows these tokens. Return False if the grammar has failed."""
         self.mask = None
         self._messages.put(Advance(list(token_ids)))
         return not self.error
 
     def close(self) -> None:
-        """End the process and the thread, whatever they are doing."""
+        """Stop the process and the thread, even in the middle of their work."""
         with self._lock:
             self.is_closed = True
             if self._process is not None:
@@ -69,7 +71,7 @@ class IsolatedGrammar:
         self._messages.put(None)
 
     def run(self) -> None:
-        """Serve the grammar until it is closed or in error."""
+        """Serve the grammar until it is closed or fails. Runs in its own thread."""
         try:
             with self._lock:
                 if self.is_closed:
@@ -106,7 +108,7 @@ class IsolatedGrammar:
 
 
 class IsolatedGrammars:
-    """The threads and processes of one core's isolated grammars."""
+    """The threads and processes of a core's isolated grammars."""
 
     def __init__(self, processes: GrammarProcesses) -> None:
         self._processes = processes
@@ -115,7 +117,7 @@ class IsolatedGrammars:
     def start(
         self, structured_output: StructuredOutput, report: Callable[[IsolatedGrammar], None]
     ) -> IsolatedGrammar:
-        """Compile a grammar as soon as there is a process for it."""
+        """Return a grammar that is compiled as soon as a process is available."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_ISOLATED, thread_name_prefix="isolated grammar")
         grammar = IsolatedGrammar(structured_output, self._processes, report)
@@ -123,14 +125,14 @@ class IsolatedGrammars:
         return grammar
 
     def close(self) -> None:
-        """End every process. The grammars that are left must be closed, too."""
+        """End every process. Grammars in use must be closed as well."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
 
 def _receive(process: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, or fewer if the process has ended."""
+    """Return `size` bytes, or none if the process has ended."""
     received = b""
     while len(received) < size and (piece := process.recv(size - len(received))):
         received += piece

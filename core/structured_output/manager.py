@@ -1,8 +1,7 @@
 """Structured output: compiled grammars and the state of every constrained request.
 
-Grammars that cost little are used here, within limits; the others (`is_isolated`) have a process each. A grammar that
-cannot be compiled, or a token that it does not accept, fails its own request. Nothing that a request asks for
-raises an error here.
+Cheap grammars run in this process, within limits; expensive ones (`is_isolated`) each have their own process. A grammar
+that cannot be compiled, or a token that a grammar does not accept, fails only its own request.
 """
 
 from __future__ import annotations
@@ -40,10 +39,13 @@ _State: TypeAlias = GrammarState | IsolatedGrammar
 
 
 class StructuredOutputManager:
-    """Grammars by key, a key being one request.
+    """Grammars by request.
 
-    The tokenizer is loaded by the first request that needs it: `tokenizer_path` is a tokenizer.json, a directory that
-    holds one, or a function that returns the path.
+    Args:
+        tokenizer_path: A tokenizer.json, a directory that contains one, or a function that returns such a path. It is
+            loaded for the first request that needs it.
+        vocab_size: The size of the model's vocabulary.
+        eos_token_ids: Tokens that end a sequence.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StructuredOutputManager:
         self._tokenizer_lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
-        # Compiled and untouched; a request works on a copy.
+        # Compiled grammars in their initial state; a request works on a copy.
         self._cache: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._cache_lock = threading.Lock()
         self._compiling: dict[RequestKey, object] = {}
@@ -70,15 +72,15 @@ class StructuredOutputManager:
             GrammarProcesses(tokenizer_path, vocab_size, eos_token_ids)
         )
         self._advancing: set[RequestKey] = set()
-        """Requests with an isolated grammar of which the next mask is computed."""
+        """Requests with an isolated grammar whose next mask is being computed."""
 
     @property
     def is_compiling(self) -> bool:
-        """Whether `poll` has something to report, now or later."""
+        """True if `poll` must be called because results are pending."""
         return bool(self._compiling or self._advancing)
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
-        """Compile in the background; `poll` tells when it is done. The key must not be in use."""
+        """Start to compile in the background; `poll` reports the end. The key must not be in use."""
         if structured_output.is_isolated:
             self._compiling[key] = self._isolated.start(
                 structured_output, lambda grammar: self._compiled.append((key, grammar, grammar))
@@ -90,7 +92,7 @@ class StructuredOutputManager:
         self._pool.submit(self._compile, key, ticket, structured_output)
 
     def poll(self) -> list[tuple[RequestKey, str | None]]:
-        """Return the keys whose grammar, or whose isolated grammar's next mask, became ready, or their error.
+        """Return the keys with a newly compiled grammar or isolated mask, each with an error or None.
 
         A key whose grammar cannot be compiled is released.
         """
@@ -106,13 +108,13 @@ class StructuredOutputManager:
             elif self._states.get(key) is ticket:
                 self._advancing.discard(key)
                 events.append((key, error or None))
-            # Otherwise it was released in the meantime.
+            # Any other result is for a key that was released in the meantime.
         return events
 
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
-        """Advance by these tokens. False when the grammar does not allow them; the request cannot go on then.
+        """Advance by these tokens. Return False if the grammar forbids them; it then accepts nothing anymore.
 
-        An isolated grammar says later, by `poll`, whether it does.
+        For an isolated grammar, `poll` reports the result later.
         """
         state = self._states[key]
         if isinstance(state, IsolatedGrammar):
@@ -120,29 +122,35 @@ class StructuredOutputManager:
         return state.accept(token_ids)
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the grammar would accept in a row, without advancing. An isolated one takes none."""
+        """Return how many of these tokens the grammar accepts in a row, without advancing; 0 if it is isolated."""
         state = self._states[key]
         return 0 if isinstance(state, IsolatedGrammar) else state.num_acceptable(token_ids)
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """What must follow these tokens, without advancing. A grammar that refuses them accepts nothing any more."""
+        """Return the tokens that must follow these, without advancing; none if the grammar is isolated.
+
+        A grammar that forbids the given tokens accepts nothing anymore.
+        """
         state = self._states[key]
         return [] if isinstance(state, IsolatedGrammar) else state.forced_tokens(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        """Take back the last accepted tokens. False when that is not possible; nothing is accepted any more then."""
+        """Undo the last accepted tokens.
+
+        Return False if that is impossible; the grammar then accepts nothing anymore.
+        """
         state = self._states[key]
         return isinstance(state, GrammarState) and state.rollback(num_tokens)
 
     def find_error(self, key: RequestKey) -> str:
-        """Return why the grammar of a request accepts nothing any more; "" if that is not known."""
+        """Return why the request's grammar accepts nothing anymore, or "" if the reason is unknown."""
         state = self._states.get(key)
         return "" if state is None else state.error
 
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> I32:
-        """int32[len(keys), ceil(vocab_size / 32)]: the tokens that each request may produce next.
+        """Return the tokens that each request may produce next, int32[len(keys), ceil(vocab_size / 32)].
 
-        A finished grammar allows only the end-of-sequence tokens.
+        A finished grammar allows only end-of-sequence tokens.
         """
         bitmask = np.zeros((len(keys), self._num_words), np.int32)
         row_bytes = bitmask.strides[0]
@@ -152,7 +160,7 @@ class StructuredOutputManager:
             if isinstance(state, GrammarState):
                 rows.append((state.matcher, row))
             elif state.mask is not None:
-                # The library's own masks are a word longer if the vocabulary fills the last one.
+                # The library's masks have one more word if the vocabulary fills the last word.
                 bitmask[row] = np.frombuffer(state.mask, np.int32)[: self._num_words]
         if len(rows) == 1:
             matcher, row = rows[0]
@@ -164,7 +172,7 @@ class StructuredOutputManager:
         return bitmask.tobytes()
 
     def release(self, key: RequestKey) -> None:
-        """The request is over, whatever its grammar is doing. Harmless for an unknown key."""
+        """Remove an ended request, whatever its grammar is doing. Unknown keys are ignored."""
         compiling, state = self._compiling.pop(key, None), self._states.pop(key, None)
         for grammar in (compiling, state):
             if isinstance(grammar, IsolatedGrammar):
@@ -172,7 +180,7 @@ class StructuredOutputManager:
         self._advancing.discard(key)
 
     def close(self) -> None:
-        """Stop the threads and processes; what is still waiting to be compiled is forgotten."""
+        """Stop the threads and processes, and drop pending compilations."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for key in {*self._compiling, *self._states}:
@@ -190,7 +198,7 @@ class StructuredOutputManager:
         except EngineError as error:
             result = str(error)
         except BaseException as error:
-            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            # llguidance and tokenizers raise bare exceptions, and a Rust panic is not an Exception.
             result = shorten_error(f"the grammar cannot be compiled: {error}")
         self._compiled.append((key, ticket, result))
 
@@ -200,7 +208,7 @@ class StructuredOutputManager:
             if cached is not None:
                 self._cache.move_to_end(structured_output)
                 return cached.deep_copy()
-        # The first mask is computed here, not in the core's loop.
+        # Compiling computes the first mask too, so that the core's loop does not.
         matcher = compile_grammar(self._load_tokenizer(), structured_output, shared_limits())
         with self._cache_lock:
             self._cache[structured_output] = matcher
@@ -228,7 +236,7 @@ class StructuredOutputManager:
 
 
 def _start_threads() -> ThreadPoolExecutor:
-    """Start threads with a stack that no grammar of the length that is allowed here overflows."""
+    """Start threads whose stack is large enough for every grammar within the length limit."""
     size = threading.stack_size(SHARED_STACK_BYTES)
     try:
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")

@@ -25,7 +25,7 @@ from engine.core.replay.replayer import Replayer
 from engine.core.simulation.draft_model import measure_drafts
 from engine.core.simulation.simulate import simulate
 from engine.core.simulation.step_time import fit, mean_error, measure_steps
-from engine.core.simulation.trace import trace_of
+from engine.core.simulation.trace import trace_from_dump
 from engine.protocol.messages import EventKind, RequestEvents
 from support.server import Server, default_model
 
@@ -118,7 +118,7 @@ def main() -> None:
         dump = read_dump(path)
     samples = measure_steps(dump)
     model_of_time = fit(samples)
-    trace = [request for request in trace_of(dump) if request.output_tokens >= 16]
+    trace = [request for request in trace_from_dump(dump) if request.output_tokens >= 16]
     start = trace[0].arrival
     for request in trace:
         request.arrival -= start

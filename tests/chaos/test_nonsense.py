@@ -20,7 +20,7 @@ def test_streams_end_as_if_the_worker_had_been_sane() -> None:
         streams.wait_for_events(100)
         damage(victim)
         assert streams.answers() == undisturbed
-        assert "with numbers that are no tokens and slots" in server.log
+        assert "out-of-range token or slot ids" in server.log
         wait_until(lambda: not victim.is_running(), what="the worker is replaced")
         assert_nothing_is_held(server)
         assert server.stop() == 0

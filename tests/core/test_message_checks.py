@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from engine.core.message_checks import are_below, is_sound_output
+from engine.core.message_checks import are_below, is_valid_output
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
 from hypothesis import given
@@ -16,14 +16,14 @@ def row(**fields: Any) -> RowLogprobs:
     return RowLogprobs(**{**sound, **fields})
 
 
-def is_sound(**fields: Any) -> bool:
-    return is_sound_output(ModelRunnerOutput(1, **fields), VOCAB_SIZE, max_num_seqs=8)
+def is_valid(**fields: Any) -> bool:
+    return is_valid_output(ModelRunnerOutput(1, **fields), VOCAB_SIZE, max_num_seqs=8)
 
 
 def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
     drafts = DraftTokenIds(1, slots=int32_bytes([7]), token_ids=ONE, num_tokens=ONE)
-    assert is_sound()
-    assert is_sound(
+    assert is_valid()
+    assert is_valid(
         sampled_token_ids=int32_bytes([0, VOCAB_SIZE - 1]),
         num_sampled=int32_bytes([2]),
         nan_slots=int32_bytes([7]),
@@ -57,7 +57,7 @@ def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
     ],
 )
 def test_an_output_with_other_numbers_is_not(fields: dict[str, Any]) -> None:
-    assert not is_sound(**fields)
+    assert not is_valid(**fields)
 
 
 @given(

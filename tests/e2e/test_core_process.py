@@ -188,7 +188,7 @@ def config(tmp_path: Path) -> Iterator[EngineConfig]:
     yield engine_config(run_dir, frontend=FrontendConfig(dump_dir=str(tmp_path / "dumps")))
 
 
-def test_books_that_do_not_balance_are_told_counted_and_dumped_once(
+def test_violated_invariants_are_logged_counted_and_dumped_once(
     config, tmp_path, capsys, start_core
 ):
     core = start_core(config, SABOTAGE)
@@ -196,7 +196,7 @@ def test_books_that_do_not_balance_are_told_counted_and_dumped_once(
     heard = core.generate(20)
     log = core.stop()
     assert sum(len(outputs.token_ids) // 4 for outputs in heard) == 20
-    assert "the scheduler's books do not balance: free and held blocks: 62 counted, 63" in log
+    assert "a scheduler invariant is violated: free and held blocks: 62 counted, 63" in log
     assert sum(o.stats.num_invariant_violations for o in heard if o.stats is not None) >= 3
     (path,) = (tmp_path / "dumps").glob(f"*-violation{SUFFIX}")
     assert read_dump(path).reason == "violation"

@@ -1,0 +1,1 @@
+"""Optional features of the scheduler: drafts, grammars, encoder inputs, isolation of suspects."""

@@ -40,7 +40,7 @@ class EncoderCacheManager:
             self._ref_counts[content_hash] = 0
 
     def add_reference(self, content_hash: bytes, size: int) -> bool:
-        """Add a reference. Returns True if the output must be computed or loaded; there must be room."""
+        """Add a reference. Return True if the output must be computed or loaded; there must be room."""
         is_missing = not self.has_output(content_hash)
         self._stale.discard(content_hash)
         self.keep_output(content_hash)

@@ -10,7 +10,7 @@ from ...state.request import Request
 
 
 class EncoderCacheConnector(ABC):
-    """An exception of `has_cache_item` fails the request concerned."""
+    """Loads encoder outputs from elsewhere. An exception of `has_cache_item` fails the request concerned."""
 
     @abstractmethod
     def has_cache_item(self, request: Request, index: int) -> bool:

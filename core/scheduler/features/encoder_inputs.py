@@ -59,7 +59,7 @@ class EncoderInputs:
         self.cache = EncoderCacheManager(config.encoder_cache_capacity)
         self.connector = connector
         self.are_in_use = False
-        """Whether any request has had an encoder input."""
+        """True once a request has had an encoder input."""
         self._budget = config.encoder_budget
         self._may_split = not config.disable_chunked_mm_input
         self._held: dict[Request, set[int]] = {}
@@ -146,7 +146,7 @@ class EncoderInputs:
         step.encoders = work
 
     def _take(self, plan: EncoderPlan, request: Request, index: int) -> bool:
-        """Plan to hold an input. Returns False if there is no budget or no space."""
+        """Plan to hold an input. Return False if there is no budget or no space."""
         if index in self._held.get(request, ()):
             return True
         item = request.encoder_inputs[index]

@@ -38,21 +38,23 @@ class Drafts:
     ) -> None:
         max_num_seqs = len(running.slots.requests)
         self.num_lookahead_tokens = config.num_lookahead_tokens
-        self._most = config.num_speculative_tokens
+        self._max_drafts = config.num_speculative_tokens
         self._running = running
         self._slots = running.slots
         self._grammars = grammars
         self._uses_placeholders = uses_placeholders
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
-        self._token_ids: Int32Array = np.zeros((max_num_seqs, self._most), np.int32)
-        # With placeholders the next step is scheduled already, with the last drafts. If it accepts them all and samples
-        # the forced token after them, `_num_forced` tokens that a grammar forces are drafts of the step after it.
-        # `_forced_token_ids` has all of these: drafts, sampled token, forced drafts.
+        self._token_ids: Int32Array = np.zeros((max_num_seqs, self._max_drafts), np.int32)
+        # With placeholders the next step is already scheduled, with the last drafts. If it accepts all of them and
+        # samples the forced token after them, the `_num_forced` tokens that follow are drafts of the step after it.
+        # `_forced_token_ids` holds all of these: drafts, sampled token, forced drafts.
         self._num_forced: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self._forced_token_ids: Int32Array = np.zeros((max_num_seqs, 2 * self._most + 1), np.int32)
+        self._forced_token_ids: Int32Array = np.zeros(
+            (max_num_seqs, 2 * self._max_drafts + 1), np.int32
+        )
         self.has_drafts = False
-        """Whether a running request may have drafts."""
+        """True if a running request may have drafts."""
 
     def count_drafts(
         self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array
@@ -67,7 +69,7 @@ class Drafts:
         if self._uses_placeholders:
             return np.zeros(0, np.int32)
         self.drop_drafts(slots)
-        taken: Int32Array = self._token_ids[slots][np.arange(self._most) < counts[:, None]]
+        taken: Int32Array = self._token_ids[slots][np.arange(self._max_drafts) < counts[:, None]]
         return taken
 
     def drop_drafts(self, slots: SlotArray) -> None:
@@ -90,9 +92,9 @@ class Drafts:
         if len(step.sampling) <= MAX_FORCED_REQUESTS:
             for row in step.constrained:
                 if row.is_alive:
-                    self._force(row.request)
+                    self._draft_after(row.request)
 
-    def _force(self, request: Request) -> None:
+    def _draft_after(self, request: Request) -> None:
         slot, drafts = request.slot, self.get_drafts(request.slot)
         if not self._uses_placeholders and not self._are_usable(np.array([slot])).all():
             return
@@ -102,12 +104,12 @@ class Drafts:
         self._generation[slot] = self._slots.generation[slot]
         self.has_drafts = True
         if self._uses_placeholders:
-            # The next step is scheduled already, and samples the first of them.
-            following = (drafts + forced)[: len(drafts) + 1 + self._most]
+            # The next step is already scheduled and samples the first forced token.
+            following = (drafts + forced)[: len(drafts) + 1 + self._max_drafts]
             self._forced_token_ids[slot, : len(following)] = following
             self._num_forced[slot] = len(following) - len(drafts) - 1
         else:
-            following = (drafts + forced)[: self._most]
+            following = (drafts + forced)[: self._max_drafts]
             self._token_ids[slot, : len(following)] = following
             self._num_tokens[slot] = len(following)
 
@@ -153,12 +155,12 @@ class Drafts:
         if not self._uses_placeholders:
             is_usable = self._are_usable(slots)
             slots, counts, first = slots[is_usable], counts[is_usable], first[is_usable]
-        columns = np.arange(self._most)
+        columns = np.arange(self._max_drafts)
         is_filled = columns < counts[:, None]
         rows = np.zeros(is_filled.shape, np.int32)
         rows[is_filled] = token_ids[(first[:, None] + columns)[is_filled]]
         self._token_ids[slots] = rows
-        self._num_tokens[slots] = np.minimum(counts, self._most)
+        self._num_tokens[slots] = np.minimum(counts, self._max_drafts)
         self._generation[slots] = state.generation[slots]
         self.has_drafts = True
         if self._running.num_constrained:
@@ -168,14 +170,14 @@ class Drafts:
         """Store drafts that arrived after the output of their step.
 
         Raises:
-            EngineError: The arrays do not match each other, or drafts are placeholders: a
-                worker that verified
-            drafts that the core does not have might sample what a grammar forbids.
+            EngineError: The arrays do not match each other, or drafts are placeholders. A worker that verified drafts
+                unknown
+                to the core might sample tokens that a grammar forbids.
         """
         if self._uses_placeholders:
             raise EngineError(
-                f"the drafts that follow step {drafts.step} came after its output; with asynchronous "
-                "scheduling a worker must send them with it: do so, or use --no-async-scheduling"
+                f"the drafts of step {drafts.step} came after its output; with asynchronous scheduling "
+                "a worker must send them with the output (or use --no-async-scheduling)"
             )
         self.store_drafts(batch, drafts)
 

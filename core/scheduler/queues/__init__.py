@@ -1,0 +1,1 @@
+"""Scheduling policies, and limits on which waiting requests are admitted."""

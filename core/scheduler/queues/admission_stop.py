@@ -6,7 +6,10 @@ import enum
 
 
 class AdmissionStop(enum.StrEnum):
-    """Why a step stopped admitting. It applies to waiting requests that have no `WaitReason` of their own."""
+    """The reason why a step stopped admitting.
+
+    It applies to waiting requests that have no `WaitReason` of their own.
+    """
 
     NONE_LEFT = enum.auto()
     """No request is left in the queue: all were admitted or set aside."""

@@ -16,8 +16,8 @@ from .request_queue import FCFSQueue, RequestQueue, WaitReason
 _MIN_STALE: Final = 64
 """A heap is cleaned when it has more entries than this plus twice the number of tenants."""
 
-_MAX_REMEMBERED: Final = 4096
-"""Maximum number of tenants kept; idle ones beyond it are removed, since clients choose the names."""
+_MAX_TENANTS: Final = 4096
+"""Maximum number of tenants that are tracked. Clients choose the names, so idle tenants beyond it are removed."""
 
 _UNCONTENDED: Final = (WaitReason.CONNECTOR, WaitReason.TENANT)
 """Wait reasons that other tenants do not cause."""
@@ -38,7 +38,7 @@ class Tenant:
 
     @property
     def is_active(self) -> bool:
-        """Whether the tenant has running or waiting requests."""
+        """True if the tenant has running or waiting requests."""
         return bool(self.num_running or self.waiting)
 
 
@@ -67,12 +67,13 @@ class FairQueue(RequestQueue):
         self._idle: list[tuple[float, int, int]] = []
         self._num_pushed = 0
         self._level = 0.0
-        self._most = 0.0
+        self._max_service = 0.0
         """The service of the most served tenant."""
         self._tenant_of: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._num_charged: Int64Array = np.zeros(max_num_seqs, np.int64)
 
     def peek_request(self) -> Request | None:
+        """Return the next request of the least served tenant."""
         tenant = self._least_served()
         if tenant is None:
             return None
@@ -85,6 +86,7 @@ class FairQueue(RequestQueue):
     def record_scheduled(
         self, requests: Sequence[Request], num_cached_tokens: Sequence[int]
     ) -> None:
+        """Start to charge requests for the tokens that they compute."""
         for request, num_cached in zip(requests, num_cached_tokens, strict=True):
             tenant = self._tenants[request.tenant]
             tenant.num_running += 1
@@ -92,6 +94,7 @@ class FairQueue(RequestQueue):
             self._num_charged[request.slot] = max(num_cached, request.num_charged_tokens)
 
     def record_unscheduled(self, requests: Sequence[Request]) -> None:
+        """Charge requests for what they computed before they lose their slots."""
         is_contended = self._is_contended()
         for request in requests:
             slot = request.slot
@@ -140,7 +143,7 @@ class FairQueue(RequestQueue):
         slots = self._running.order
         computed = self._running.slots.num_computed_tokens[slots]
         self._num_charged[slots] = np.maximum(self._num_charged[slots], computed)
-        self._level = self._most
+        self._level = self._max_service
         self._remove_level_tenants()
 
     def _new_tenant(self, name: str) -> Tenant:
@@ -171,7 +174,7 @@ class FairQueue(RequestQueue):
         if not tokens:
             return
         tenant.service = max(tenant.service, self._level) + tokens / tenant.weight
-        self._most = max(self._most, tenant.service)
+        self._max_service = max(self._max_service, tenant.service)
         if tenant.waiting:
             self._push(self._waiting, tenant)
 
@@ -205,7 +208,7 @@ class FairQueue(RequestQueue):
         self._push(self._idle, tenant)
         self._least_served()
         self._remove_level_tenants()
-        while len(self._tenants) > _MAX_REMEMBERED and self._idle:
+        while len(self._tenants) > _MAX_TENANTS and self._idle:
             self._remove_first_idle()
 
     def _remove_level_tenants(self) -> None:
@@ -223,6 +226,7 @@ class FairQueue(RequestQueue):
             self._unused_indices.append(index)
 
     def remove_request(self, request: Request) -> None:
+        """Remove a waiting request that has finished."""
         super().remove_request(request)
         # The tenant of a request that was set aside may have been removed.
         tenant = self._tenants.get(request.tenant)

@@ -21,7 +21,7 @@ _MIN_FINISHED = 64
 
 
 class WaitReason(enum.IntEnum):
-    """Why a request is set aside, so that later requests may be admitted before it."""
+    """The reason why a request is set aside, so that later requests may be admitted before it."""
 
     LONG_PREFILLS = 0
     """The maximum number of long prompts is being computed in chunks."""
@@ -48,7 +48,7 @@ class RequestQueue(ABC):
     def __init__(self, running: RunningRequests) -> None:
         self._running = running
         self._num_waiting = 0
-        self._num_hindered = 0
+        self._num_blocked = 0
         """Number of requests that wait for a LoRA slot or for their tenant's limit."""
         self._num_long = 0
         self.long_prompt_tokens = 0
@@ -85,21 +85,21 @@ class RequestQueue(ABC):
         if request.num_tokens > self.long_prompt_tokens:
             self._num_long += change
 
-    def _count_hindered(self, request: Request, change: int) -> None:
+    def _count_blocked(self, request: Request, change: int) -> None:
         """Count a request that is set aside (1) or put back (-1) for a lasting reason."""
-        self._num_hindered += change
+        self._num_blocked += change
         if self.long_prompt_tokens:
             self._count_long(request, -change)
 
     def count_joinable(self, max_long: int) -> int:
         """Return how many waiting requests the next step might admit, at most `max_long` of them long."""
-        return self._num_waiting - self._num_hindered - max(self._num_long - max_long, 0)
+        return self._num_waiting - self._num_blocked - max(self._num_long - max_long, 0)
 
     def set_aside(self, wait_reason: WaitReason) -> None:
         """Exclude the first request from the order until it is put back. It still counts as waiting."""
         request = self._remove_first()
         if wait_reason not in _MAY_JOIN:
-            self._count_hindered(request, 1)
+            self._count_blocked(request, 1)
         if wait_reason is WaitReason.TENANT:
             self._tenant_backpressure.add_request(request)
         else:
@@ -110,7 +110,7 @@ class RequestQueue(ABC):
         aside = self._aside[wait_reason]
         for request in aside.values():
             if wait_reason not in _MAY_JOIN:
-                self._count_hindered(request, -1)
+                self._count_blocked(request, -1)
             self._reinsert(request)
         aside.clear()
 
@@ -122,7 +122,7 @@ class RequestQueue(ABC):
     def put_back_tenant(self, tenant: str, count: int) -> None:
         """Put back the first `count` requests that were set aside for their tenant's limit."""
         for request in self._tenant_backpressure.pop_requests(tenant, count):
-            self._count_hindered(request, -1)
+            self._count_blocked(request, -1)
             self._reinsert(request)
 
     def get_wait_reason(self, request: Request) -> WaitReason | None:
@@ -144,14 +144,14 @@ class RequestQueue(ABC):
         if wait_reason is None:
             self._compact(request)
         elif wait_reason not in _MAY_JOIN:
-            self._count_hindered(request, -1)
+            self._count_blocked(request, -1)
 
     @abstractmethod
     def peek_request(self) -> Request | None:
         """Return the next request to admit."""
 
     charges_for_computing = False
-    """Whether the order depends on the tokens that earlier requests compute in the same step."""
+    """True if the order depends on the tokens that earlier requests compute in the same step."""
 
     def record_scheduled(  # noqa: B027
         self, requests: Sequence[Request], num_cached_tokens: Sequence[int]
@@ -192,6 +192,7 @@ class FCFSQueue(RequestQueue):
         self._restored: list[tuple[int, Request]] = []
 
     def peek_request(self) -> Request | None:
+        """Return the earliest arrival."""
         arrivals, restored = self._arrivals, self._restored
         while arrivals and arrivals[0].is_finished:
             arrivals.popleft()
@@ -239,9 +240,11 @@ class RankedQueue(RequestQueue):
         self._arrivals: Int64Array = np.zeros(max_num_seqs, np.int64)
 
     @abstractmethod
-    def compute_rank(self, request: Request) -> float: ...
+    def compute_rank(self, request: Request) -> float:
+        """Return the sort key of a request; smaller ones are admitted first."""
 
     def peek_request(self) -> Request | None:
+        """Return the waiting request with the smallest rank."""
         while self._heap and self._heap[0][2].is_finished:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
@@ -249,14 +252,17 @@ class RankedQueue(RequestQueue):
     def record_scheduled(
         self, requests: Sequence[Request], num_cached_tokens: Sequence[int]
     ) -> None:
+        """Record the ranks of requests that got slots."""
         for request in requests:
             self._ranks[request.slot] = request.rank
             self._arrivals[request.slot] = request.arrival
 
     def choose_victim(self, slots: SlotArray) -> int:
+        """Return the slot with the largest rank."""
         return self._worst_first(slots)[0]
 
     def find_preemptible(self, request: Request) -> list[int]:
+        """Return the slots with a larger rank than the request, largest first."""
         if not self._preempts:
             return []
         order = self._running.order
@@ -288,6 +294,7 @@ class PriorityQueue(RankedQueue):
     """The `priority` policy: smaller priority values first."""
 
     def compute_rank(self, request: Request) -> float:
+        """Return the priority."""
         return float(request.priority)
 
 
@@ -295,4 +302,5 @@ class DeadlineQueue(RankedQueue):
     """The `deadline` policy: earliest deadline first; requests without one last."""
 
     def compute_rank(self, request: Request) -> float:
+        """Return the deadline, or infinity without one."""
         return request.deadline or float("inf")

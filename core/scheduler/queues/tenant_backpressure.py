@@ -32,7 +32,7 @@ class TenantBackpressure:
         return taken
 
     def remove_request(self, request: Request) -> bool:
-        """Remove a request. Returns whether it was held."""
+        """Remove a request. Return whether it was held."""
         position = self._position(request)
         if position is None:
             return False

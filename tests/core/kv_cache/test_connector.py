@@ -108,7 +108,7 @@ def test_8_1_the_end_of_a_request_is_told_once_with_its_reason():
 def test_8_1_connectors_are_found_by_name_or_by_module():
     register_connector("by-name", lambda config: ModelConnector())
     assert isinstance(create_connector(KVTransferConfig("by-name")), ModelConnector)
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         register_connector("by-name", lambda config: ModelConnector())
     with pytest.raises(
         ConfigError, match="kv_connector='absent' is not known; registered: by-name"

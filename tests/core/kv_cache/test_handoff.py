@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from engine.core.message_checks import is_sound_held
+from engine.core.message_checks import is_valid_held_request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.messages import HeldRequest
@@ -155,7 +155,7 @@ def test_the_inheritance_can_be_replayed():
 def test_blocks_that_cannot_be_are_found_out():
     held = HeldRequest((0, 1), 2.0, 5, (int32_bytes([3, 63]),))
     limits = {"num_blocks": 64, "num_groups": 1, "block_size": 4}
-    assert is_sound_held(held, **limits)
+    assert is_valid_held_request(held, **limits)
     for wrong in (
         {"num_computed_tokens": 9},
         {"num_computed_tokens": -1},
@@ -164,4 +164,4 @@ def test_blocks_that_cannot_be_are_found_out():
         {"block_ids": (b"123",)},
         {"block_ids": (int32_bytes([3, 4]),) * 2},
     ):
-        assert not is_sound_held(msgspec.structs.replace(held, **wrong), **limits)
+        assert not is_valid_held_request(msgspec.structs.replace(held, **wrong), **limits)

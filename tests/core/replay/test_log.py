@@ -228,19 +228,19 @@ def test_a_crash_of_a_connector_is_reproduced(tmp_path, capsys):
 
 def test_a_connector_that_is_asked_otherwise_is_found():
     class Forgetful(Scheduler):
-        """Believes that every connector has nothing to say."""
+        """Never asks the connector."""
 
-        def schedule(self, now):
-            self._lifecycle.reservations.end_reservation = lambda request: setattr(
-                request, "computes_locally", True
-            )
-            return super().schedule(now)
+        def add_request(self, client_index, message, now):
+            super().add_request(client_index, message, now)
+            for request in self.requests.values():
+                request.computes_locally = True
 
     harness = RecordedHarness(connector=ModelConnector(lambda *args: ExternalMatch(4)))
     harness.add([1] * 9, 3)
     harness.drain()
     with pytest.raises(
-        Difference, match=r"1 more answers from outside .* Matched: transfer_id=0, num_tokens=4"
+        Difference,
+        match=r"1 more answers from external dependencies .* Matched: transfer_id=0, num_tokens=4",
     ):
         replay(harness.dump(), Forgetful)
 
@@ -294,8 +294,8 @@ def test_an_error_of_the_log_harms_nobody(monkeypatch):
 
 def test_everything_that_an_object_has_is_part_of_its_state():
     harness = record(21, 1 << 30)
-    met = FrozenState(harness.scheduler.scheduler)._met.values()
-    instances = [item for item in met if hasattr(item, "__dict__")]
+    seen = FrozenState(harness.scheduler.scheduler)._seen.values()
+    instances = [item for item in seen if hasattr(item, "__dict__")]
     assert len(instances) > 15
     for instance in instances:
         computed = {
@@ -368,7 +368,7 @@ def test_a_changed_block_is_located_at_the_step_that_first_shows_it():
 def test_a_changed_input_is_found():
     dump = contended().dump()
     updates = [event for event in dump.segments[0].events if isinstance(event, Update)]
-    ended = next(event for event in updates if event.told and event.told[0].finished_set)
+    ended = next(event for event in updates if event.reports and event.reports[0].finished_set)
     ended.result.failed_slots = [(0, "")]
     with pytest.raises(Difference, match=f"output of step {ended.result.step}"):
         replay(dump)
@@ -489,9 +489,9 @@ def test_a_default_directory_of_somebody_else_is_not_used(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "no event dump"),
-        (b"garbage", "no event dump"),
-        (zlib.compress(b"garbage"), "no event dump"),
+        (b"", "not an event dump"),
+        (b"garbage", "not an event dump"),
+        (zlib.compress(b"garbage"), "not an event dump"),
         (zlib.compress(msgspec.msgpack.encode(["engine events", 999])), "has version 999"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The account of a request says what really happened to it."""
+"""The timeline of a request says what really happened to it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness
 
 
-def account(harness: RecordedHarness, key: tuple[int, int]) -> str:
+def timeline_of(harness: RecordedHarness, key: tuple[int, int]) -> str:
     dump = harness.dump()
-    account = RequestTimeline(key, dump.setup.config.policy)
+    timeline = RequestTimeline(key, dump.setup.config.policy)
     for segment in dump.segments:
         replayer = Replayer(dump.setup, segment)
-        account.begin(replayer.scheduler)
+        timeline.begin(replayer.scheduler)
         for moment in replayer.run():
-            account.watch(moment, replayer.scheduler)
-    account.finish()
-    return "\n".join([*account.lines, account.summary()])
+            timeline.apply_moment(moment, replayer.scheduler)
+    timeline.finish()
+    return "\n".join([*timeline.lines, timeline.summary()])
 
 
 def test_a_request_alone():
     harness = RecordedHarness()
     key = harness.add(6, 4)
     harness.drain()
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     assert "queued: 6 prompt tokens, at most 4 to generate" in text
-    assert "computed its prompt in 1 steps; tokens of it and of all: 6/6 in " in text
-    assert "3 steps of one token" in text
-    assert "beside 0.0 others" in text
+    assert "computed its prompt in 1 steps; its tokens/all tokens: 6/6 in " in text
+    assert "3 decode steps" in text
+    assert "with 0.0 other requests" in text
     assert "ended: length" in text
     assert "preempted" not in text
 
@@ -54,13 +54,13 @@ def test_waiting_for_a_sequence():
     first = harness.add(6, 4)
     second = harness.add(6, 4)
     harness.drain()
-    text = account(harness, second)
+    text = timeline_of(harness, second)
     events = {event.kind: event.timestamp for event in harness.heard[second].events}
     waited = events[EventKind.SCHEDULED] - events[EventKind.QUEUED]
     assert f"waited {waited:.3f} s" in text
     assert "max_num_seqs requests were running" in text
     assert "1 others waiting" in text
-    assert "max_num_seqs" not in account(harness, first)
+    assert "max_num_seqs" not in timeline_of(harness, first)
 
 
 def test_waiting_for_tokens_of_a_step():
@@ -68,7 +68,7 @@ def test_waiting_for_tokens_of_a_step():
     harness.add(30, 2)
     key = harness.add(6, 2)
     harness.drain()
-    assert "the step was full: max_num_batched_tokens" in account(harness, key)
+    assert "the step was full: max_num_batched_tokens" in timeline_of(harness, key)
 
 
 def test_waiting_for_blocks_and_preemption():
@@ -78,18 +78,18 @@ def test_waiting_for_blocks_and_preemption():
     num_preemptions = {key: harness.heard[key].num_events(EventKind.PREEMPTED) for key in keys}
     assert sum(num_preemptions.values()) > 0
     for key, number in num_preemptions.items():
-        text = account(harness, key)
+        text = timeline_of(harness, key)
         assert text.count("preempted with") == number
         assert text.count("admitted again") == number
-        assert ("blocks were lacking" in text) == bool(number)
-    waited = account(harness, keys[2])
+        assert ("no KV-cache blocks were free" in text) == bool(number)
+    waited = timeline_of(harness, keys[2])
     assert "the next in the queue did not fit into the free KV-cache blocks" in waited
 
 
 def causes(harness: RecordedHarness, key: tuple[int, int]) -> set[str]:
     """What the request waited for."""
     harness.drain()
-    summary = account(harness, key).splitlines()[-1]
+    summary = timeline_of(harness, key).splitlines()[-1]
     return {part.split(" s: ")[1] for part in summary.split("; ") if " s: " in part}
 
 
@@ -176,7 +176,7 @@ def test_waiting_while_a_suspect_is_tried():
     harness.step()
     harness.add([2] * 6, 4, is_suspect=True)
     key = harness.add([3] * 6, 4)
-    reason = "a suspect of having killed a worker is tried alone"
+    reason = "a request suspected of having killed a worker ran alone"
     assert causes(harness, key) == {NEXT_STEP, reason}
 
 
@@ -199,7 +199,7 @@ def test_steps_of_a_prompt_have_durations():
     harness.drain()
     first, second, third = (1e3 * timed(harness)[number] for number in (1, 2, 3))
     shown = f"8/8 in {first:.1f} ms, 8/8 in {second:.1f} ms, 4/4 in {third:.1f} ms"
-    assert f"in 3 steps; tokens of it and of all: {shown}" in account(harness, key)
+    assert f"in 3 steps; its tokens/all tokens: {shown}" in timeline_of(harness, key)
 
 
 def test_waiting_for_long_steps_in_flight_names_the_slowest():
@@ -210,7 +210,7 @@ def test_waiting_for_long_steps_in_flight_names_the_slowest():
     key = harness.add([2] * 6, 2)
     harness.now += 20.0
     harness.drain()
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     slowest = timed(harness)[1]
     assert slowest > 20
     detail = (
@@ -227,7 +227,7 @@ def test_a_deadline_that_passes_is_told_with_what_the_request_did(is_waiting):
     key = harness.add([2] * 6, 30, deadline=10.5)
     harness.drain()
     assert harness.heard[key].reason is FinishReason.EXPIRED
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     did = "waited" if is_waiting else "was running"
     assert f"ended: expired, its deadline passed 10.500 s after its arrival, while it {did}" in text
     assert ("max_num_seqs requests were running" in text) == is_waiting
@@ -247,10 +247,10 @@ def test_a_request_is_told_who_passed_it_and_by_what_policy():
     for index in range(5):
         harness.add([3, index], 2, priority=2)
     harness.drain()
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     who = "overtaken by 5 requests (0/2, 0/3, 0/4, …) that came later"
     assert f"{who}: the priority policy puts smaller values first" in text
-    assert "overtaken" not in account(harness, (0, 2))
+    assert "overtaken" not in timeline_of(harness, (0, 2))
 
 
 def test_a_request_that_is_set_aside_is_told_who_passed_it():
@@ -260,7 +260,9 @@ def test_a_request_that_is_set_aside_is_told_who_passed_it():
     harness.add([5] * 6, 4, tenant="b")
     harness.drain()
     who = "overtaken by 1 request (0/2) that came later"
-    assert f"{who}: those behind a request that is set aside pass it" in account(harness, second)
+    assert f"{who}: requests behind one that is set aside may pass it" in timeline_of(
+        harness, second
+    )
 
 
 def test_there_are_words_for_every_reason():
@@ -274,7 +276,7 @@ def test_displacement_by_priority():
     harness.step()
     harness.add([9] * 6, 2, priority=0)
     harness.drain()
-    assert "a request of higher priority took its place" in account(harness, low)
+    assert "a request of higher priority took its place" in timeline_of(harness, low)
 
 
 def test_waiting_for_a_grammar_and_an_abort():
@@ -290,10 +292,10 @@ def test_waiting_for_a_grammar_and_an_abort():
         harness.step()
     harness.abort(key)
     harness.drain()
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     assert "its grammar was being compiled" in text
-    assert "ended: by the client or its frontend" in text
-    assert "grammar" not in account(harness, other)
+    assert "ended: aborted by the client or its frontend" in text
+    assert "grammar" not in timeline_of(harness, other)
 
 
 def test_a_request_that_is_older_than_the_log_and_outlives_it():
@@ -303,7 +305,7 @@ def test_a_request_that_is_older_than_the_log_and_outlives_it():
         harness.add([index] * 5, 3)
         for _ in range(4):
             harness.step()
-    text = account(harness, key)
+    text = timeline_of(harness, key)
     assert "queued, before the log begins" in text
     assert "still running where the log ends" in text
 
@@ -313,7 +315,7 @@ def test_times_add_up():
     keys = [harness.add([index] * 10, 14) for index in range(1, 5)]
     harness.drain()
     for key in keys:
-        summary = account(harness, key).splitlines()[-1]
+        summary = timeline_of(harness, key).splitlines()[-1]
         whole, *parts = (float(part.split(" s")[0]) for part in summary.split("; "))
         assert sum(parts) == pytest.approx(whole)
 

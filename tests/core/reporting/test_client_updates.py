@@ -41,15 +41,15 @@ def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
 ) -> None:
     update = ClientUpdates()
     frontends = {0: CachedPrefixes(), 1: CachedPrefixes()}
-    update.open(0)
+    update.add_client(0)
     cached: set[bytes] = set()
     for number, batch in enumerate([*batches, []]):
         if number == min(late, len(batches)):
-            update.open(1)
+            update.add_client(1)
         for event in batch:
             cached = have(event, cached)
-        update.apply(batch)
-        for client_index, message in update.take():
+        update.apply_events(batch)
+        for client_index, message in update.take_updates():
             frontends[client_index].apply(message)
     for prefixes in frontends.values():
         found = {digest for digest in HASHES if prefixes.count(block_keys(digest))}
@@ -58,14 +58,14 @@ def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
 
 def test_each_frontend_hears_how_many_requests_the_others_have() -> None:
     update = ClientUpdates()
-    update.open(0)
-    update.open(1)
-    assert dict(update.take()) == {i: ReplicaLoadUpdate(0, is_whole=True) for i in (0, 1)}
-    update.added(0, 3)
-    assert dict(update.take()) == {1: ReplicaLoadUpdate(3)}
-    update.added(1, 2)
-    update.finished(0, 1)
-    assert dict(update.take()) == {0: ReplicaLoadUpdate(2), 1: ReplicaLoadUpdate(2)}
-    assert dict(update.take()) == {}
-    update.close(0)
-    assert dict(update.take()) == {1: ReplicaLoadUpdate(0)}
+    update.add_client(0)
+    update.add_client(1)
+    assert dict(update.take_updates()) == {i: ReplicaLoadUpdate(0, is_whole=True) for i in (0, 1)}
+    update.add_requests(0, 3)
+    assert dict(update.take_updates()) == {1: ReplicaLoadUpdate(3)}
+    update.add_requests(1, 2)
+    update.remove_requests(0, 1)
+    assert dict(update.take_updates()) == {0: ReplicaLoadUpdate(2), 1: ReplicaLoadUpdate(2)}
+    assert dict(update.take_updates()) == {}
+    update.remove_client(0)
+    assert dict(update.take_updates()) == {1: ReplicaLoadUpdate(0)}

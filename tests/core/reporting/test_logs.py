@@ -31,13 +31,13 @@ def test_a_call_of_the_scheduler_counts_for_the_requests_that_run_after_it():
     times.record(None, 8.0)
     times.record(SchedulerOutput(4, new_requests=[admitted(0, 7)]), 16.0)
     # Request 9 never ran.
-    seconds = times.take(0, int32_bytes([7, 8, 9]))
+    seconds = times.take_times(0, int32_bytes([7, 8, 9]))
     assert float32_view(seconds).tolist() == [1 + 2 + 16, 31, 0]
     times.record(
         SchedulerOutput(5, removed_slots=int32_bytes([0, 1]), new_requests=[admitted(1, 10)]), 1.0
     )
     times.remove_client(0)
-    assert float32_view(times.take(0, int32_bytes([7, 10]))).tolist() == [0, 0]
+    assert float32_view(times.take_times(0, int32_bytes([7, 10]))).tolist() == [0, 0]
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:

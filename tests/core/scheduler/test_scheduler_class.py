@@ -57,7 +57,7 @@ def test_a_class_that_derives_from_the_scheduler_is_replayed_from_every_segment(
 def test_a_dump_does_not_decide_what_is_imported(tmp_path, capsys):
     harness = recorded()
     path = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
-    with pytest.raises(DumpError, match=f"give --scheduler-cls {OWN} if you trust it"):
+    with pytest.raises(DumpError, match=f"pass --scheduler-cls {OWN} if you trust it"):
         read_dump(path)
     assert replay_command([str(path)]) == 2
     assert simulate_command([str(path)]) == 2

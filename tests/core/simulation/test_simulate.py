@@ -14,7 +14,7 @@ from engine.core.simulation.__main__ import main
 from engine.core.simulation.draft_model import DraftModel, measure_drafts
 from engine.core.simulation.simulate import simulate
 from engine.core.simulation.step_time import StepLoad, StepSample, StepTimeModel, fit, measure_steps
-from engine.core.simulation.trace import TraceRequest, read_trace, trace_of
+from engine.core.simulation.trace import TraceRequest, read_trace, trace_from_dump
 from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
 from engine.protocol.errors import EngineError
 from support.model_worker import propose_by_chance
@@ -141,7 +141,7 @@ def recorded() -> RecordedHarness:
 
 def test_a_log_is_a_trace_and_measures_its_steps():
     harness = recorded()
-    trace = trace_of(harness.dump())
+    trace = trace_from_dump(harness.dump())
     assert [request.prompt_tokens for request in trace] == [9] * 12
     assert [request.output_tokens for request in trace] == [
         len(heard.token_ids) for heard in harness.heard.values()
@@ -162,7 +162,7 @@ def test_a_log_with_drafts_is_a_trace_of_tokens():
     )
     keys = [harness.add(6 + index, 20 + index) for index in range(3)]
     harness.drain()
-    trace = trace_of(harness.dump())
+    trace = trace_from_dump(harness.dump())
     assert {request.prompt_tokens: request.output_tokens for request in trace} == {
         6 + index: len(harness.heard[key].token_ids) for index, key in enumerate(keys)
     }
@@ -219,7 +219,7 @@ def test_a_log_with_drafts_is_simulated_with_as_many(is_async):
     # A draft is right with a chance of 0.7, and there are 0 to 3 of them with the same chance.
     assert model.acceptance == pytest.approx([0.7] * 3, abs=0.2)
     assert model.after_some == pytest.approx([0.25] * 4, abs=0.1)
-    result = simulate(dump.setup, trace_of(dump), fit(measure_steps(dump)), 1, model)
+    result = simulate(dump.setup, trace_from_dump(dump), fit(measure_steps(dump)), 1, model)
     drafts = [stats.spec_decoding for stats in harness.stats if stats.spec_decoding is not None]
     num_accepted = sum(each.num_accepted_tokens for each in drafts)
     assert result.num_finished == 12
@@ -310,8 +310,8 @@ def test_a_bad_trace_is_refused(line, problem, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        ([], "Give --fit DUMP, or --step-time"),
-        (["--step-time", "1,0,0,0"], "Give --num-blocks"),
+        ([], "give --fit DUMP or --step-time"),
+        (["--step-time", "1,0,0,0"], "give --num-blocks"),
         (["--step-time", "1,2"], "four numbers"),
         (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "0"], "--rate"),
         (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "nan"], "--rate"),
