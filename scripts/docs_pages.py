@@ -5,7 +5,6 @@ A page has a marker `<!-- generated: NAME -->` for each table, and the function 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -14,10 +13,13 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from engine.frontend.cli.options import Option
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
@@ -44,40 +46,38 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return MARKER.sub(lambda match: _TABLES[match.group(1)](), markdown)
 
 
-def _flags() -> str:
-    from engine.frontend.cli import arguments
+def _options() -> str:
+    from engine.frontend.cli.options import OPTIONS
 
-    sections = []
-    for group in arguments._make_parser()._action_groups:
-        actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
-        rows = [_flag_row(action, group) for action in actions if action.option_strings]
-        rows = [row for row in rows if "`--help`" not in row[0]]
-        if rows:
-            title = "General" if group.title in ("options", "positional arguments") else group.title
-            sections.append(f"### {title}\n\n{_table(('flag', 'meaning'), rows)}")
-    return "\n\n".join(sections)
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for option in OPTIONS:
+        names = [option.flag, *option.negative_flags[:1], *option.aliases]
+        row = (_codes(names), _codes(option.variables), _type(option), option.default_text)
+        groups.setdefault(option.group, []).append((*row, option.spec.help))
+    head = ("flag", "environment variable", "type", "default", "meaning")
+    return "\n\n".join(f"### {group}\n\n{_table(head, rows)}" for group, rows in groups.items())
 
 
-def _flag_row(action: argparse.Action, group: argparse._ArgumentGroup) -> tuple[str, str]:
-    aliases = [
-        name
-        for other in group._group_actions
-        if other.dest == action.dest and other is not action and other.help == argparse.SUPPRESS
-        for name in other.option_strings
-    ]
-    names = [f"`{name}`" for name in (*action.option_strings, *aliases)]
-    meaning = (action.help or "").replace("%%", "%")
-    if action.choices:
-        meaning += ". One of " + ", ".join(f"`{choice}`" for choice in action.choices)
-    return "<br>".join(names), meaning
+def _type(option: Option) -> str:
+    """Return the type of an option and its limits, in words."""
+    if option.choices:
+        return ("list of " if option.is_list else "one of ") + ", ".join(option.choices)
+    names = {bool: "boolean", int: "integer", float: "number", str: "text"}
+    text = "list" if option.is_list else names.get(option.type, "JSON object")
+    if option.high is not None:
+        return f"{text} from {option.low} to {option.high}"
+    return text if option.low is None else f"{text}, at least {option.low}"
+
+
+def _codes(names: Iterable[str]) -> str:
+    return "<br>".join(f"`{name}`" for name in names)
 
 
 def _peer_flags() -> str:
-    from engine.frontend.cli import peer_flags
+    from engine.frontend.cli.options import PEER_FLAGS
 
-    rows = [(f"`{name} {values[0]}`",) for name, values in peer_flags.ONLY_VALUE.items()]
-    rows += [(f"`{name}`",) for name in peer_flags.IGNORED]
-    return _table(("flag",), rows)
+    rows = [(f"`{name}`", ", ".join(values)) for name, values in PEER_FLAGS.items()]
+    return _table(("flag", "values"), rows)
 
 
 def _commands() -> str:
@@ -191,7 +191,7 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 _TABLES = {
-    "flags": _flags,
+    "options": _options,
     "peer-flags": _peer_flags,
     "commands": _commands,
     "routes": _routes,

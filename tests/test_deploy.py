@@ -12,7 +12,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from engine.frontend.cli.arguments import API_KEY_VARIABLES, parse_settings
+from engine.frontend.cli.arguments import parse_settings
 from engine.protocol.cluster_key import ClusterKey
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_a_pod_may_take_as_long_to_end_as_its_streams(name: str, tmp_path: Path)
             drain_s = settings["frontend"].get("shutdown_timeout_s", 0)
             drain_s += container["lifecycle"]["preStop"]["sleep"]["seconds"]
             assert drain_s < template["spec"]["terminationGracePeriodSeconds"]
-            if not settings["node"].get("headless"):
+            if not settings["launch"].get("headless"):
                 ports = {port["name"]: port["containerPort"] for port in container["ports"]}
                 assert ports["http"] == settings["frontend"]["port"]
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -117,7 +117,7 @@ def test_reference_names_every_environment_variable() -> None:
     variables = re.findall(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"', source)
     variables += re.findall(r'_variable\("([A-Z_]+)"', source)
     own = {"TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY"}
-    assert {name for name in (*variables, *API_KEY_VARIABLES) if f"`{name}`" not in page} == own
+    assert {name for name in variables if f"`{name}`" not in page} == own
 
 
 def test_the_image_is_made_of_what_there_is() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from engine.frontend.cli.arguments import _make_parser
-from engine.frontend.cli.peer_flags import IGNORED, ONLY_VALUE
+from engine.frontend.cli.options import FLAGS, PEER_FLAGS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -48,7 +47,7 @@ def test_page_names_existing_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_names_existing_flags(page: Path) -> None:
-    known = {*_make_parser()._option_string_actions, *IGNORED, *ONLY_VALUE, *FOREIGN_FLAGS}
+    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS}
     text = re.sub(r"https?://\S+", "", page.read_text())
     named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", text)
     assert not sorted({flag for flag in named if flag not in known})

@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -23,7 +23,7 @@ from ...protocol.messages import FinishReason
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
-from ..chat import ChatTemplateError, ContentFormat, ModelTemplates
+from ..chat import ChatTemplateError, ModelTemplates
 from ..client.engine_client import EngineClient, Overloaded, SequenceRequest
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
@@ -57,7 +57,7 @@ _NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
     """Raises ConfigError for a chat template that cannot be used."""
-    content_format = cast(ContentFormat, config.frontend.chat_template_content_format)
+    content_format = config.frontend.chat_template_content_format
     try:
         return ModelTemplates(tokenizer, config.frontend.chat_template, content_format)
     except ChatTemplateError as error:

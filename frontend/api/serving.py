@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import cast
 
 import msgspec
 from starlette.types import Receive
@@ -28,7 +27,6 @@ from ..chat import (
     text_or_calls,
     tool_parser,
 )
-from ..chat.special_tokens import Policy
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
@@ -64,7 +62,7 @@ class Serving:
         self.new_call_id = self._tool_parser().new_id if self._tool_parser else openai_call_id
         reasoning_name = config.frontend.reasoning_parser
         self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
-        policy = cast(Policy, config.frontend.special_tokens_in_text)
+        policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
         self.served_name = config.model.served_names[0]
         limit = config.frontend.default_sampling.get("max_tokens")

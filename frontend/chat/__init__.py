@@ -6,7 +6,7 @@ from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
 from .reasoning import ReasoningParser, reasoning_parser
 from .special_tokens import SpecialTokenGuard
-from .template import ChatTemplate, ChatTemplateError, ContentFormat, load_chat_template
+from .template import ChatTemplate, ChatTemplateError, load_chat_template
 from .tool_parsers import tool_parser
 from .tools import ToolCallDelta, ToolParser, openai_call_id
 
@@ -14,7 +14,6 @@ __all__ = [
     "ChatOutputParser",
     "ChatTemplate",
     "ChatTemplateError",
-    "ContentFormat",
     "JsonToolParser",
     "MessageDelta",
     "ModelTemplates",

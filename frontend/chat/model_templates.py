@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...protocol.config.frontend import ContentFormat
 from ..tokenizer import Tokenizer
-from .template import ChatTemplate, ContentFormat, load_chat_template
+from .template import ChatTemplate, load_chat_template
 
 _USED = ("default", "tool_use")
 

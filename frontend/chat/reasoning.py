@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import msgspec
 
-from ...protocol.errors import ConfigError
+from ...protocol.config.frontend import ReasoningParserName
 from ...protocol.sampling_params import FreeReasoning, StructuredOutput
 from ..tokenizer import Tokenizer
 from .held_text import find_first, may_begin, start_of_held
@@ -158,7 +158,7 @@ def _token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token_id for token_id in found if token_id is not None)
 
 
-_PARSERS = {
+_PARSERS: dict[ReasoningParserName, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat(implied=True),
     "qwen3": ReasoningFormat(),
     "granite": ReasoningFormat(
@@ -168,16 +168,6 @@ _PARSERS = {
 }
 
 
-def reasoning_parser(name: str) -> partial[ReasoningParser]:
-    """Return a factory, which takes the rendered prompt, for the parsers of `--reasoning-parser NAME`.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
-    try:
-        format = _PARSERS[name]
-    except KeyError:
-        raise ConfigError(
-            f"--reasoning-parser {name!r} is unknown; choose one of {', '.join(_PARSERS)}"
-        ) from None
-    return partial(ReasoningParser, format)
+def reasoning_parser(name: ReasoningParserName) -> partial[ReasoningParser]:
+    """Return a factory, which takes the rendered prompt, for the parsers of `--reasoning-parser NAME`."""
+    return partial(ReasoningParser, _PARSERS[name])

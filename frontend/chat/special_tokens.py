@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from ...protocol.config.frontend import SpecialTokenPolicy
 from ...protocol.errors import ParameterError
 from ..tokenizer import Tokenizer
-
-Policy = Literal["allow", "escape", "refuse"]
 
 _MARK: Final = "\ufdd0"
 """Interrupts special tokens in text until the template has been rendered. It is a Unicode noncharacter."""
@@ -35,7 +34,7 @@ class SpecialTokenGuard:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, policy: Policy, own_marks: Collection[str] = ()
+        self, tokenizer: Tokenizer, policy: SpecialTokenPolicy, own_marks: Collection[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
         tokens = [] if policy == "allow" else tokenizer.special_tokens()

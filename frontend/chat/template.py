@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -18,11 +18,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
 from .messages import Message, TemplateTraits, normalize_messages
 from .special_tokens import SpecialTokenGuard
-
-ContentFormat = Literal["auto", "string", "openai"]
 
 MAX_RENDER_SECONDS = 10.0
 MAX_REPETITION = 1_000_000

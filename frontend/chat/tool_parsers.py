@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from ...protocol.errors import ConfigError
+from ...protocol.config.frontend import ToolCallParserName
 from . import json_tools
 from .pythonic_tools import PythonicToolParser
 from .tools import ToolParser
 
-_PARSERS: dict[str, Callable[[], ToolParser]] = {
+_PARSERS: dict[ToolCallParserName, Callable[[], ToolParser]] = {
     "hermes": json_tools.hermes,
     "qwen3": json_tools.hermes,
     "llama3_json": json_tools.llama3_json,
@@ -19,11 +19,6 @@ _PARSERS: dict[str, Callable[[], ToolParser]] = {
 }
 
 
-def tool_parser(name: str) -> Callable[[], ToolParser]:
-    """Return a factory for the parsers of `--tool-call-parser NAME`. Raise ConfigError for an unknown name."""
-    try:
-        return _PARSERS[name]
-    except KeyError:
-        raise ConfigError(
-            f"--tool-call-parser {name!r} is unknown; choose one of {', '.join(_PARSERS)}"
-        ) from None
+def tool_parser(name: ToolCallParserName) -> Callable[[], ToolParser]:
+    """Return a factory for the parsers of `--tool-call-parser NAME`."""
+    return _PARSERS[name]

@@ -1,108 +1,105 @@
-"""The command line of `engine serve`: merge flags, a configuration file and the environment into `Settings`."""
+"""The settings of `engine serve`. A flag overrides an environment variable, which overrides a configuration file."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
-import msgspec
-
-from ...protocol.config import (
-    CacheConfig,
-    DeviceConfig,
-    FrontendConfig,
-    ParallelConfig,
-    RecoveryConfig,
-    SchedulerConfig,
-)
-from ..model_source.options import ModelOptions
-from .flags import FLAGS, Flag
-from .node_options import NodeOptions
-from .peer_flags import IGNORED, ONLY_VALUE, UNSUPPORTED
-
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "model": ModelOptions,
-    "frontend": FrontendConfig,
-    "scheduler": SchedulerConfig,
-    "cache": CacheConfig,
-    "device": DeviceConfig,
-    "recovery": RecoveryConfig,
-    "parallel": ParallelConfig,
-    "node": NodeOptions,
-}
-
-API_KEY_VARIABLES = ("ENGINE_API_KEY", "VLLM_API_KEY")
-"""Environment variables that may hold the API key, in order of precedence. No other `VLLM_*` variable is read."""
-
-ADMIN_API_KEY_VARIABLE = "ENGINE_ADMIN_API_KEY"
+from ...protocol.errors import ConfigError
+from .options import FLAGS, OPTIONS, PEER_FLAGS, SECTIONS, Option, flag_of
 
 Settings: TypeAlias = dict[str, dict[str, Any]]
 """Section -> field -> value, only for values that the user set."""
 
+OTHER_VARIABLES: Final = {
+    "ENGINE_CACHE",
+    "ENGINE_DOCS_MERMAID",
+    "ENGINE_HOSTILE_FULL",
+    "ENGINE_REQUIRE_NATIVE",
+    "ENGINE_URL",
+}
+"""Variables that are not options: of the caches, the build, the tests, the documentation and the examples."""
 
-def api_keys_of(environ: Mapping[str, str]) -> list[str]:
-    """Return the API key from the environment, if it is set."""
-    return [environ[name] for name in API_KEY_VARIABLES if environ.get(name)][:1]
+_SERVICE_LINK: Final = re.compile(
+    r".*_SERVICE_HOST=.*|.*_SERVICE_PORT(_\w+)?=\d+|.*_PORT(_\d+_\w+)?=(tcp|udp|sctp)://.*"
+    r"|.*_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*"
+)
+"""Variables that Kubernetes sets in every pod for a Service, whose name may be `engine`."""
 
-
-def unread_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of vLLM's environment variables that are set but have no effect here."""
-    return sorted(
-        name for name in environ if name.startswith("VLLM_") and name not in API_KEY_VARIABLES
-    )
+_NEED_TOKENIZER: Final = (
+    "model.tokenizer",
+    "frontend.chat_template",
+    "frontend.reasoning_parser",
+    "frontend.tool_call_parser",
+    "frontend.enable_tokenizer_info",
+)
+"""The options that mean nothing to a server without a tokenizer."""
 
 
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of `engine serve ARGV`.
 
-    Invalid arguments print one line and exit with code 2.
+    Invalid settings print one line and exit with code 2.
     """
-    parser = _make_parser()
-    given = _parse(parser, argv)
-    positional = given.pop("positional", None)
-    if positional is not None:
-        if given.get("model.model", positional) != positional:
-            parser.error(
-                f"two models given: {positional!r} and --model {given['model.model']!r}; give only one"
-            )
-        given["model.model"] = positional
-    if "config" in given:
-        given = _parse(parser, list(_file_arguments(parser, given.pop("config")))) | given
-    if given.pop("enable_auto_tool_choice", False) and "frontend.tool_call_parser" not in given:
-        parser.error("--enable-auto-tool-choice needs --tool-call-parser NAME")
-    if "frontend.api_keys" not in given:
-        given["frontend.api_keys"] = api_keys_of(environ)
-    if "frontend.admin_api_key" not in given and environ.get(ADMIN_API_KEY_VARIABLE):
-        given["frontend.admin_api_key"] = environ[ADMIN_API_KEY_VARIABLE]
-    if "" in (*given["frontend.api_keys"], given.get("frontend.admin_api_key")):
-        parser.error("API keys must not be empty: an empty key would match requests without one")
-    if given.get("frontend.admin_api_key") in given["frontend.api_keys"]:
-        parser.error("--admin-api-key must differ from every --api-key, because clients have those")
-    if ("frontend.ssl_keyfile" in given) != ("frontend.ssl_certfile" in given):
-        parser.error("--ssl-keyfile and --ssl-certfile must be given together")
-    if given.get("model.skip_tokenizer_init"):
-        for name, field in _NEED_TOKENIZER.items():
-            if given.get(field):
-                parser.error(f"{name} needs the tokenizer that --skip-tokenizer-init leaves out")
-    settings: Settings = {section: {} for section in SECTIONS}
-    for name, value in given.items():
-        section, field = name.split(".")
-        settings[section][field] = tuple(value) if isinstance(value, list) else value
-    return settings
+    parser = make_parser()
+    try:
+        given = _from_flags(parser, argv)
+        options = [option for option in OPTIONS if option.key not in given]
+        variables = _from_environment(environ, options)
+        file = (variables | given).get("launch.config")
+        return _checked(({} if file is None else _from_file(file)) | variables | given)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
-_NEED_TOKENIZER: Final = {
-    "--tokenizer": "model.tokenizer",
-    "--chat-template": "frontend.chat_template",
-    "--reasoning-parser": "frontend.reasoning_parser",
-    "--tool-call-parser": "frontend.tool_call_parser",
-    "--enable-tokenizer-info-endpoint": "frontend.enable_tokenizer_info",
-}
-"""Flags that mean nothing to a server without a tokenizer."""
+def settings_of(keywords: Mapping[str, object]) -> Settings:
+    """Return the settings of options that are given as keywords. Raises ConfigError if they are invalid."""
+    return _checked(_from_mapping(keywords))
+
+
+def read_variables(key: str, environ: Mapping[str, str]) -> Any:
+    """Return what the environment sets the field `key` to; None if it does not."""
+    options = [option for option in OPTIONS if option.key == key]
+    return _from_environment(environ, options).get(key)
+
+
+def unread_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables of Engine and vLLM that are set but have no effect, with the closest known one."""
+    known = {name for option in OPTIONS for name in option.variables}
+    unread = []
+    for name, value in sorted(environ.items()):
+        if name in known | OTHER_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
+            continue
+        if name.startswith("VLLM_"):
+            unread.append(name)
+        elif name.startswith("ENGINE_"):
+            unread.append(name + _closest(name, known, " (did you mean {}?)"))
+    return unread
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="engine serve",
+        description="Serve a language model over HTTP with an OpenAI-compatible API.",
+        epilog="Each option can also be set by an environment variable (ENGINE_MAX_MODEL_LEN for --max-model-len) or "
+        "in the file of --config (max_model_len: 4096). The names that vLLM, SGLang, TensorRT-LLM and llama.cpp use "
+        "for the same settings are also accepted.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
+        usage="engine serve [MODEL] [flags]",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("positional", metavar="MODEL", nargs="?", help="Same as --model")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in OPTIONS:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add_option(groups[option.group], option)
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,158 +107,158 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"engine: error: {message}\n")
 
 
-def _make_parser() -> _Parser:
-    parser = _Parser(
-        prog="engine serve",
-        description="Serve a language model over HTTP with an OpenAI-compatible API.",
-        epilog="The names that vLLM, SGLang, TensorRT-LLM and llama.cpp use for the same settings are also accepted.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
-        usage="engine serve [MODEL] [flags]",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "positional",
-        metavar="MODEL",
-        nargs="?",
-        help="Directory, .gguf file or ORG/NAME[:QUANT] on the hub (default: SmolLM2-135M-Instruct)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with flags; command-line flags take precedence"
-    )
-    parser.add_argument(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="Accepted for compatibility; --tool-call-parser, which it requires, already enables it",
-    )
-    for title, flags in FLAGS.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            _add_flag(group, flag)
-    return parser
+class _Store(argparse.Action):
+    """Stores the value of an option under its key."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        is_switch = self.nargs == 0
+        FLAGS[option_string].store(vars(namespace), option_string, True if is_switch else values)
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    names = flag.names.split()
-    shown = [names[0], *(name for name in names[1:] if not name.startswith("--"))]
-    hidden = [name for name in names[1:] if name.startswith("--")]
-    options: dict[str, Any] = {"dest": flag.field}
-    if flag.const is not None:
-        options |= {"action": "store_const", "const": flag.const}
-    elif flag.type is bool:
-        options["action"] = argparse.BooleanOptionalAction
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    settings: dict[str, Any] = {"dest": option.key, "action": _Store}
+    if option.type is bool:
+        settings["nargs"] = 0
     else:
-        is_list = isinstance(_default(flag.field), tuple)
-        options |= {
-            "type": flag.type,
-            "choices": flag.choices,
-            "metavar": flag.metavar
-            or (None if flag.choices else "N" if flag.type is not str else "TEXT"),
-            "action": "extend" if is_list else "store",
-            "nargs": "+" if flag.many else None,
-        }
-    group.add_argument(*shown, help=_help(flag), **options)
+        settings["metavar"] = option.metavar
+        settings["nargs"] = "+" if option.is_list and not option.spec.parse else None
+    names = [option.flag, *option.aliases, *option.negative_flags]
+    hidden = [name for name in option.aliases if name.startswith("--")]
+    hidden += option.negative_flags[1:]
+    shown = [name for name in names if name not in hidden]
+    default = f" (default: {option.default_text})" if option.default_text else ""
+    group.add_argument(*shown, help=(option.spec.help + default).replace("%", "%%"), **settings)
     for name in hidden:
-        group.add_argument(name, help=argparse.SUPPRESS, **options)
+        group.add_argument(name, help=argparse.SUPPRESS, **settings)
 
 
-def _default(field: str) -> object:
-    section, name = field.split(".")
-    fields = {f.name: f for f in msgspec.structs.fields(SECTIONS[section])}
-    default: object = fields[name].default
-    return default
-
-
-def _help(flag: Flag) -> str:
-    if flag.const is not None:
-        return flag.help
-    shown = flag.default_text or _shown(_default(flag.field))
-    return f"{flag.help} (default: {shown})".lstrip() if shown else flag.help
-
-
-def _shown(default: object) -> str:
-    match default:
-        case bool():
-            return "on" if default else "off"
-        case tuple():
-            return " ".join(default)
-        case float():
-            return f"{default:g}"
-        case str() | int():
-            return str(default)
-    return ""
-
-
-def _parse(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
-    normalized = list(_checked(parser, argv))
-    namespace, unknown = parser.parse_known_args(normalized)
+def _from_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    namespace, unknown = parser.parse_known_args(list(_normalized(argv)))
+    if unknown and not unknown[0].startswith("-"):
+        raise ConfigError(f"unexpected argument {unknown[0]!r}; only one MODEL may be given")
     if unknown:
-        _refuse_unknown(parser, unknown[0])
-    return vars(namespace)
+        raise _unknown("flag", unknown[0].partition("=")[0])
+    given = vars(namespace)
+    model = given.pop("positional", None)
+    if model is not None and given.setdefault("model.model", model) != model:
+        raise ConfigError(
+            f"two models given: {model!r} and --model {given['model.model']!r}; give only one"
+        )
+    return given
 
 
-def _checked(parser: _Parser, argv: Sequence[str]) -> Iterator[str]:
-    """Yield `argv` with underscores in flag names replaced by dashes, without the flags that are ignored."""
+def _normalized(argv: Sequence[str]) -> Iterator[str]:
+    """Yield `argv` with underscores in flags replaced by dashes, without the flags of other servers."""
     arguments = iter(argv)
     for argument in arguments:
-        if not argument.startswith("-") or argument == "--":
-            yield argument
-            continue
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        if name in IGNORED:
-            continue
-        if name in UNSUPPORTED:
-            parser.error(f"{name} is not supported by this version; remove it")
-        if name in ONLY_VALUE:
-            value = value if equals else next(arguments, "")
-            if value not in ONLY_VALUE[name]:
-                offered = " or ".join(ONLY_VALUE[name])
-                parser.error(f"{name}: {value!r} is not supported by this version; use {offered}")
-            continue
-        yield name + equals + value
+        if name in PEER_FLAGS:
+            if PEER_FLAGS[name]:
+                _check_peer_flag(name, value if equals else next(arguments, ""))
+        elif name.startswith("-"):
+            yield name + equals + value
+        else:
+            yield argument
 
 
-def _refuse_unknown(parser: _Parser, argument: str) -> NoReturn:
-    name = argument.partition("=")[0]
-    if not name.startswith("-"):
-        parser.error(f"unexpected argument {argument!r}; only one MODEL may be given")
-    known = [option for option in parser._option_string_actions if option.startswith("--")]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; see engine serve --help"
-    parser.error(f"unknown flag {name}{hint}")
+def _from_environment(environ: Mapping[str, str], options: Iterable[Option]) -> dict[str, Any]:
+    """Return the values of the variables of `options`. Empty variables count as not set."""
+    values: dict[str, Any] = {}
+    for option in options:
+        for name in option.variables:
+            text = environ.get(name)
+            if text and not _SERVICE_LINK.fullmatch(f"{name}={text}"):
+                option.store(values, option.flag, text, name)
+                break
+    return values
 
 
-def _file_arguments(parser: _Parser, path: str) -> Iterator[str]:
-    """Yield the flags of a YAML file as command-line arguments."""
+def _from_file(path: str) -> dict[str, Any]:
     import yaml
 
+    where = f"--config {path}"
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file) or {}
     except OSError as error:
-        parser.error(f"--config {path}: {error.strerror}")
+        raise ConfigError(f"{where}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"--config {path}: invalid YAML: {' '.join(str(error).split())}")
+        raise ConfigError(f"{where}: invalid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        parser.error(f"--config {path}: must be a mapping of flags to values")
-    for key, value in content.items():
+        raise ConfigError(f"{where}: must be a mapping of options to values")
+    given = _from_mapping(content, f"{where}: ")
+    if "launch.config" in given:
+        raise ConfigError(f"{where}: config: a configuration file cannot include another one")
+    return given
+
+
+def _from_mapping(mapping: Mapping[str, object], where: str = "") -> dict[str, Any]:
+    """Return the values of a mapping of options, without leading dashes, to values."""
+    given: dict[str, Any] = {}
+    for key, value in mapping.items():
         flag = "--" + str(key).replace("_", "-")
-        if flag == "--config":
-            parser.error(f"--config {path}: a configuration file cannot include another one")
-        if value is True:
-            yield flag
-        elif value is False:
-            negative = "--no-" + flag[2:]
-            if negative in parser._option_string_actions:
-                yield negative
-            elif flag not in parser._option_string_actions and flag not in UNSUPPORTED:
-                yield flag
-        elif isinstance(value, dict):
-            yield f"{flag}={json.dumps(value)}"
-        elif isinstance(value, list):
-            for item in value:
-                yield f"{flag}={item}"
-        elif value is not None:
-            yield f"{flag}={value}"
+        if flag in PEER_FLAGS:
+            _check_peer_flag(flag, str(value), f"{where}{key}")
+        elif flag in FLAGS:
+            FLAGS[flag].store(given, flag, value, f"{where}{key}")
+        else:
+            raise _unknown("option", str(key), where)
+    return given
+
+
+def _check_peer_flag(flag: str, value: str, where: str = "") -> None:
+    accepted = PEER_FLAGS[flag]
+    if accepted and value not in accepted:
+        raise ConfigError(
+            f"{where or flag}: {value!r} is not supported; use {' or '.join(accepted)}"
+        )
+
+
+def _unknown(kind: str, name: str, where: str = "") -> ConfigError:
+    flags = [flag for flag in FLAGS if flag.startswith("--")]
+    names = flags if kind == "flag" else [flag[2:].replace("-", "_") for flag in flags]
+    hint = _closest(name, names, "; did you mean {}?") or "; see engine serve --help"
+    return ConfigError(f"{where}unknown {kind} {name}{hint}")
+
+
+def _closest(name: str, names: Iterable[str], hint: str) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return hint.format(close[0]) if close else ""
+
+
+def _checked(given: dict[str, Any]) -> Settings:
+    """Return the settings by section. Raises ConfigError if they contradict each other."""
+    if given.get("launch.enable_auto_tool_choice") and "frontend.tool_call_parser" not in given:
+        raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser NAME")
+    keys = given.get("frontend.api_keys", ())
+    admin_key = given.get("frontend.admin_api_key")
+    if "" in (*keys, admin_key):
+        raise ConfigError(
+            "API keys must not be empty: an empty key would match requests without one"
+        )
+    if admin_key in keys:
+        raise ConfigError(
+            "--admin-api-key must differ from every --api-key, because clients have those"
+        )
+    if ("frontend.ssl_keyfile" in given) != ("frontend.ssl_certfile" in given):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+    if given.get("model.skip_tokenizer_init"):
+        for key in _NEED_TOKENIZER:
+            if given.get(key):
+                raise ConfigError(
+                    f"{flag_of(key)} needs the tokenizer that --skip-tokenizer-init leaves out"
+                )
+    settings: Settings = {section: {} for section in SECTIONS}
+    for key, value in given.items():
+        section, field = key.split(".")
+        settings[section][field] = value
+    return settings

@@ -17,11 +17,9 @@ from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import (
     FIRST_EPOCH,
     CacheConfig,
-    CPUBackend,
     Device,
     DeviceConfig,
     EngineConfig,
-    ExecutorBackend,
     FrontendConfig,
     ModelConfig,
     ParallelConfig,
@@ -29,14 +27,15 @@ from ...protocol.config import (
     PrefixHash,
     RecoveryConfig,
     SchedulerConfig,
-    SchedulingPolicy,
     SpeculativeConfig,
 )
+from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
 from ..model_source.options import ResolvedModel
 from .arguments import Settings
-from .flag_values import PerReplica
+from .option_values import PerReplica
+from .options import cpu_defaults
 
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
@@ -48,7 +47,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     Raises:
         ConfigError: Two settings contradict each other; the message names both flags.
     """
-    device = make_device_config(settings)
+    device = DeviceConfig(**settings["device"])
     parallel = _as_first_node(make_parallel_config(settings))
     cache = _make_cache_config(settings, parallel)
     _check_prefix_hash(cache)
@@ -82,23 +81,13 @@ def _with_chat_template(model: ModelConfig, template: str | None) -> ModelConfig
     return model
 
 
-def make_device_config(settings: Settings) -> DeviceConfig:
-    given = dict(settings["device"])
-    given["device"] = Device(given.get("device", Device.AUTO))
-    given["cpu_backend"] = CPUBackend(given.get("cpu_backend", CPUBackend.AUTO))
-    return DeviceConfig(**given)
-
-
 def make_parallel_config(settings: Settings) -> ParallelConfig:
     """Build the parallel configuration.
 
     Raises:
         ConfigError: The settings for several machines are incomplete or invalid.
     """
-    given = dict(settings["parallel"])
-    backend = given.get("distributed_executor_backend", ExecutorBackend.MP)
-    given["distributed_executor_backend"] = ExecutorBackend(backend)
-    parallel = ParallelConfig(**given)
+    parallel = ParallelConfig(**settings["parallel"])
     if not parallel.is_distributed:
         return parallel
     if parallel.is_external and parallel.nnodes > 1:
@@ -152,15 +141,13 @@ def _make_scheduler_config(
     settings: Settings, device: Device, max_model_len: int, num_stages: int
 ) -> SchedulerConfig:
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
-    given["policy"] = SchedulingPolicy(given.get("policy", SchedulingPolicy.FCFS))
     given["speculative"] = _speculation(given, device, num_stages)
     chunked = given.get("enable_chunked_prefill", True)
-    limits = _limits(has_gpu(device))
+    # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
+    limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
-    if "preemption_mode" in given:
-        given["preemption_mode"] = PreemptionMode(given["preemption_mode"])
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
@@ -212,7 +199,7 @@ def _speculation(
     """
     is_possible = num_stages == 1 and not has_gpu(device)
     if "speculative" not in given:
-        return SpeculativeConfig(num_speculative_tokens=8) if is_possible else None
+        return DEFAULT_SPECULATION if is_possible else None
     speculative: SpeculativeConfig | None = given["speculative"]
     if speculative is not None and not is_possible:
         raise ConfigError(
@@ -220,15 +207,6 @@ def _speculation(
             f"{num_stages}; remove it or change those flags"
         )
     return speculative
-
-
-def _limits(on_gpu: bool) -> SchedulerConfig:
-    """Return the default limits. The time of a CPU step grows with its tokens, so a CPU gets lower limits."""
-    return (
-        SchedulerConfig()
-        if on_gpu
-        else SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512)
-    )
 
 
 def _check_gpus(device: Device, parallel: ParallelConfig) -> None:

@@ -17,11 +17,11 @@ from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings
 from .engine_config import make_parallel_config
 from .fork import run_in_fork
-from .node_options import NodeOptions
+from .launch_options import LaunchOptions
 
 
 def serve_headless(
-    options: NodeOptions, settings: Settings, console: Console, signals: StopSignals
+    options: LaunchOptions, settings: Settings, console: Console, signals: StopSignals
 ) -> None:
     """Run the workers of one node until the engine stops.
 
@@ -74,7 +74,7 @@ def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def _make_place(options: NodeOptions, parallel: ParallelConfig) -> NodePlace:
+def _make_place(options: LaunchOptions, parallel: ParallelConfig) -> NodePlace:
     if parallel.nnodes == 1:
         raise ConfigError(
             "--headless needs --nnodes N with N above 1: a single machine must serve the API"

@@ -19,7 +19,7 @@ from .arguments import Settings, parse_settings, unread_variables
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
 from .join import serve_headless
-from .node_options import NodeOptions
+from .launch_options import LaunchOptions
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -37,13 +37,13 @@ def serve(argv: Sequence[str]) -> int:
     _raise_open_file_limit()
     with StopSignals() as signals:
         try:
-            node = NodeOptions(**settings["node"])
-            if node.headless:
-                serve_headless(node, settings, console, signals)
+            launch = LaunchOptions(**settings["launch"])
+            if launch.headless:
+                serve_headless(launch, settings, console, signals)
                 return 0
-            if node.node_rank:
+            if launch.node_rank:
                 raise ConfigError(
-                    f"--node-rank {node.node_rank} needs --headless, because only node 0 serves the API"
+                    f"--node-rank {launch.node_rank} needs --headless, because only node 0 serves the API"
                 )
             _serve(settings, console, signals)
         except StopRequested as stop:

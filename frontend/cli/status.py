@@ -12,7 +12,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .arguments import ADMIN_API_KEY_VARIABLE, api_keys_of
+from ...protocol.errors import ConfigError
+from .arguments import read_variables
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
@@ -44,9 +45,9 @@ def status(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--once", action="store_true", help="Print the table once and exit")
     parsed = parser.parse_args(argv)
-    api_key = parsed.api_key or os.environ.get(ADMIN_API_KEY_VARIABLE)
-    api_key = api_key or next(iter(api_keys_of(os.environ)), None)
     try:
+        api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)
+        api_key = api_key or next(iter(read_variables("frontend.api_keys", os.environ) or ()), None)
         while True:
             table = format_table(_fetch(parsed.url, api_key))
             if parsed.once:
@@ -54,7 +55,7 @@ def status(argv: Sequence[str]) -> int:
                 return 0
             print(f"\x1b[H\x1b[2J{table}", flush=True)
             time.sleep(INTERVAL_S)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         is_refused = isinstance(error, urllib.error.HTTPError) and error.code == 401
         remedy = "; pass a valid API key with --api-key" if is_refused else ""
         print(

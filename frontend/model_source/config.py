@@ -13,7 +13,7 @@ from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config import GGUFFields, gguf_to_hf_config
 from ...protocol.checkpoint.model_dimensions import UNSAID_BY_GEMMA3, ModelDimensions
-from ...protocol.config import LoadFormat, ModelConfig
+from ...protocol.config import ModelConfig
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
@@ -78,7 +78,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             max_model_len=_max_model_len(text, options.max_model_len),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
             dtype=options.dtype,
-            load_format=LoadFormat(options.load_format),
+            load_format=options.load_format,
             quantization=_quantization_at_load(options.quantization, config, path),
             seed=options.seed,
             hf_overrides=options.hf_overrides,
@@ -151,18 +151,20 @@ def _dimensions(config: ConfigFields) -> ModelDimensions | None:
         return None
 
 
-def _max_model_len(config: ConfigFields, wanted: int) -> int:
+def _max_model_len(config: ConfigFields, wanted: int | None) -> int:
     limit = _length_limit(config)
     if limit is None:
-        if wanted == -1:
+        if wanted is None:
             raise config.error("there is no context length; set --max-model-len")
         return wanted
+    if wanted is None:
+        return limit
     if wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower it, or extend the "
             """model with --hf-overrides '{"rope_scaling": {…}}' if it was made for that"""
         )
-    return limit if wanted == -1 else wanted
+    return wanted
 
 
 def _length_limit(config: ConfigFields) -> int | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
-from ...protocol.config import ModelConfig
+from ...protocol.config import LoadFormat, ModelConfig
+from ...protocol.config.option import option
 
 CHECKPOINT_QUANTIZATIONS = {
     "awq": "awq",
@@ -19,30 +22,78 @@ CHECKPOINT_QUANTIZATIONS = {
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's model options; None leaves the choice to the checkpoint.
+    """The user's model options; None leaves the choice to the checkpoint."""
 
-    Attributes:
-        model: A directory, a `.gguf` file, a hub name `ORG/NAME[:QUANT or FILE.gguf]`, or None for the default
-            model.
-        max_model_len: Context length in tokens; -1 for the checkpoint's maximum.
-        generation_config: Sampling defaults: "auto" (the checkpoint's), "vllm" (none) or the path of a file or
-            directory.
-    """
-
-    model: str | None = None
-    served_model_name: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    revision: str | None = None
-    download_dir: str | None = None
-    dtype: str = "auto"
-    load_format: str = "auto"
-    quantization: str | None = None
-    seed: int = 0
-    max_model_len: int = -1
-    hf_overrides: dict[str, object] = {}
-    generation_config: str = "auto"
-    override_generation_config: dict[str, float | int] = {}
+    model: Annotated[
+        str | None,
+        option(
+            "Directory, .gguf file or ORG/NAME[:QUANT or FILE.gguf] on the hub",
+            "--model-path -m",
+            metavar="MODEL",
+            default_text="SmolLM2-135M-Instruct",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        option("Names that clients may use; responses show the first", "--alias", metavar="NAME"),
+    ] = ()
+    tokenizer: Annotated[
+        str | None,
+        option("Tokenizer directory or hub repository, if not the model's", metavar="PATH"),
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, option("Serve without a tokenizer: prompts and answers are token ids")
+    ] = False
+    revision: Annotated[str | None, option("Hub branch, tag or commit")] = None
+    download_dir: Annotated[
+        str | None,
+        option("Directory for downloaded models instead of the default cache", metavar="DIR"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        option(
+            "Type of unquantized weights",
+            synonyms={"half": "float16", "fp16": "float16", "float": "float32", "bf16": "bfloat16"},
+        ),
+    ] = "auto"
+    load_format: Annotated[LoadFormat, option("Weights to load; dummy uses random weights")] = (
+        LoadFormat.AUTO
+    )
+    quantization: Annotated[
+        str | None,
+        option(
+            "int8 and int4 quantize at load (CPU); others must match the checkpoint",
+            "-q",
+            choices=("int8", "int4", *CHECKPOINT_QUANTIZATIONS),
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        option("Default seed for requests that set none; 0 picks random ones", ge=0, le=2**63 - 1),
+    ] = 0
+    max_model_len: (
+        Annotated[
+            int,
+            option(
+                "Maximum prompt plus output tokens; 32k is 32000, 32K is 32768",
+                "--context-length --ctx-size --max-seq-len -c",
+                synonyms={"-1": "auto"},
+                default_text="auto",
+                ge=1,
+            ),
+        ]
+        | None
+    ) = None
+    hf_overrides: Annotated[
+        dict[str, object], option("Fields that replace those of the model's config.json")
+    ] = {}
+    generation_config: Annotated[
+        str, option("Sampling defaults: auto (the model's), vllm (none) or a path")
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, float | int],
+        option("Overrides of --generation-config; max_new_tokens caps every request"),
+    ] = {}
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):

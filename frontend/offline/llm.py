@@ -6,13 +6,12 @@ import atexit
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
 from ..chat import ChatTemplate, ModelTemplates, SpecialTokenGuard
-from ..chat.special_tokens import Policy
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
 from ..client.logprobs import PositionLogprobs
 from .local_engine import LocalEngine
@@ -91,7 +90,7 @@ class LLM:
         self._engine = LocalEngine(model, keywords)
         self._numbers = itertools.count()
         self._templates: dict[str | None, ModelTemplates] = {}
-        policy = cast(Policy, self._engine.config.frontend.special_tokens_in_text)
+        policy = self._engine.config.frontend.special_tokens_in_text
         self._special_tokens = SpecialTokenGuard(self._engine.tokenizer, policy)
         atexit.register(self.close)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import json
 import logging
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 import uvloop
 
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ConfigError
-from ..cli.arguments import Settings, parse_settings
+from ..cli.arguments import settings_of
 from ..cli.engine_config import make_engine_config
 from ..client.engine_client import EngineClient
 from ..model_source.config import resolve_model
@@ -42,7 +39,7 @@ class LocalEngine:
     def __init__(self, model: str | None, keywords: dict[str, Any]) -> None:
         """Start all processes and wait until they are ready.
 
-        `keywords` are flags of `engine serve`, with underscores. Statistics are logged only with `log_stats=True`.
+        `keywords` are options of `engine serve`, with underscores. Statistics are logged only with `log_stats=True`.
 
         Raises:
             ConfigError: The options are invalid.
@@ -50,7 +47,7 @@ class LocalEngine:
             EngineDead: A process failed.
         """
         console = Console()
-        settings = _settings(model, UNBOUNDED_QUEUE | keywords)
+        settings = settings_of({"model": model, "log_stats": False} | UNBOUNDED_QUEUE | keywords)
         resolved = resolve_model(ModelOptions(**settings["model"]), console)
         with ExitStack() as resources:
             run_dir = resources.enter_context(RunDirectory())
@@ -111,30 +108,3 @@ class LocalEngine:
             with contextlib.closing(self._supervisor), contextlib.suppress(ProcessFailed):
                 if is_alive:
                     self._supervisor.drain()
-
-
-def _settings(model: str | None, keywords: dict[str, Any]) -> Settings:
-    """Return the settings. Raise ConfigError with the message that the command line would print."""
-    arguments = ([] if model is None else [model]) + ["--no-log-stats", *_arguments(keywords)]
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            return parse_settings(arguments, environ={})
-    except SystemExit:
-        problem = message.getvalue().strip().removeprefix("engine: error: ")
-    raise ConfigError(problem)
-
-
-def _arguments(keywords: dict[str, Any]) -> Iterator[str]:
-    for name, value in keywords.items():
-        flag = name.replace("_", "-")
-        if value is True:
-            yield f"--{flag}"
-        elif value is False:
-            yield f"--no-{flag}"
-        elif isinstance(value, dict):
-            yield f"--{flag}={json.dumps(value)}"
-        elif isinstance(value, list | tuple):
-            yield from (f"--{flag}={item}" for item in value)
-        elif value is not None:
-            yield f"--{flag}={value}"

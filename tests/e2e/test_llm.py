@@ -125,7 +125,9 @@ def test_a_cache_in_int8_answers_as_well() -> None:
 
 
 def test_a_start_that_cannot_succeed_says_why() -> None:
-    with pytest.raises(ConfigError, match="unknown flag --max-model-length"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option max_model_length; did you mean max_model_len\?"
+    ):
         LLM(default_model(), max_model_length=512)
     with pytest.raises(EngineError, match="kv-cache-dtype int8 needs the native CPU backend"):
         LLM(default_model(), kv_cache_dtype="int8", cpu_backend="torch")

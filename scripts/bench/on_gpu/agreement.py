@@ -27,6 +27,7 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from engine.protocol.config.cache import KVCacheDtype
 from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.device.device import open_device
@@ -145,7 +146,7 @@ def config(
     device: Device,
     dtype: str,
     *,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     **how: Any,
 ) -> EngineConfig:
     model = ModelConfig(

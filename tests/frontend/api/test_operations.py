@@ -396,9 +396,9 @@ def test_a_broken_certificate_is_named_before_the_model_is_there(tmp_path: Path)
 
 
 def test_a_start_that_cannot_succeed_says_why() -> None:
-    with FrontendProcess(with_core=False, tool_call_parser="nonesuch") as frontend:
+    with FrontendProcess(with_core=False, chat_template="{{ messages") as frontend:
         frontend.wait_for_stage(Stage.FAILED)
-        assert "nonesuch" in frontend.stages[-1][1] and "hermes" in frontend.stages[-1][1]
+        assert "the chat template is not valid" in frontend.stages[-1][1]
         assert frontend.process.wait(10) == 1
         assert "Traceback" not in frontend.log
 

@@ -6,7 +6,6 @@ import pytest
 import tokenizers
 from engine.frontend.chat import ChatOutputParser, reasoning_parser, tool_parser
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.protocol.errors import ConfigError
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,8 +183,3 @@ def test_without_parsers_all_is_content() -> None:
     parser = ChatOutputParser(None, None)
     assert parser.feed("<think>a").content == "<think>a"
     assert not parser.feed("", finished=True)
-
-
-def test_unknown_parser() -> None:
-    with pytest.raises(ConfigError, match="--reasoning-parser 'x' is unknown; choose one of dee"):
-        reasoning_parser("x")

@@ -5,7 +5,6 @@ import re
 
 import pytest
 from engine.frontend.chat import tool_parser
-from engine.protocol.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -334,8 +333,3 @@ def test_ids_are_fit_for_the_templates() -> None:
     assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in (first, second))
     [mistral] = ids("mistral", "[TOOL_CALLS]f{}")
     assert re.fullmatch("[A-Za-z0-9]{9}", mistral)
-
-
-def test_unknown_parser() -> None:
-    with pytest.raises(ConfigError, match="--tool-call-parser 'x' is unknown; choose one of her"):
-        tool_parser("x")

@@ -1,18 +1,18 @@
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from engine.frontend.chat import reasoning, tool_parsers
+from engine.frontend.chat import reasoning_parser, tool_parser
 from engine.frontend.cli import engine_config
 from engine.frontend.cli.arguments import Settings, parse_settings
 from engine.frontend.cli.engine_config import make_engine_config
-from engine.frontend.cli.flags import FLAGS
-from engine.frontend.cli.peer_flags import IGNORED, ONLY_VALUE, UNSUPPORTED
+from engine.frontend.cli.options import FLAGS, OPTIONS
 from engine.frontend.model_source.options import ResolvedModel
 from engine.protocol.checkpoint.model_dimensions import ModelDimensions
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
@@ -83,31 +83,21 @@ def test_version_and_unknown_command() -> None:
 
 
 def test_help_lists_every_flag_once() -> None:
-    names = [name for flags in FLAGS.values() for flag in flags for name in flag.names.split()]
-    names += [*IGNORED, *UNSUPPORTED, *ONLY_VALUE]
-    assert len(names) == len(set(names))
     text = run("serve", "--help").stdout
-    for flags in FLAGS.values():
-        for flag in flags:
-            assert flag.names.split()[0] in text
+    for option in OPTIONS:
+        assert re.findall(rf"^  {option.flag}\b(?!-)", text, re.MULTILINE) == [f"  {option.flag}"]
 
 
-def test_help_names_every_tool_and_reasoning_parser() -> None:
-    help_of = {flag.names: flag.help for flag in FLAGS["chat"]}
-    for flag, parsers in (
-        ("--tool-call-parser", tool_parsers._PARSERS),
-        ("--reasoning-parser", reasoning._PARSERS),
-    ):
-        assert help_of[flag].partition(": ")[2].split(", ") == list(parsers)
+def test_every_tool_and_reasoning_parser_exists() -> None:
+    for name in FLAGS["--tool-call-parser"].choices:
+        assert tool_parser(name)()
+    for name in FLAGS["--reasoning-parser"].choices:
+        assert reasoning_parser(name)("")
 
 
 def test_every_flag_sets_a_field_that_is_read() -> None:
     """Each field that a flag sets is read outside of the files that declare and set it."""
-    writers = {
-        ROOT / "frontend/cli/flags.py",
-        ROOT / "frontend/cli/arguments.py",
-        ROOT / "protocol/config.py",
-    }
+    writers = {*(ROOT / "protocol/config").iterdir(), ROOT / "frontend/cli/arguments.py"}
     read = set()
     for part in ("protocol", "core", "workers", "frontend"):
         for path in (ROOT / part).rglob("*.py"):
@@ -116,14 +106,12 @@ def test_every_flag_sets_a_field_that_is_read() -> None:
                     if isinstance(node, ast.Attribute):
                         read.add(node.attr)
     read |= {"workers_per_core", "distributed_executor_backend"}
-    fields = {flag.field.split(".")[1] for flags in FLAGS.values() for flag in flags}
+    fields = {option.field for option in OPTIONS if option.section != "launch"}
     assert fields <= read, f"nothing reads {sorted(fields - read)}"
 
 
 def test_settings_contain_only_given_flags() -> None:
-    settings = parse()
-    assert settings.pop("frontend") == {"api_keys": ()}
-    assert all(fields == {} for fields in settings.values())
+    assert all(fields == {} for fields in parse().values())
 
 
 def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +129,8 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--max-model-len", "32k"], "model", "max_model_len", 32_000),
         (["--max-model-len=32K"], "model", "max_model_len", 32_768),
         (["--max_model_len", "25.6k"], "model", "max_model_len", 25_600),
-        (["--max-model-len", "auto"], "model", "max_model_len", -1),
-        (["--max-model-len", "-1"], "model", "max_model_len", -1),
+        (["--max-model-len", "auto"], "model", "max_model_len", None),
+        (["--max-model-len", "-1"], "model", "max_model_len", None),
         (["-c", "4096"], "model", "max_model_len", 4096),
         (["--context-length", "4096"], "model", "max_model_len", 4096),
         (["--dtype", "half"], "model", "dtype", "float16"),
@@ -163,7 +151,8 @@ def test_model_may_be_positional_or_a_flag(capsys: pytest.CaptureFixture[str]) -
         (["--max_num_tokens", "64"], "scheduler", "max_num_batched_tokens", 64),
         (["--api-key", "a", "b"], "frontend", "api_keys", ("a", "b")),
         (["--api-key", "a", "--api-key", "b"], "frontend", "api_keys", ("a", "b")),
-        (["--allowed-origins", '["a", "b"]'], "frontend", "allowed_origins", ("a", "b")),
+        (["--allowed-origins", '["a://b", "*"]'], "frontend", "allowed_origins", ("a://b", "*")),
+        (["--allowed-hosts", "[::1]", "b"], "frontend", "allowed_hosts", ("[::1]", "b")),
         (["--uvicorn-log-level", "debug"], "frontend", "log_level", "debug"),
         (["--api-server-count", "3"], "parallel", "api_server_count", 3),
     ],
@@ -198,15 +187,15 @@ def test_values_and_the_spellings_of_the_peers(
             ["--skip-tokenizer-init", "--reasoning-parser", "qwen3"],
             ["--reasoning-parser needs the tokenizer", "--skip-tokenizer-init"],
         ),
-        (["--enable-lora"], ["--enable-lora is not supported by this version"]),
+        (["--enable-lora"], ["unknown flag --enable-lora"]),
         (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),
         (
             ["--speculative-config", '{"num_speculative_tokens": 65}'],
-            ["--speculative-config", "num_speculative_tokens", "between 0 and 64", "got 65"],
+            ["--speculative-config", "num_speculative_tokens", "<= 64", "65"],
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 4, "prompt_lookup_min": 0}'],
-            ["prompt_lookup_min", "between 1 and 64", "got 0"],
+            ["--speculative-config", "prompt_lookup_min", ">= 1", "0"],
         ),
         (
             [
@@ -229,6 +218,7 @@ def test_values_and_the_spellings_of_the_peers(
             ["--tokenizer-mode", "slow"],
             ["--tokenizer-mode: 'slow' is not supported", "use auto or hf"],
         ),
+        (["--allowed-origins", "a.example", "m"], ["--allowed-origins", "'a.example'", "https://"]),
         (["--ssl-keyfile", __file__], ["--ssl-certfile", "together"]),
         (["--ssl-keyfile", "/no/such"], ["--ssl-keyfile", "/no/such"]),
         (["--api-key-file", "/no/such"], ["--api-key-file", "/no/such"]),
@@ -252,6 +242,7 @@ def test_no_op_flags_of_other_servers_are_accepted() -> None:
         "auto",
     ]
     same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
+    same += ["-ngl", "99", "--n-gpu-layers=all"]
     same += ["--model-impl", "auto", "--config-format=auto", "--guided-decoding-backend", "auto"]
     assert parse(*same) == parse()
 
@@ -292,7 +283,7 @@ def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
         "served_model_name": ("a", "b"),
         "hf_overrides": {"rope_theta": 1.0},
     }
-    assert settings["frontend"] == {"port": 99, "strict": True, "api_keys": ()}
+    assert settings["frontend"] == {"port": 99, "strict": True}
     assert settings["cache"] == {"enable_prefix_caching": False}
     with_positional = parse("--config", str(file), "other/name")
     assert with_positional["model"]["model"] == "other/name"
@@ -301,13 +292,15 @@ def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("prot: 1", "did you mean --port?"),
-        ("prot: false", "did you mean --port?"),
-        ("port: 70000", "70000"),
+        ("prot: 1", "unknown option prot; did you mean port?"),
+        ("prot: false", "did you mean port?"),
+        ("port: 70000", "engine.yaml: port: must be between 0 and 65535, got 70000"),
         ("- a", "mapping"),
         ("a: [", "invalid YAML"),
         ("config: other.yaml", "cannot include another one"),
-        ("enable-lora: true", "--enable-lora is not supported"),
+        ("enable-lora: true", "unknown option enable-lora"),
+        ("port: [1, 2]", "port: must be a single value"),
+        ("tokenizer-mode: slow", "tokenizer-mode: 'slow' is not supported; use auto or hf"),
     ],
 )
 def test_invalid_configuration_file_is_rejected(
@@ -464,11 +457,18 @@ def test_port_in_use_prints_one_line() -> None:
     assert "--port" in last
 
 
-def test_ignored_vllm_variables_are_reported(tmp_path: Path) -> None:
-    env = {"VLLM_PORT": "1", "VLLM_API_KEY": "k", "VLLM_ATTENTION_BACKEND": "x"}
-    result = run("serve", "./no-such-model", "--port", "0", XDG_RUNTIME_DIR=str(tmp_path), **env)
-    [line] = [line for line in result.stderr.splitlines() if "VLLM" in line]
-    assert line.endswith("ignored environment variables: VLLM_ATTENTION_BACKEND, VLLM_PORT")
+def test_ignored_variables_are_reported_with_the_closest_option(tmp_path: Path) -> None:
+    env = {
+        "VLLM_PORT": "1",
+        "VLLM_API_KEY": "k",
+        "ENGINE_MAX_MODEL_LENGTH": "8",
+        "ENGINE_PORT": "0",
+    }
+    result = run("serve", "./no-such-model", XDG_RUNTIME_DIR=str(tmp_path), **env)
+    [line] = [line for line in result.stderr.splitlines() if "ignored" in line]
+    assert line.endswith(
+        "ignored environment variables: ENGINE_MAX_MODEL_LENGTH (did you mean ENGINE_MAX_MODEL_LEN?), VLLM_PORT"
+    )
 
 
 def test_unknown_model_prints_one_line(tmp_path: Path) -> None:

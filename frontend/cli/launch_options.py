@@ -1,0 +1,35 @@
+"""The options that are not part of the engine's configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ...protocol.config.option import option
+from ...protocol.config.parallel import machines
+
+
+class LaunchOptions(msgspec.Struct, frozen=True):
+    """The options that `engine serve` itself uses on this machine."""
+
+    config: Annotated[
+        str | None,
+        option(
+            "YAML file with options; flags and environment variables take precedence",
+            metavar="FILE",
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool,
+        option("Accepted for compatibility; --tool-call-parser already enables it", group="chat"),
+    ] = False
+    node_rank: Annotated[
+        int,
+        machines(
+            "Rank of this machine; 0 serves the API, others need --headless", "-r", ge=0, le=1023
+        ),
+    ] = 0
+    headless: Annotated[
+        bool, machines("Run only workers on this machine, for node ranks above 0")
+    ] = False

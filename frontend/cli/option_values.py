@@ -1,0 +1,173 @@
+"""Parsers for the texts of options.
+
+Each returns the value, or raises ValueError with the text and the limit if it is invalid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ...protocol.config import KVEventsConfig, SpeculativeConfig
+
+_INTEGER = re.compile(
+    r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
+)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+
+
+class PerReplica(float):
+    """A number that is the total for all workers of a replica; the configuration field is per worker."""
+
+
+def parse_boolean(text: str) -> bool:
+    value = _BOOLEANS.get(text.lower())
+    if value is None:
+        raise ValueError(f"must be true or false, got {text!r}")
+    return value
+
+
+def parse_integer(text: str, low: float | None = None, high: float | None = None) -> int:
+    """Return an integer with an optional unit: 4k is 4000; 4K, 4Ki and 4KiB are 4096; 4KB is 4000."""
+    match = _INTEGER.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"must be an integer, such as 4096, 32k or 4GiB, got {text!r}")
+    unit = match["unit"] or ""
+    if not unit and "." not in match["number"]:
+        return _in_range(int(match["number"]), low, high)
+    binary = bool(match["binary"]) or (unit.isupper() and not match["byte"])
+    factor = (1024 if binary else 1000) ** _POWERS.get(unit.lower(), 0)
+    value = float(match["number"]) * factor
+    if value != int(value):
+        raise ValueError(f"must be a whole number, got {text!r}")
+    return _in_range(int(value), low, high)
+
+
+def parse_number(text: str, low: float | None = None, high: float | None = None) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, got {text!r}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"must be finite, got {text}")
+    return _in_range(value, low, high)
+
+
+def parse_list(text: str) -> list[str]:
+    """Return the items of a JSON list of strings; any other text is one item."""
+    if not re.match(r'\[\s*["\]]', text):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"must be a JSON list of strings: {error}") from None
+
+
+def parse_object(text: str, type_: Any = dict[str, Any]) -> Any:
+    """Return a JSON object as a value of `type_`."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"must be a JSON object ({error}), got {text!r}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'must be a JSON object such as {{"name": 1}}, got {text}')
+    return _convert(value, type_)
+
+
+def _kv_events(text: str) -> KVEventsConfig | None:
+    """Return the KV-event settings, or None if publishing is disabled.
+
+    vLLM's fields `publisher` and `enable_kv_cache_events` are accepted as well.
+    """
+    fields = parse_object(text)
+    if fields.pop("publisher", "zmq") != "zmq":
+        raise ValueError('publisher must be "zmq"; no other publisher is supported')
+    if not fields.pop("enable_kv_cache_events", True):
+        return None
+    config: KVEventsConfig = _convert(fields, KVEventsConfig)
+    return config
+
+
+def _speculative(text: str) -> SpeculativeConfig | None:
+    """Return the settings for speculative decoding, or None if they disable it.
+
+    `prompt_lookup_max` is accepted and ignored, because the longest match is always used.
+    """
+    fields = parse_object(text)
+    fields.pop("prompt_lookup_max", None)
+    # Checked first, so that the error names the method rather than one of its fields.
+    if (method := fields.get("method", "ngram")) != "ngram" or "model" in fields:
+        what = f"method {method!r}" if method != "ngram" else "a draft model"
+        raise ValueError(
+            f"{what} is not supported; use method 'ngram' with num_speculative_tokens and prompt_lookup_min"
+        )
+    config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
+    return config if config.num_speculative_tokens else None
+
+
+def _dotted_name(text: str) -> str:
+    if "." not in text or not all(map(str.isidentifier, text.split("."))):
+        raise ValueError(f"must be a dotted name such as package.module.Class, got {text!r}")
+    return text
+
+
+def _per_replica(text: str) -> PerReplica:
+    return PerReplica(parse_number(text, 0))
+
+
+def _existing_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise ValueError(f"must be the path of an existing file, got {text!r}")
+    return text
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(parse_list(text))
+    for origin in origins:
+        if origin not in ("auto", "*", "null") and "://" not in origin:
+            raise ValueError(f"must be an origin such as https://example.com, got {origin!r}")
+    return origins
+
+
+def _api_keys_in_file(text: str) -> tuple[str, ...]:
+    try:
+        keys = Path(text).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {text!r}: {error}") from None
+    if not keys:
+        raise ValueError(f"{text!r} contains no API key; write one key per line")
+    return tuple(keys)
+
+
+PARSERS: Final[dict[str, Callable[[str], Any]]] = {
+    "api_keys_in_file": _api_keys_in_file,
+    "dotted_name": _dotted_name,
+    "file": _existing_file,
+    "kv_events": _kv_events,
+    "origins": _origins,
+    "per_replica": _per_replica,
+    "speculative": _speculative,
+}
+"""The parsers of syntaxes that a field's type does not imply, by the name in `OptionSpec.parse`."""
+
+
+def _convert(value: object, type_: Any) -> Any:
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}, got {json.dumps(value)}") from None
+
+
+def _in_range(value: Any, low: float | None, high: float | None) -> Any:
+    if (low is not None and value < low) or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"must be {limit}, got {value}")
+    return value

@@ -1,0 +1,142 @@
+"""The configuration that every process of one engine shares.
+
+The supervisor builds one `EngineConfig` and writes it into the run directory. Every other process reads it from there,
+so that no two processes can disagree. A field that is annotated with `option` is an option of the command line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..errors import RunDirectoryError
+from .cache import CacheConfig, KVEventsConfig, KVTransferConfig, LoadFailurePolicy, PrefixHash
+from .device import CPUBackend, Device, DeviceConfig
+from .frontend import FrontendConfig
+from .model import LoadFormat, ModelConfig
+from .parallel import ExecutorBackend, ParallelConfig
+from .recovery import RecoveryConfig
+from .scheduler import (
+    PreemptionMode,
+    ProposerMethod,
+    SchedulerConfig,
+    SchedulingPolicy,
+    SpeculativeConfig,
+)
+
+__all__ = [
+    "CONFIG_FILE",
+    "FIRST_EPOCH",
+    "PROTOCOL_VERSION",
+    "CPUBackend",
+    "CacheConfig",
+    "Device",
+    "DeviceConfig",
+    "EngineConfig",
+    "ExecutorBackend",
+    "FrontendConfig",
+    "KVEventsConfig",
+    "KVTransferConfig",
+    "LoadFailurePolicy",
+    "LoadFormat",
+    "ModelConfig",
+    "ParallelConfig",
+    "PreemptionMode",
+    "PrefixHash",
+    "ProposerMethod",
+    "RecoveryConfig",
+    "SchedulerConfig",
+    "SchedulingPolicy",
+    "SpeculativeConfig",
+    "load_config",
+]
+
+PROTOCOL_VERSION: Final = 7
+"""Raised whenever a message or this configuration changes its encoding."""
+
+FIRST_EPOCH: Final = 1
+
+CONFIG_FILE: Final = "config.msgpack"
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """The configuration of one engine.
+
+    Attributes:
+        run_dir: A directory with mode 0700 for the sockets of this engine.
+        epoch: How often this replica or frontend was started. Only this field differs between processes; each one
+            receives it on its command line.
+    """
+
+    run_dir: str
+    epoch: int
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    device: DeviceConfig = DeviceConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    kv_transfer: KVTransferConfig | None = None
+    version: int = PROTOCOL_VERSION
+
+    def core_address(self, core_index: int) -> str:
+        """Return the address at which frontends reach a core (ROUTER)."""
+        return f"ipc://{self.run_dir}/core{core_index}"
+
+    def worker_address(self, core_index: int) -> str:
+        """Return the address at which the workers of a core reach it (ROUTER)."""
+        if self.parallel.is_distributed:
+            return self.parallel.master_address(1 + core_index)
+        return f"ipc://{self.run_dir}/core{core_index}.workers"
+
+    def step_log_path(self, core_index: int) -> str | None:
+        """Return the file of the messages that a core sends to several workers, if all of them can read it."""
+        parallel = self.parallel
+        if parallel.workers_per_core == 1 or not parallel.shares_machine(core_index):
+            return None
+        return f"{self.run_dir}/core{core_index}.steps"
+
+    def supervisor_address(self) -> str:
+        """Return the address to which every process reports its progress (PULL)."""
+        return f"ipc://{self.run_dir}/supervisor"
+
+    def status_address(self) -> str:
+        """Return the address at which the supervisor publishes the state of every process (PUB)."""
+        return f"ipc://{self.run_dir}/status"
+
+    def rendezvous_address(self, core_index: int) -> str:
+        """Return the `init_method` of torch.distributed for the workers of one core.
+
+        Workers must not find the rendezvous of an earlier epoch. On one machine each epoch has its own file. On several
+        machines environment variables name the address, and the rendezvous there ends with the first worker.
+        """
+        if self.parallel.spans_nodes(core_index):
+            return "env://"
+        return f"file://{self.run_dir}/core{core_index}.{self.epoch}.rendezvous"
+
+    def rendezvous_port(self, core_index: int) -> int:
+        """Return the port on which the first worker of a replica on several machines listens for the others."""
+        return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
+
+    def save(self) -> Path:
+        """Write this into its run directory, readable only by the owner. Raises RunDirectoryError if that fails."""
+        path = Path(self.run_dir) / CONFIG_FILE
+        try:
+            path.touch(mode=0o600)
+            path.write_bytes(msgspec.msgpack.encode(self))
+        except OSError as error:
+            raise RunDirectoryError(path, error.strerror) from None
+        return path
+
+
+def load_config(path: str | Path, epoch: int | None = None) -> EngineConfig:
+    """Read what `EngineConfig.save` wrote, for a process of `epoch`. Raises msgspec.DecodeError on anything else."""
+    config = msgspec.msgpack.decode(Path(path).read_bytes(), type=EngineConfig)
+    if config.version != PROTOCOL_VERSION:
+        raise msgspec.ValidationError(
+            f"{path}: configuration version {config.version}, expected {PROTOCOL_VERSION}"
+        )
+    return config if epoch is None else msgspec.structs.replace(config, epoch=epoch)

@@ -1,0 +1,66 @@
+"""The device that the model runs on."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from .option import option
+
+
+class Device(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    NULL = "null"
+
+
+class CPUBackend(enum.StrEnum):
+    """The kernels of a CPU. `AUTO` is the native ones if they can run the model."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    TORCH = "torch"
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    """The device that the model runs on, and how.
+
+    With `threads` 0, plain torch leaves one core to the other processes. On a CPU, results are always batch-invariant.
+    """
+
+    device: Annotated[
+        Device, option("Where the model runs; null generates random tokens without a model")
+    ] = Device.AUTO
+    threads: Annotated[
+        int, option("CPU threads per worker; 0 uses every allowed core", "-t", ge=0, le=4096)
+    ] = 0
+    cpu_backend: Annotated[
+        CPUBackend, option("CPU kernels; auto prefers native and falls back to torch")
+    ] = CPUBackend.AUTO
+    null_step_ms: Annotated[
+        float,
+        option(
+            "Duration of a step on the null device, in milliseconds",
+            metavar="MS",
+            ge=0,
+            le=3_600_000,
+        ),
+    ] = 10.0
+    enforce_eager: Annotated[bool, option("Disable CUDA graphs (faster startup, slower steps)")] = (
+        False
+    )
+    max_cudagraph_capture_size: Annotated[
+        int,
+        option(
+            "Maximum tokens of a captured CUDA graph; 0: none",
+            "--cuda-graph-max-bs",
+            ge=0,
+            le=65536,
+        ),
+    ] = 512
+    batch_invariant: Annotated[
+        bool, option("Use batch-invariant GPU kernels (slower)", "--enable-deterministic-inference")
+    ] = False

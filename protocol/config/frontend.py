@@ -1,0 +1,176 @@
+"""The HTTP server, its chat formats and the logs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+
+from .option import option
+
+chat = partial(option, group="chat")
+logging = partial(option, group="logging")
+
+ContentFormat = Literal["auto", "string", "openai"]
+SpecialTokenPolicy = Literal["allow", "escape", "refuse"]
+ToolCallParserName = Literal[
+    "hermes",
+    "qwen3",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+    "granite",
+    "pythonic",
+    "llama4_pythonic",
+]
+ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite"]
+
+
+class FrontendConfig(msgspec.Struct, frozen=True):
+    """The HTTP server, its chat formats, and the logs of every process.
+
+    Attributes:
+        default_sampling: Sampling parameters for requests that set none, from the checkpoint and the model options.
+    """
+
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 is every interface")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
+    uds: Annotated[
+        str | None, option("Unix socket to listen on instead of TCP", metavar="PATH")
+    ] = None
+    api_keys: Annotated[
+        tuple[str, ...],
+        option(
+            "API keys that clients must send",
+            name="--api-key",
+            metavar="KEY",
+            variable="VLLM_API_KEY",
+        ),
+        option("File with one API key per line", name="--api-key-file", parse="api_keys_in_file"),
+    ] = ()
+    admin_api_key: Annotated[
+        str | None, option("Key required for operator routes", metavar="KEY")
+    ] = None
+    share_prefix_cache: Annotated[
+        bool, option("Share cached prefixes between API keys (timing can reveal others' prompts)")
+    ] = False
+    root_path: Annotated[str, option("URL path prefix that a reverse proxy removes")] = ""
+    ssl_keyfile: Annotated[str | None, option("Private key file for HTTPS", parse="file")] = None
+    ssl_certfile: Annotated[
+        str | None, option("Certificate chain file for HTTPS", parse="file")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        option(
+            "Origins of web pages that may call the API",
+            metavar="ORIGIN",
+            parse="origins",
+            default_text="auto: any; on a loopback address only local pages",
+        ),
+    ] = ("auto",)
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        option(
+            "Host header values to accept; * accepts any",
+            metavar="NAME",
+            default_text="any; only local names on a loopback address without API keys",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int, option("Maximum size of a request body, such as 32MiB", ge=1024)
+    ] = 32 * 1024 * 1024
+    max_request_memory: Annotated[
+        int, option("Memory for large requests in each frontend process, such as 256MiB", ge=1024)
+    ] = 256 * 1024 * 1024
+    max_logprobs: Annotated[
+        int, option("Maximum logprobs per token in a request; -1: unlimited", ge=-1)
+    ] = 20
+    strict: Annotated[bool, option("Reject requests with unknown fields")] = False
+    keep_alive_s: Annotated[
+        float,
+        option("Seconds before an idle connection is closed", name="--timeout-keep-alive", ge=0),
+    ] = 5.0
+    slow_client_s: Annotated[
+        float,
+        option(
+            "Seconds a client may take to send or read",
+            name="--timeout-slow-client",
+            ge=1,
+            le=86400,
+        ),
+    ] = 30.0
+    default_deadline_s: Annotated[
+        float, option("Deadline in seconds for requests without X-Request-Timeout; 0: none", ge=0)
+    ] = 0.0
+    shutdown_timeout_s: Annotated[
+        float, option("Seconds that running requests may take to finish during shutdown", ge=0)
+    ] = 30.0
+    stream_interval: Annotated[int, option("Tokens per event of a streamed response", ge=1)] = 1
+    enable_prompt_tokens_details: Annotated[
+        bool, option("Report cached prompt tokens in usage")
+    ] = True
+    force_include_usage: Annotated[
+        bool,
+        option(
+            "End every stream with usage, even without stream_options.include_usage",
+            name="--enable-force-include-usage",
+        ),
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, option("Write tokens in logprobs as token_id:N unless a request overrides it")
+    ] = False
+    enable_tokenizer_info: Annotated[
+        bool,
+        option(
+            "Serve tokenizer configuration and chat template at GET /tokenizer_info",
+            name="--enable-tokenizer-info-endpoint",
+        ),
+    ] = False
+    chat_template: Annotated[
+        str | None,
+        chat("Chat template or a file with one, replacing the model's", metavar="TEMPLATE"),
+    ] = None
+    chat_template_content_format: Annotated[
+        ContentFormat, chat("Format in which the chat template receives message content")
+    ] = "auto"
+    special_tokens_in_text: Annotated[
+        SpecialTokenPolicy,
+        chat("Whether special tokens in messages are interpreted, escaped or refused"),
+    ] = "allow"
+    tool_call_parser: Annotated[ToolCallParserName | None, chat("Format of tool calls")] = None
+    reasoning_parser: Annotated[
+        ReasoningParserName | None, chat("Format of the model's reasoning")
+    ] = None
+    response_role: Annotated[str, chat("Role of response messages")] = "assistant"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"],
+        logging("Least severe messages to log", "--uvicorn-log-level"),
+    ] = "info"
+    log_requests: Annotated[
+        bool,
+        logging("Log every request", name="--enable-log-requests"),
+        logging(
+            "vLLM's name for --no-enable-log-requests", name="--disable-log-requests", value=False
+        ),
+    ] = False
+    log_stats: Annotated[
+        bool,
+        logging("Periodically log statistics while requests are running"),
+        logging("vLLM's name for --no-log-stats", name="--disable-log-stats", value=False),
+    ] = True
+    log_stats_interval_s: Annotated[
+        float, logging("Seconds between log lines with statistics", ge=0.5)
+    ] = 10.0
+    dump_dir: Annotated[
+        str | None,
+        logging(
+            "Directory for scheduler event dumps; also enables POST /debug/dump",
+            metavar="DIR",
+            default_text="a private temporary directory",
+        ),
+    ] = None
+    metrics_compat: Annotated[
+        tuple[Literal["vllm"], ...], logging("Also publish metrics under another server's names")
+    ] = ()
+    default_sampling: dict[str, float | int] = {}

@@ -1,0 +1,61 @@
+"""How a field of a configuration becomes an option of the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class OptionSpec(msgspec.Struct, frozen=True):
+    """One option of `engine serve`. The type and the default are those of the field that it annotates.
+
+    Attributes:
+        help: What the option does, in at most 12 words.
+        aliases: More flags for it, separated by spaces: short ones, and the names that other servers use.
+        name: The flag, if it is not the field's name with dashes and without the unit `_s`.
+        group: The heading in help, if it is not that of the section.
+        metavar: Stands for the value in help.
+        default_text: Replaces the default in help where the field's own default would mislead.
+        on_cpu: The default on a machine without a GPU.
+        choices: The permitted values of a text; those of an enum or a Literal come from the type.
+        synonyms: Other spellings of values -> the value.
+        parse: The name of a parser in `frontend/cli/option_values.py` for a syntax that the type does not imply.
+        value: What the flag sets. It then takes no value.
+        variable: An environment variable that is read if the option's own is not set.
+    """
+
+    help: str
+    aliases: str = ""
+    name: str = ""
+    group: str = ""
+    metavar: str = ""
+    default_text: str = ""
+    on_cpu: object = None
+    choices: tuple[str, ...] = ()
+    synonyms: dict[str, str] = {}
+    parse: str = ""
+    value: object = None
+    variable: str = ""
+
+
+def option(
+    help: str,
+    aliases: str = "",
+    *,
+    ge: float | None = None,
+    le: float | None = None,
+    **details: Any,
+) -> msgspec.Meta:
+    """Return the annotation that makes a field an option: `Annotated[int, option("Tokens per block", ge=1)]`.
+
+    A field with several of them has several options; the first is its own.
+
+    Args:
+        help: See `OptionSpec`.
+        aliases: See `OptionSpec`.
+        ge: The lowest value. Decoding a configuration checks it as well.
+        le: The highest value.
+        **details: The other attributes of `OptionSpec`.
+    """
+    return msgspec.Meta(ge=ge, le=le, extra={"option": OptionSpec(help, aliases, **details)})

@@ -1,0 +1,133 @@
+"""The processes of one engine, and the machines that they run on."""
+
+from __future__ import annotations
+
+import enum
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from .option import option
+
+machines = partial(option, group="several machines")
+
+
+class ExecutorBackend(enum.StrEnum):
+    """What starts the workers: the supervisor of each node, or torchrun and the like."""
+
+    MP = "mp"
+    EXTERNAL_LAUNCHER = "external_launcher"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """The number of processes of each kind, and their machines.
+
+    A replica is one core with P x T workers; the workers of a stage have consecutive ranks. Ranks count the workers of
+    all replicas, and each of `nnodes` nodes has equally many consecutive ones. Cores and frontends are on node 0, which
+    the others reach at `master_addr`. With an external launcher each worker joins by itself, as a node of its own.
+    """
+
+    tensor_parallel_size: Annotated[
+        int, option("Workers that split each layer", "--tp --tp-size -tp", ge=1, le=1024)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        option(
+            "Pipeline stages that the layers are divided into", "--pp --pp-size -pp", ge=1, le=1024
+        ),
+    ] = 1
+    data_parallel_size: Annotated[
+        int,
+        option("Model replicas, each with its own KV cache", "--dp --dp-size -dp", ge=1, le=256),
+    ] = 1
+    api_server_count: Annotated[
+        int, option("Frontend processes that share the port", ge=1, le=256)
+    ] = 1
+    nnodes: Annotated[
+        int,
+        machines(
+            "Machines that share the workers equally; each runs engine serve", "-n", ge=1, le=1024
+        ),
+    ] = 1
+    master_addr: Annotated[
+        str, machines("Address at which other machines reach node 0", metavar="HOST")
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        int, machines("First port on node 0; two more follow per replica", ge=1, le=65535)
+    ] = 29501
+    distributed_executor_backend: Annotated[
+        ExecutorBackend,
+        machines("Who starts workers: mp is engine serve; external_launcher is torchrun"),
+    ] = ExecutorBackend.MP
+    cluster_key: Annotated[
+        str | None,
+        machines("Key file from engine keygen, the same on every machine", "--key", parse="file"),
+    ] = None
+
+    @property
+    def is_external(self) -> bool:
+        return self.distributed_executor_backend is ExecutorBackend.EXTERNAL_LAUNCHER
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether cores must be reached from other machines."""
+        return self.nnodes > 1 or self.is_external
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes with workers."""
+        return self.num_workers if self.is_external else self.nnodes
+
+    @property
+    def num_remote_nodes(self) -> int:
+        """The number of nodes that must join."""
+        return self.num_nodes - (0 if self.is_external else 1)
+
+    @property
+    def workers_per_node(self) -> int:
+        return self.num_workers // self.num_nodes
+
+    @property
+    def num_local_workers(self) -> int:
+        """The number of workers on the machine of the cores and frontends."""
+        return 0 if self.is_external else self.workers_per_node
+
+    def node_of(self, worker: int) -> int:
+        """Return the node of a worker, counted through all replicas."""
+        return worker // self.workers_per_node
+
+    def spans_nodes(self, core_index: int) -> bool:
+        """Return whether the workers of a replica are on several machines, or may be."""
+        first = core_index * self.workers_per_core
+        return self.is_external or self.node_of(first) != self.node_of(
+            first + self.workers_per_core - 1
+        )
+
+    def shares_machine(self, core_index: int) -> bool:
+        """Return whether all workers of a core are on its machine."""
+        last = (core_index + 1) * self.workers_per_core - 1
+        return not self.is_external and self.node_of(last) == 0
+
+    @property
+    def node_address(self) -> str:
+        """The address at which nodes join (ROUTER). The next ports are for the cores, then for torch.distributed."""
+        return self.master_address(0)
+
+    def master_address(self, offset: int) -> str:
+        """Return a TCP address of node 0."""
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port + offset}"
+
+    @property
+    def workers_per_core(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The rank of the worker that answers each step: the first of the last stage."""
+        return self.workers_per_core - self.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.workers_per_core

@@ -1,0 +1,36 @@
+"""The limits after which processes are restarted, or given up."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from .option import option
+
+
+class RecoveryConfig(msgspec.Struct, frozen=True):
+    """When a process counts as hung, and how often it is restarted.
+
+    A crash is unexplained if no token was produced and no cause was found since the previous one.
+    """
+
+    heartbeat_timeout_s: Annotated[
+        float, option("Seconds without a heartbeat before a process is killed and restarted", ge=1)
+    ] = 5.0
+    step_timeout_s: Annotated[
+        float, option("Maximum seconds of a step before its worker is restarted", ge=1)
+    ] = 300.0
+    max_restarts: Annotated[
+        int,
+        option(
+            "Consecutive unexplained crashes allowed before exit, unless another replica serves",
+            ge=0,
+        ),
+    ] = 5
+    inject_crash: (
+        Annotated[
+            int, option("For tests: crash the worker when a prompt contains this token", ge=0)
+        ]
+        | None
+    ) = None

@@ -1,0 +1,177 @@
+"""The scheduler of each replica."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+
+from .option import option
+
+
+class SchedulingPolicy(enum.StrEnum):
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    FAIR = "fair"
+    DEADLINE = "deadline"
+
+
+class PreemptionMode(enum.StrEnum):
+    """What happens to a preempted request's blocks with CPU KV offload.
+
+    They are dropped, copied to CPU memory at once, or copied when their GPU memory is needed.
+    """
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"
+
+
+class ProposerMethod(enum.StrEnum):
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The proposer of tokens for the model to verify.
+
+    `ngram` proposes the tokens that followed an earlier occurrence of the last `prompt_lookup_min` or more tokens.
+
+    Attributes:
+        num_speculative_tokens: The maximum number of proposed tokens per step.
+    """
+
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    method: ProposerMethod = ProposerMethod.NGRAM
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """The number of positions after the computed ones for which the proposer writes KV entries."""
+        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
+
+
+DEFAULT_SPECULATION: Final = SpeculativeConfig(num_speculative_tokens=8)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """The limits of one step and of the queue.
+
+    Attributes:
+        max_loras: The maximum number of different adapters among running requests.
+        max_num_encoder_input_tokens: Embeddings that are computed per step; 0 means `max_num_batched_tokens`.
+        encoder_cache_size: Embeddings that are kept; 0 means `max_num_batched_tokens`.
+        disable_chunked_mm_input: Whether all positions of an encoder input are computed in one step.
+        num_micro_batches: Groups of decoding requests that take turns, one for each stage of a pipeline.
+    """
+
+    policy: Annotated[
+        SchedulingPolicy,
+        option(
+            "Order in which waiting requests are admitted",
+            "--schedule-policy",
+            name="--scheduling-policy",
+        ),
+    ] = SchedulingPolicy.FCFS
+    max_num_seqs: Annotated[
+        int,
+        option(
+            "Maximum requests that run at once in each replica",
+            "--max-running-requests --max-batch-size --parallel -np",
+            ge=1,
+            le=65536,
+            on_cpu=64,
+        ),
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int,
+        option(
+            "Maximum tokens per step", "--chunked-prefill-size --max-num-tokens", ge=1, on_cpu=512
+        ),
+    ] = 2048
+    max_num_queued_reqs: Annotated[
+        int,
+        option("Maximum waiting requests per replica; 0: unlimited", "--max-queued-requests", ge=0),
+    ] = 16384
+    max_num_queued_tokens: Annotated[
+        int, option("Maximum waiting prompt tokens per replica; 0: unlimited", ge=0)
+    ] = 16 * 1024 * 1024
+    long_prefill_token_threshold: Annotated[
+        int, option("Maximum tokens of one prompt per step; 0: unlimited", ge=0)
+    ] = 0
+    enable_chunked_prefill: Annotated[
+        bool, option("Split long prompts over several steps, batched with other requests' tokens")
+    ] = True
+    async_scheduling: Annotated[
+        bool, option("Schedule the next step before the current one ends")
+    ] = True
+    inject_preemption: Annotated[
+        float, option("For tests: probability of a random preemption in each step", ge=0, le=1)
+    ] = 0.0
+    max_num_partial_prefills: Annotated[
+        int, option("Maximum prompts prefilled in chunks at once; 0: unlimited", ge=0)
+    ] = 0
+    max_long_partial_prefills: Annotated[
+        int,
+        option(
+            "Maximum partial prefills over --long-prefill-token-threshold at once; 0: unlimited",
+            ge=0,
+        ),
+    ] = 0
+    scheduler_delay_factor: Annotated[
+        float, option("Delay between admissions, as a multiple of the prefill time", ge=0, le=1000)
+    ] = 0.0
+    priority_preemption: Annotated[
+        bool, option("With the priority policy, preempt running requests of lower priority")
+    ] = False
+    tenant_weights: Annotated[
+        dict[str, float], option("Shares of tenants under the fair policy; others have 1")
+    ] = {}
+    max_loras: int = 1
+    max_num_encoder_input_tokens: int = 0
+    encoder_cache_size: int = 0
+    disable_chunked_mm_input: bool = False
+    max_num_seqs_per_tenant: Annotated[
+        int, option("Maximum running requests per tenant and replica; 0: unlimited", ge=0)
+    ] = 0
+    max_num_queued_reqs_per_tenant: Annotated[
+        int, option("Maximum waiting requests per tenant and replica; 0: unlimited", ge=0)
+    ] = 0
+    preemption_mode: Annotated[
+        PreemptionMode, option("What to do with the KV blocks of preempted requests")
+    ] = PreemptionMode.AUTO
+    num_micro_batches: int = 1
+    speculative: Annotated[
+        SpeculativeConfig | None,
+        option(
+            "Draft tokens from repeated text without changing output; 0 tokens disables",
+            name="--speculative-config",
+            parse="speculative",
+            default_text=f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens; off on a GPU or with -pp",
+        ),
+    ] = None
+    scheduler_cls: Annotated[
+        str | None,
+        option(
+            "Scheduler class that replaces the built-in one",
+            metavar="MODULE.CLASS",
+            parse="dotted_name",
+        ),
+    ] = None
+
+    @property
+    def encoder_budget(self) -> int:
+        """The number of embeddings that are computed per step."""
+        return self.max_num_encoder_input_tokens or self.max_num_batched_tokens
+
+    @property
+    def encoder_cache_capacity(self) -> int:
+        """The number of embeddings that are kept."""
+        return self.encoder_cache_size or self.max_num_batched_tokens
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One step for each stage, and one more that is ready when the first stage is free."""
+        return self.num_micro_batches + self.async_scheduling

@@ -1,0 +1,242 @@
+"""Every option does the same as a flag, an environment variable and a key of a configuration file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from engine.frontend.cli.arguments import (
+    OTHER_VARIABLES,
+    Settings,
+    parse_settings,
+    settings_of,
+    unread_variables,
+)
+from engine.frontend.cli.options import FLAGS, OPTIONS, SECTIONS, Option
+from engine.protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+INVALID = "no such value"
+
+each_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.flag)
+
+
+def parse(*argv: str, **environ: str) -> Settings:
+    return parse_settings(argv, environ)
+
+
+def file_of(directory: Path, **content: Any) -> str:
+    path = directory / "engine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*argv, **environ)
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("engine: error: ") and line.count("\n") == 1, line
+    return line
+
+
+def value_of(option: Option, file: str) -> Any:
+    """Return a value that differs from the default, as a file may have it."""
+    by_parser: dict[str, Any] = {
+        "dotted_name": "a.B",
+        "kv_events": {"topic": "t"},
+        "origins": ["https://a.example", "*"],
+        "per_replica": 2.5,
+        "speculative": {"num_speculative_tokens": 3},
+    }
+    if option.spec.parse:
+        return by_parser.get(option.spec.parse, file)
+    if option.choices:
+        value = next(str(name) for name in reversed(option.choices) if name != option.default)
+        return [value] if option.is_list else value
+    if option.type is bool:
+        return option.spec.value is not None or not option.default
+    if option.is_list:
+        return ["one", "two"]
+    if option.type in (int, float):
+        return option.type((option.low or 0) + 1 if option.high is None else option.high)
+    return {"a": 1} if option.type is not str else "some text"
+
+
+def texts_of(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return value
+    return [value if isinstance(value, str) else msgspec.json.encode(value).decode()]
+
+
+def arguments_of(option: Option, value: Any) -> list[str]:
+    if value is False:
+        return option.negative_flags[:1]
+    return [option.flag] if value is True else [option.flag, *texts_of(value)]
+
+
+def variable_of(option: Option, value: Any) -> dict[str, str]:
+    text = msgspec.json.encode(value).decode() if isinstance(value, list) else texts_of(value)[0]
+    return {option.variables[0]: text}
+
+
+def companions(option: Option, file: str) -> list[str]:
+    """Return the flags that this option needs, or those of a different value."""
+    return {
+        "--ssl-keyfile": ["--ssl-certfile", file],
+        "--ssl-certfile": ["--ssl-keyfile", file],
+        "--enable-auto-tool-choice": ["--tool-call-parser", "hermes"],
+    }.get(option.flag, [])
+
+
+@each_option
+def test_flag_variable_and_file_set_the_same_value(option: Option, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("key")
+    file = str(tmp_path / "one")
+    if option.key == "launch.config":
+        file = file_of(tmp_path, port=1)
+        assert parse("--config", file) == parse(ENGINE_CONFIG=file) | {"launch": {"config": file}}
+        assert parse(ENGINE_CONFIG=file)["frontend"] == {"port": 1}
+        return
+    value, others = value_of(option, file), companions(option, file)
+    if option.is_list and option.spec.parse:
+        value = texts_of(value)[0]
+    by_flag = parse(*arguments_of(option, value), *others)
+    by_variable = parse(*others, **variable_of(option, value))
+    in_file = file_of(tmp_path, **{option.flag[2:].replace("-", "_"): value})
+    by_file = parse("--config", in_file, *others)
+    assert by_file["launch"].pop("config") == in_file
+    assert option.spec.value is not None or by_flag[option.section][option.field] != option.default
+    assert by_flag == by_variable == by_file
+    # It is a value of the field, as a process decodes it.
+    sections = {name: SECTIONS[name](**fields) for name, fields in by_flag.items()}
+    for section in sections.values():
+        encoded = msgspec.to_builtins(section, enc_hook=float)
+        assert msgspec.convert(encoded, type(section)) == section
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS if option.type is int], ids=lambda option: option.flag
+)
+def test_flag_overrides_variable_and_variable_overrides_file(
+    option: Option, tmp_path: Path
+) -> None:
+    low, middle, high = (int(option.low or 0) + n for n in (1, 2, 3))
+    arguments = ["--config", file_of(tmp_path, **{option.flag[2:]: low})]
+
+    def value(*argv: str, **environ: str) -> Any:
+        return parse(*arguments, *argv, **environ)[option.section][option.field]
+
+    variable = {option.variables[0]: str(middle)}
+    assert value() == low
+    assert value(**variable) == middle
+    assert value(option.flag, str(high), **variable) == high
+    assert option.field not in parse()[option.section]
+
+
+def has_invalid_value(option: Option) -> bool:
+    return bool(option.choices or option.spec.parse) or not (option.type is str or option.is_list)
+
+
+@pytest.mark.parametrize(
+    "option", filter(has_invalid_value, OPTIONS), ids=lambda option: option.flag
+)
+def test_error_names_flag_variable_or_file_key_and_value(
+    option: Option, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = option.flag[2:].replace("-", "_")
+    file = file_of(tmp_path, **{key: INVALID})
+    lines = [
+        (error_of(capsys, **{option.variables[0]: INVALID}), option.variables[0]),
+        (error_of(capsys, "--config", file), f"--config {file}: {key}"),
+    ]
+    if option.type is not bool:
+        lines.append((error_of(capsys, option.flag, INVALID), option.flag))
+    for line, where in lines:
+        assert f"error: {where}: " in line and INVALID in line, line
+
+
+@pytest.mark.parametrize(
+    "option",
+    [option for option in OPTIONS if None not in (option.low, option.high)],
+    ids=lambda option: option.flag,
+)
+def test_number_outside_its_limits_is_rejected_with_the_limits(
+    option: Option, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert option.high is not None
+    value = str(option.high + 1)
+    for line in (
+        error_of(capsys, option.flag, value),
+        error_of(capsys, **{option.variables[0]: value}),
+    ):
+        assert f"between {option.low} and {option.high}, got {value}" in line
+    # A process that decodes it rejects it as well.
+    wrong = SECTIONS[option.section](**{option.field: option.high + 1})
+    with pytest.raises(msgspec.ValidationError, match=option.field):
+        msgspec.convert(msgspec.to_builtins(wrong), type(wrong))
+
+
+@each_option
+def test_alias_is_the_same_option(option: Option) -> None:
+    for alias in option.aliases:
+        assert FLAGS[alias] is FLAGS[option.flag] is option
+
+
+def test_names_are_unique_and_help_is_short() -> None:
+    names = [n for o in OPTIONS for n in (o.flag, *o.aliases, *o.negative_flags, *o.variables)]
+    assert len(names) == len(set(names))
+    assert [o.flag for o in OPTIONS if len(o.spec.help.split()) > 12] == []
+
+
+def test_list_in_a_variable_is_one_item_or_json() -> None:
+    assert parse(ENGINE_API_KEY="a,b c")["frontend"]["api_keys"] == ("a,b c",)
+    assert parse(ENGINE_API_KEY='["a", "b"]')["frontend"]["api_keys"] == ("a", "b")
+    assert parse(ENGINE_API_KEY="")["frontend"] == {}
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("0", False), ("Off", False)])
+def test_boolean_in_a_variable(text: str, value: bool) -> None:
+    assert parse(ENGINE_STRICT=text)["frontend"]["strict"] is value
+    assert parse(ENGINE_DISABLE_LOG_STATS=text)["frontend"] == (
+        {"log_stats": False} if value else {}
+    )
+
+
+def test_service_links_of_kubernetes_are_ignored() -> None:
+    links = {
+        "ENGINE_PORT": "tcp://10.0.0.1:80",
+        "ENGINE_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "ENGINE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "ENGINE_PORT_80_TCP_PORT": "80",
+        "ENGINE_PORT_80_TCP_PROTO": "tcp",
+        "ENGINE_SERVICE_HOST": "10.0.0.1",
+        "ENGINE_SERVICE_PORT": "80",
+        "ENGINE_SERVICE_PORT_HTTP": "80",
+    }
+    assert parse(**links) == parse()
+    assert unread_variables(links) == []
+
+
+def test_variables_that_the_code_reads_are_not_reported() -> None:
+    source = "".join(
+        path.read_text()
+        for folder in ("frontend", "core", "workers", "protocol", "scripts", "tests", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(ENGINE_\w+)"', source))
+    assert read - {name for option in OPTIONS for name in option.variables} == OTHER_VARIABLES
+    assert unread_variables(dict.fromkeys(read, "1")) == []
+
+
+def test_keywords_are_options() -> None:
+    keywords = {"max_model_len": "32k", "strict": False, "hf_overrides": {"a": 1}, "uds": None}
+    settings = settings_of(keywords)
+    assert settings["model"] == {"max_model_len": 32_000, "hf_overrides": {"a": 1}}
+    assert settings["frontend"] == {"strict": False}
+    with pytest.raises(ConfigError, match=r"^port: must be between 0 and 65535, got 70000$"):
+        settings_of({"port": 70000})
