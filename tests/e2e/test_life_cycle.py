@@ -129,7 +129,7 @@ def test_answers_end_with_an_error_when_the_engine_gives_up(tmp_path: Path) -> N
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("change", ["weights"])
+@pytest.mark.parametrize("change", ["weights", "tokenizer", "template"])
 def test_files_of_the_model_that_changed_are_not_mixed_in(tmp_path: Path, change: str) -> None:
     model, _ = qwen3_directory(tmp_path / "model")
     template = tmp_path / "template.jinja"
