@@ -24,6 +24,7 @@ from ...protocol.grammars.matcher import (
 )
 from ...protocol.grammars.messages import SHARED_STACK_BYTES
 from ...protocol.grammars.process import GrammarProcesses
+from ...protocol.grammars.special_tokens import special_tokens_of
 from ...protocol.messages import I32
 from ...protocol.sampling_params import StructuredOutput
 from ..state.request import RequestKey
@@ -154,21 +155,24 @@ class StructuredOutputManager:
         """
         bitmask = np.zeros((len(keys), self._num_words), np.int32)
         row_bytes = bitmask.strides[0]
-        rows: list[tuple[LLMatcher, int]] = []
+        states: dict[int, GrammarState] = {}
         for row, key in enumerate(keys):
             state = self._states[key]
             if isinstance(state, GrammarState):
-                rows.append((state.matcher, row))
+                states[row] = state
             elif state.mask is not None:
                 # The library's masks have one more word if the vocabulary fills the last word.
                 bitmask[row] = np.frombuffer(state.mask, np.int32)[: self._num_words]
-        if len(rows) == 1:
-            matcher, row = rows[0]
-            matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, row_bytes)
-        elif rows:
+        if len(states) == 1:
+            [(row, only)] = states.items()
+            only.matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, row_bytes)
+        elif states:
+            matchers = [(state.matcher, row) for row, state in states.items()]
             self._parallel().unsafe_compute_mask_ptr(
-                rows, bitmask.ctypes.data, row_bytes, len(keys)
+                matchers, bitmask.ctypes.data, row_bytes, len(keys)
             )
+        for row, shared in states.items():
+            shared.allow_special_texts(memoryview(bitmask[row]).cast("B"))
         return bitmask.tobytes()
 
     def release(self, key: RequestKey) -> None:
@@ -194,7 +198,9 @@ class StructuredOutputManager:
             return  # released while it waited for a thread
         result: _State | str
         try:
-            result = GrammarState(self._matcher(structured_output), self._eos_token_ids)
+            matcher = self._matcher(structured_output)
+            special_tokens = special_tokens_of(self._load_tokenizer())
+            result = GrammarState(matcher, self._eos_token_ids, special_tokens)
         except EngineError as error:
             result = str(error)
         except BaseException as error:

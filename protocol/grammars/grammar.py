@@ -33,9 +33,6 @@ Without a bound, a model that prefers blanks writes them until `max_tokens`.
 
 _WHITE_SPACE_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern")
 
-_NO_FORCING: Final = '%llguidance {"no_forcing": true}'
-"""An option of the whole grammar, whichever of its parts has it."""
-
 _FREE_TEXT: Final = r"TEXT: /(.|\n)*/"
 
 
@@ -50,10 +47,9 @@ class _StructuralTag(msgspec.Struct, frozen=True):
     triggers: list[str]
 
 
-def grammar_text(structured_output: StructuredOutput, *, allow_forcing: bool = True) -> str:
+def grammar_text(structured_output: StructuredOutput) -> str:
     """Return the grammar in llguidance's notation.
 
-    Without `allow_forcing`, masks allow every tokenization of a text that must follow, not only the usual one.
     Raises ParameterError for a specification that cannot be read.
     """
     spec = structured_output.spec
@@ -62,14 +58,9 @@ def grammar_text(structured_output: StructuredOutput, *, allow_forcing: bool = T
             PARAM, f"must have at most {MAX_SPEC_LENGTH} characters, got {len(spec)}"
         )
     answer = _constraint(structured_output.kind, spec)
-    if structured_output.reasoning is not None:
-        whole = _after_reasoning(structured_output.reasoning)
-    elif allow_forcing:
+    if structured_output.reasoning is None:
         return json.dumps({"grammars": [answer]})
-    else:
-        whole = "start: @answer"
-    if not allow_forcing:
-        whole = f"{_NO_FORCING}\n{whole}"
+    whole = _after_reasoning(structured_output.reasoning)
     return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", **answer}]})
 
 

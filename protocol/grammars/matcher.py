@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from ..errors import EngineError
 from ..sampling_params import StructuredOutput
 from .grammar import grammar_text, shorten_error
-from .special_texts import contains_special_text
+from .special_tokens import SpecialTokens, special_tokens_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -43,12 +43,35 @@ class GrammarState:
 
     matcher: LLMatcher
     end_token_ids: frozenset[int]
+    special_tokens: SpecialTokens
     num_ends_after_stop: int = 0
 
     @property
     def error(self) -> str:
         """Why the matcher accepts nothing any more; "" while it does."""
         return shorten_error(self.matcher.get_error()) if self.matcher.is_error() else ""
+
+    def compute_mask(self) -> bytes:
+        """Return the tokens that may come next, one bit each."""
+        mask = bytearray(self.matcher.compute_bitmask())
+        self.allow_special_texts(memoryview(mask))
+        return bytes(mask)
+
+    def allow_special_texts(self, mask: memoryview) -> None:
+        """Where a computed mask allows a special token in the place of its text, allow the text instead."""
+        if not (allowed := self.special_tokens.find_allowed(mask)):
+            return
+        matcher = self.matcher
+        if matcher.is_stopped() or matcher.is_error():
+            return
+        refused = [token_id for token_id in allowed if not matcher.validate_tokens([token_id])]
+        if not refused:
+            return
+        instead = self.special_tokens.find_first_token(matcher.compute_ff_bytes())
+        if instead is not None:
+            mask[instead // 8] |= 1 << instead % 8
+            for token_id in refused:
+                mask[token_id // 8] &= ~(1 << token_id % 8) & 0xFF
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance by these tokens. Return False if the grammar forbids one of them."""
@@ -78,6 +101,8 @@ class GrammarState:
         if not self.accept(token_ids):
             return []
         forced = [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
+        if not self.special_tokens.ids.isdisjoint(forced):
+            forced = forced[: self.matcher.validate_tokens(forced)]
         return forced if not token_ids or self.rollback(len(token_ids)) else []
 
     def rollback(self, num_tokens: int) -> bool:
@@ -101,7 +126,7 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
         str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None
     )
     # Find the special tokens now: processes forked from this one need not find them again.
-    contains_special_text(tokenizer, "")
+    special_tokens_of(tokenizer)
     return tokenizer
 
 
@@ -145,9 +170,7 @@ def compile_grammar(
     """
     from llguidance import LLMatcher
 
-    has_special_text = contains_special_text(tokenizer, structured_output.spec)
-    text = grammar_text(structured_output, allow_forcing=not has_special_text)
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, grammar_text(structured_output), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

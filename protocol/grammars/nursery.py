@@ -53,6 +53,7 @@ from .messages import (
     decode_request,
     frame,
 )
+from .special_tokens import special_tokens_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -115,13 +116,13 @@ class _Child:
             match request:
                 case Compile(structured_output):
                     matcher = self._compile(structured_output, is_isolated=True)
-                    self._state = GrammarState(matcher, self._eos)
+                    self._state = self._new_state(matcher)
                 case Advance(token_ids):
                     assert self._state is not None
                     if not self._state.accept(token_ids):
                         return Failed(self._state.error or "it forbids a token that was generated")
             assert self._state is not None
-            bits = self._state.matcher.compute_bitmask()
+            bits = self._state.compute_mask()
             return Failed(self._state.error) if self._state.error else Mask(bits)
         except MemoryError:
             os.kill(os.getpid(), signal.SIGABRT)
@@ -164,27 +165,33 @@ class _Child:
             with contextlib.suppress(EngineError):
                 matcher = self._compile(structured_output, is_isolated=False)
                 took = time.thread_time() - began
-                if took <= MAX_SHARED_COMPILE_S and self._is_cheap(matcher):
+                if took <= MAX_SHARED_COMPILE_S and _is_cheap(self._new_state(matcher)):
                     return False
         self._compile(structured_output, is_isolated=True)
         return True
 
-    def _is_cheap(self, matcher: LLMatcher) -> bool:
-        """Return whether the tokens of a walk through the grammar cost little."""
-        seed = 1
-        for _ in range(TRIAL_TOKENS):
-            began = time.thread_time()
-            bits = matcher.compute_bitmask()
-            if matcher.is_error():
-                return False
-            if matcher.is_stopped():
-                return True
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            if not matcher.consume_token(_allowed_token(bits, seed)):
-                return False
-            if time.thread_time() - began > MAX_SHARED_TOKEN_S:
-                return False
-        return True
+    def _new_state(self, matcher: LLMatcher) -> GrammarState:
+        assert not isinstance(self._tokenizer, str)
+        return GrammarState(matcher, self._eos, special_tokens_of(self._tokenizer))
+
+
+def _is_cheap(state: GrammarState) -> bool:
+    """Return whether the tokens of a walk through the grammar cost little."""
+    matcher = state.matcher
+    seed = 1
+    for _ in range(TRIAL_TOKENS):
+        began = time.thread_time()
+        bits = state.compute_mask()
+        if matcher.is_error():
+            return False
+        if matcher.is_stopped():
+            return True
+        seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+        if not matcher.consume_token(_allowed_token(bits, seed)):
+            return False
+        if time.thread_time() - began > MAX_SHARED_TOKEN_S:
+            return False
+    return True
 
 
 def _problem(structured_output: StructuredOutput, error: BaseException) -> str:

@@ -363,6 +363,43 @@ def test_what_leaves_no_choice_is_known_in_advance(manager: StructuredOutputMana
     assert allowed(manager).tolist() == [EOS]
 
 
+SPELLINGS = {
+    "literal": (GrammarKind.LARK, 'start: "a<|im_end|>b"'),
+    "two literals": (GrammarKind.LARK, 'start: "a<|im" "_end|>b"'),
+    "escape": (GrammarKind.LARK, 'start: "a\\u003c|im_end|>b"'),
+    "regex escape": (GrammarKind.REGEX, r"a\x3c\|im_end\|>b"),
+    "character class": (GrammarKind.REGEX, r"a[<]\|im_end\|>b"),
+    "group": (GrammarKind.REGEX, r"a<\|im_(end|end)\|>b"),
+    "after free text": (GrammarKind.REGEX, r"a<(\|im_end\|>b|\|im_end\|>b)"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_forced_text_of_a_special_token_stays_text(
+    manager: StructuredOutputManager, spelling: str, is_isolated: bool
+) -> None:
+    kind, spec = SPELLINGS[spelling]
+    compiled(manager, StructuredOutput(kind, spec, is_isolated=is_isolated))
+    text = ""
+    while text != "a<|im_end|>b":
+        choices = allowed(manager).tolist()
+        assert EOS not in choices
+        assert EOS not in manager.forced_tokens(0, [])
+        assert manager.accept_tokens(0, choices[-1:])
+        assert not any(await_events(manager).values())
+        text += TOKENIZER.decode(choices[-1:], skip_special_tokens=False)
+    assert allowed(manager).tolist() == [EOS]
+
+
+def test_grammar_may_name_a_special_token(manager: StructuredOutputManager) -> None:
+    compiled(manager, StructuredOutput(GrammarKind.LARK, 'start: "a" <|im_start|> "b"'))
+    start = TOKENIZER.encode("<|im_start|>", add_special_tokens=False)
+    assert manager.forced_tokens(0, []) == [*TOKENIZER.encode("a"), *start, *TOKENIZER.encode("b")]
+    assert manager.accept_tokens(0, TOKENIZER.encode("a"))
+    assert allowed(manager).tolist() == start
+
+
 def test_a_grammar_that_refuses_drafts_after_all_fails_its_own_request(
     manager: StructuredOutputManager,
 ) -> None:
