@@ -14,6 +14,7 @@ from ..protocol.transport import StatusReporter
 
 
 def main() -> int:
+    """Run a frontend and return its exit code."""
     config_path, index, listen_fd, epoch = sys.argv[1:]
     config = load_config(config_path, int(epoch))
     client_index = int(index)

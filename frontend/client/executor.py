@@ -27,12 +27,12 @@ request_digest: ContextVar[bytes | None] = ContextVar("request_digest", default=
 
 
 class ThreadExecutor:
-    """Runs functions in threads, in order to keep the event loop responsive.
+    """Runs functions in threads, to keep the event loop responsive.
+
+    The `journal` records the request of each running function, so that a crash can be traced to it.
 
     Attributes:
         num_waiting_characters: Total size of unfinished long work.
-
-    The `journal` records the request of each running function, so that a crash can be traced to it.
     """
 
     def __init__(self, journal: ParseJournal | None = None) -> None:
@@ -42,6 +42,7 @@ class ThreadExecutor:
         self.num_waiting_characters = 0
 
     def close(self) -> None:
+        """Cancel waiting work and let the threads end."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -57,19 +58,19 @@ class ThreadExecutor:
             return await self.in_thread(function, *args)
         self.num_waiting_characters += size
         try:
-            return await self._in(self._long, function, *args)
+            return await self._run_in(self._long, function, *args)
         finally:
             self.num_waiting_characters -= size
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
         """Call a short-running `function` in a thread."""
-        return await self._in(self._short, function, *args)
+        return await self._run_in(self._short, function, *args)
 
     def call(self, function: Callable[..., T], *args: object) -> T:
         """Call `function` on this thread and record it in the journal."""
         return self._call(request_digest.get(), function, *args)
 
-    async def _in(
+    async def _run_in(
         self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: object
     ) -> T:
         loop = asyncio.get_running_loop()
@@ -80,11 +81,11 @@ class ThreadExecutor:
     def _call(self, digest: bytes | None, function: Callable[..., T], *args: object) -> T:
         if digest is None or self._journal is None:
             return function(*args)
-        slot = self._journal.enter(digest)
+        slot = self._journal.begin_parsing(digest)
         try:
             return function(*args)
         finally:
-            self._journal.leave(slot)
+            self._journal.end_parsing(slot)
 
 
 def _start_threads(kind: str) -> ThreadPoolExecutor:

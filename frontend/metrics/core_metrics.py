@@ -1,4 +1,4 @@
-"""The counts of one core, and how those of several frontends are combined."""
+"""The counts for one core, and their sum over all frontends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class CoreMetrics(msgspec.Struct):
-    """One frontend's counts for one core and its own sequences there.
+    """One frontend's counts for one core and the frontend's own sequences there.
 
-    `stats_time` is when the gauges in `stats` arrived (CLOCK_MONOTONIC seconds, 0.0 for never). A core sends them
-    to only one of its frontends.
+    Attributes:
+        stats_time: When the gauges in `stats` arrived (CLOCK_MONOTONIC seconds); 0.0 for never. A core sends them to
+            only one of its frontends.
+        num_frames_dropped_there: Messages that the core dropped.
+        num_frames_dropped_here: Messages from the core that this frontend dropped.
     """
 
     counters: dict[str, int]
@@ -35,7 +38,7 @@ class CoreMetrics(msgspec.Struct):
     num_accepted_per_pos: list[int] = []
 
     def count_accepted(self, per_pos: list[int]) -> None:
-        """Add how many drafts were accepted at each position."""
+        """Add the numbers of accepted draft tokens, by position among the drafts of a step."""
         counts = self.num_accepted_per_pos
         counts += [0] * (len(per_pos) - len(counts))
         for position, number in enumerate(per_pos):
@@ -48,7 +51,7 @@ class CoreMetrics(msgspec.Struct):
         _add(self.num_rejected, other.num_rejected)
         self.count_accepted(other.num_accepted_per_pos)
         for name, histogram in self.histograms.items():
-            histogram.add(other.histograms[name])
+            histogram.add_counts(other.histograms[name])
         self.num_frames_dropped_there += other.num_frames_dropped_there
         self.num_frames_dropped_here += other.num_frames_dropped_here
         if other.stats_time > self.stats_time:
@@ -65,10 +68,10 @@ _decode = msgspec.msgpack.Decoder(list[CoreMetrics]).decode
 
 
 class SharedMetrics:
-    """The metrics of all frontends of an engine. Each stores a copy of its own in the run directory.
+    """The metrics of all frontends of an engine.
 
-    Frontends share a port, so a scrape reaches any one of them and must return the counts of all. A restarted
-    frontend continues from the last copy, so that no counter decreases.
+    Frontends share a port, so a scrape reaches any one of them and must return the counts of all. Each stores its
+    counts in the run directory. A restarted frontend continues from them, so that no counter decreases.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -85,7 +88,7 @@ class SharedMetrics:
         return _read(self._own)
 
     def publish(self, cores: list[CoreMetrics]) -> None:
-        """Write these counts for other frontends. While writing fails, they see the last copy."""
+        """Write these counts for other frontends. If that fails, they read the previous counts."""
         scratch = self._own.with_suffix(".new")
         try:
             scratch.write_bytes(_encode(cores))

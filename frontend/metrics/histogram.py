@@ -12,7 +12,7 @@ import msgspec
 
 
 class Histogram(msgspec.Struct):
-    """Counts observations by inclusive upper bound. The last count is for those above every bound."""
+    """Counts of observations by inclusive upper bound. The last count is for values above every bound."""
 
     bounds: list[float]
     counts: list[int]
@@ -20,18 +20,20 @@ class Histogram(msgspec.Struct):
 
     @classmethod
     def with_bounds(cls, bounds: tuple[float, ...]) -> Histogram:
+        """Return an empty histogram."""
         return cls(list(bounds), [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, as often as `times` says."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def observe_all(self, values: Iterable[float]) -> None:
-        """Observe all values. This is fast if many are equal, such as the intervals between tokens of two steps."""
+        """Count all values. This is fast if many are equal, such as the intervals between the tokens of two steps."""
         for value, times in Counter(values).items():
             self.observe(value, times)
 
-    def add(self, other: Histogram) -> None:
+    def add_counts(self, other: Histogram) -> None:
         """Add the counts of another histogram with the same bounds."""
         self.counts = list(map(add, self.counts, other.counts))
         self.sum += other.sum

@@ -57,7 +57,8 @@ class MeasuredSequence(Protocol):
     finish_time: float
 
     @property
-    def num_generated_tokens(self) -> int: ...
+    def num_generated_tokens(self) -> int:
+        """The number of generated tokens so far."""
 
 
 class Metrics(Collector):
@@ -78,7 +79,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         if config.parallel.api_server_count == 1:
-            # With several frontends a scrape reaches any one of them, and process metrics cannot be summed.
+            # With several frontends, a scrape reaches any one of them, and process metrics cannot be summed.
             ProcessCollector(registry=self._registry)
 
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
@@ -107,6 +108,7 @@ class Metrics(Collector):
             core.histograms["inter_token_latency_seconds"].observe_all(intervals)
 
     def record_first_token(self, sequence: MeasuredSequence) -> None:
+        """Record that a sequence has its first token."""
         core = self._cores[sequence.core_index]
         core.counters["prompt_tokens"] += sequence.num_prompt_tokens
         waited = time.monotonic() - sequence.arrival_time
@@ -155,9 +157,11 @@ class Metrics(Collector):
             )
 
     def record_rejection(self, core_index: int, reason: str) -> None:
+        """Record that a core did not admit a request."""
         self._cores[core_index].num_rejected[reason] += 1
 
     def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
+        """Record the statistics that a core sent."""
         core = self._cores[core_index]
         core.stats, core.stats_time = stats, time.monotonic()
         counters = core.counters
@@ -197,6 +201,7 @@ class Metrics(Collector):
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Family]:
+        """Yield all metric families, summed over the frontends."""
         cores = self._shared.total(self._recorded())
         yield from self._families(
             "engine", cores, {**GAUGES, **OWN_GAUGES}, _counted({**COUNTERS, **OWN_COUNTERS})
@@ -212,6 +217,7 @@ class Metrics(Collector):
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
 
     def describe(self) -> Iterator[Family]:
+        """Return nothing, because `collect` depends on the configuration."""
         return iter(())
 
     def _recorded(self) -> list[CoreMetrics]:
@@ -234,7 +240,7 @@ class Metrics(Collector):
         yield self._family_by(
             GaugeMetricFamily,
             f"{prefix}:num_requests_waiting_by_reason",
-            "Sequences that wait for room, or first for a grammar or for blocks from elsewhere.",
+            "Waiting sequences: for capacity, or deferred for a grammar or blocks from elsewhere.",
             "reason",
             [{why: count(core.stats) for why, count in WAITING_REASONS.items()} for core in cores],
         )
@@ -261,7 +267,7 @@ class Metrics(Collector):
         yield self._family_by(
             CounterMetricFamily,
             f"{prefix}:admission_rejections",
-            "Requests that were refused at the door.",
+            "Requests that were not admitted.",
             "reason",
             [core.num_rejected for core in cores],
         )
@@ -271,7 +277,7 @@ class Metrics(Collector):
     def _family(
         self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
     ) -> ScalarFamily:
-        """One sample for each replica."""
+        """Return a family with one sample per replica."""
         family = kind(name, documentation, labels=["model_name", "engine"])
         for index, value in enumerate(values):
             family.add_metric([self._model_name, str(index)], value)
@@ -285,7 +291,7 @@ class Metrics(Collector):
         label: str,
         values: Iterable[Mapping[str, float]],
     ) -> ScalarFamily:
-        """One sample for each replica and value of `label`."""
+        """Return a family with one sample per replica and value of `label`."""
         family = kind(name, documentation, labels=["model_name", "engine", label])
         for index, by_label in enumerate(values):
             for label_value, value in by_label.items():
@@ -295,7 +301,7 @@ class Metrics(Collector):
     def _histograms(
         self, prefix: str, cores: list[CoreMetrics], names: dict[str, str]
     ) -> Iterator[Family]:
-        """Histograms under other names: `names` maps each to its own."""
+        """Yield the histograms that `names` maps new names to."""
         for name, source in names.items():
             family = HistogramMetricFamily(
                 f"{prefix}:{name}",
@@ -313,7 +319,7 @@ class Metrics(Collector):
         family = self._family_by(
             CounterMetricFamily,
             "engine:dropped_frames",
-            "Messages that did not decode, made no sense or came twice, by who dropped them.",
+            "Invalid or duplicate messages, by the process that dropped them.",
             "process",
             [
                 {"core": core.num_frames_dropped_there, "frontend": core.num_frames_dropped_here}
@@ -326,7 +332,7 @@ class Metrics(Collector):
             num_dropped[process.replica] += process.num_dropped_frames
         for index in range(len(cores)):
             family.add_metric([self._model_name, str(index), "worker"], num_dropped[index])
-        # What the supervisor and the frontends tell one another is of no replica; every frontend tells the same.
+        # Messages between the supervisor and the frontends belong to no replica; every frontend reports the same count.
         family.add_metric([self._model_name, "", "frontend"], num_dropped[None])
         family.add_metric([self._model_name, "", "supervisor"], status.num_dropped_frames)
         return family
@@ -343,7 +349,7 @@ class Metrics(Collector):
         cache = self._config.cache
         family = GaugeMetricFamily(
             f"{prefix}:cache_config_info",
-            "How the KV cache of each core is cut.",
+            "The block size, block count and settings of each core's KV cache.",
             labels=[
                 *("model_name", "engine", "block_size", "num_gpu_blocks"),
                 *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),

@@ -24,7 +24,7 @@ WAITING_REASONS: Final[dict[str, Callable[[SchedulerStats], float]]] = {
 
 OLD_GAUGES: Final = {"gpu_cache_usage_perc": GAUGES["kv_cache_usage_perc"]}
 OLD_HISTOGRAMS: Final = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
-"""What vLLM called some metrics before; dashboards still do."""
+"""Former vLLM names, which dashboards still use, and the current names."""
 
 OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "cpu_offload_usage_perc": (
@@ -146,7 +146,7 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
         BLOCK_TIME_BOUNDS,
     ),
 }
-"""Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
+"""Documentation and bucket bounds by name; None stands for 1, 2, 5, 10 ... up to the context length."""
 
 OWN_HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_scheduler_time_seconds": (

@@ -1,0 +1,1 @@
+"""Finding, downloading and configuring the model to serve."""

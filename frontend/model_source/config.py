@@ -38,7 +38,7 @@ SAMPLING_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Field of generation_config.json -> sampling parameter."""
+"""Sampling parameters by their names in generation_config.json."""
 
 GGUF_SAMPLING_KEYS = {
     "temp": "temperature",
@@ -47,7 +47,7 @@ GGUF_SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# These scale positions that max_position_embeddings already counts.
+# With these types, max_position_embeddings already includes the scaling.
 LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "proportional")
 
 
@@ -94,7 +94,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
 
 
 def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:
-    """Return the quantization that the worker must apply; None if the checkpoint already has it."""
+    """Return the quantization for the worker to apply; None if the checkpoint already has it."""
     if asked not in CHECKPOINT_QUANTIZATIONS:
         return asked
     found = config.first_section("quantization_config", "compression_config").get("quant_method")
@@ -162,7 +162,7 @@ def _max_model_len(config: ConfigFields, wanted: int | None) -> int:
     if wanted > limit:
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the model's context length of {limit} ({config.path}); lower it, or extend the "
-            """model with --hf-overrides '{"rope_scaling": {…}}' if it was made for that"""
+            """model with --hf-overrides '{"rope_scaling": {…}}' if it supports that"""
         )
     return wanted
 
@@ -187,7 +187,7 @@ def _length_limit(config: ConfigFields) -> int | None:
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
-    """Return the id of the tokenizer's end token; nothing if its files are missing or do not name one."""
+    """Return the id of the tokenizer's end token; [] if its files are missing or do not name one."""
     if path.suffix == ".gguf":
         return GGUFFields(GGUFFile(path).metadata, path, "tokenizer.ggml.").token_ids(
             "eos_token_id"
@@ -204,7 +204,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The required fields of tokenizer.json, so that parsing skips its vocabulary."""
+    """The fields of tokenizer.json that are read, so that parsing skips its vocabulary."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -256,7 +256,7 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
 
 
 def _sampling_value(name: str, value: Any) -> float | int:
-    """Return the validated value. Raise ParameterError if this field of generation_config.json cannot have it."""
+    """Return the validated value; raise ParameterError if it is invalid for this field of generation_config.json."""
     parameter = SAMPLING_FIELDS[name]
     try:
         params = msgspec.convert({parameter: value}, SamplingParams)

@@ -1,6 +1,6 @@
 """The default model: a GGUF file in a wheel on the package index.
 
-So a machine that can reach only a package index gets a real model with one command.
+A machine that can reach only a package index gets a working model with one command.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class PackagedModel:
     """A model file in a wheel.
 
     Attributes:
+        name: The name under which it is served.
         requirement: The wheel's pip requirement.
         package: The package that the wheel installs.
         member: The path of the model file in the wheel.
+        sha256: The hash of the model file.
     """
 
     name: str
@@ -48,6 +50,7 @@ class PackagedModel:
 
     @property
     def file_name(self) -> str:
+        """The name of the model file without its directory."""
         return self.member.rpartition("/")[2]
 
 

@@ -54,7 +54,11 @@ def fetch_checkpoint(
 def fetch_tokenizer(
     repo: str, *, revision: str | None, cache_dir: str | None, console: Console
 ) -> Path:
-    """Return the directory of a repository's tokenizer files. Raises ConfigError as `fetch_checkpoint` does."""
+    """Return the directory of a repository's tokenizer files.
+
+    Raises:
+        ConfigError: The repository does not exist, or the hub cannot be reached and the files are not cached.
+    """
     with _readable_errors(repo, revision):
         return _snapshot(repo, TOKENIZER_FILES, IGNORED_FILES, revision, cache_dir, console)
 
@@ -82,7 +86,7 @@ def _choose_gguf(repo: str, names: list[str], wanted: str | None) -> list[str]:
     if not by_stem:
         raise CheckpointError(
             repo,
-            "the repository has neither .safetensors nor .gguf files; use a repository that has",
+            "the repository has neither .safetensors nor .gguf files; use one that has",
         )
     if wanted is not None:
         pattern = wanted.lower() if wanted.endswith(".gguf") else f"*{wanted.lower()}.gguf"

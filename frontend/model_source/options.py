@@ -18,7 +18,7 @@ CHECKPOINT_QUANTIZATIONS = {
     "fp8": "fp8",
     "compressed-tensors": "compressed-tensors",
 }
-"""Values of `--quantization` for quantized checkpoints -> the `quant_method` that the config must have."""
+"""The `quant_method` that a checkpoint must have, by the value of `--quantization`."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

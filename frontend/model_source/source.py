@@ -1,4 +1,4 @@
-"""Finds the local checkpoint for the model name that the user gave."""
+"""Finds the local checkpoint for a model name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
 
 
 def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) -> Path:
-    """Return the path of the tokenizer: the checkpoint itself, unless `options.tokenizer` is set."""
+    """Return the path of the tokenizer: the checkpoint itself, unless `options.tokenizer` is set.
+
+    Raises:
+        ConfigError: There is no such tokenizer.
+    """
     if options.tokenizer is None:
         return checkpoint
     path = Path(options.tokenizer).expanduser()
@@ -78,7 +82,7 @@ def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) ->
 
 
 def find_tokenizer_directory(options: ModelOptions, tokenizer_path: Path) -> Path | None:
-    """Return the directory with the tokenizer.json to serve with; None if it is to be served without one."""
+    """Return the directory of the tokenizer.json; None if the model is served without a tokenizer."""
     return None if options.skip_tokenizer_init else tokenizer_json_path(tokenizer_path).parent
 
 
@@ -89,7 +93,7 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
             return path
         if path.suffix in _WEIGHT_SUFFIXES:
             raise CheckpointError(
-                path, f"a single weight file is not a checkpoint; use its directory {path.parent}"
+                path, f"one weight file is not a checkpoint; use its directory {path.parent}"
             )
         raise CheckpointError(path, "not a model; use a checkpoint's directory or a .gguf file")
     ggufs = _gguf_checkpoints(path)
@@ -126,4 +130,4 @@ def _missing_weights(path: Path) -> str:
             "the weights are pickled (*.bin), which can run code when loaded and is not supported; "
             "convert them to .safetensors"
         )
-    return "there are no *.safetensors files beside config.json; download the weights"
+    return "there are no *.safetensors files next to config.json; download the weights"

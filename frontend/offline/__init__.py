@@ -1,0 +1,1 @@
+"""Batch generation without a server."""

@@ -1,4 +1,4 @@
-"""`LLM`: batch generation from Python, without a server."""
+"""Batch generation from Python, without a server."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CompletionOutput:
 class RequestMetrics:
     """The times of one prompt in CLOCK_MONOTONIC seconds; 0.0 for events that did not happen.
 
-    With several outputs, the first start and the last end count. `scheduler_time` is the seconds that the scheduler
-    worked while the prompt was running, 0.0 if a stop string ended it.
+    With several outputs, the first start and the last end are given. `scheduler_time` is the number of seconds that the
+    scheduler worked while the prompt was running, or 0.0 if a stop string ended it.
     """
 
     arrival_time: float
@@ -106,7 +106,7 @@ class LLM:
             sampling_params: For all prompts, or one per prompt. The default is the model's own.
 
         Raises:
-            ParameterError: The model cannot serve a prompt or parameter; nothing was generated.
+            ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
         several = isinstance(prompts, list | tuple) and not (
             prompts and isinstance(prompts[0], int)
@@ -125,11 +125,16 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. `generate` describes the common arguments.
+        """Answer one conversation, or each of several, and return the outputs in their order.
 
         Args:
             messages: One conversation or a list of them.
+            sampling_params: For all conversations, or one per conversation. The default is the model's own.
             chat_template: A template or the path of one, instead of the model's own.
+            add_generation_prompt: Whether the prompt ends with the start of an assistant message.
+            continue_final_message: Whether the model continues the last message.
+            tools: Function definitions in OpenAI's format.
+            chat_template_kwargs: Extra variables for the template.
 
         Raises:
             ParameterError: There is no chat template, or a parameter is invalid.
@@ -153,11 +158,11 @@ class LLM:
         return self._generate(prompts, sampling_params)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the model's own sampling parameters from its generation config."""
+        """Return the sampling parameters in the model's generation config."""
         return SamplingParams(**self._engine.config.frontend.default_sampling)  # type: ignore[arg-type]
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache. Return False while requests are running."""
+        """Clear the prefix cache. Return False if it was in use by running requests."""
         return self._engine.run(self._engine.client.reset_prefix_cache())
 
     def close(self) -> None:
@@ -186,7 +191,7 @@ class LLM:
         template = self._templates[instead].choose(with_tools)
         if template is None:
             raise ParameterError(
-                "chat_template", "is required, because this model has no chat template"
+                "chat_template", "is required because this model has no chat template"
             )
         return template
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WATCH_INTERVAL_S: Final = 0.1
+"""Seconds between checks of the processes."""
 
 UNBOUNDED_QUEUE: Final = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
 """A batch may have any size, because its requests are in memory anyway."""
@@ -67,7 +68,7 @@ class LocalEngine:
             self._resources = resources.pop_all()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the engine's loop and wait for it. An interrupt here cancels it there."""
+        """Run `work` on the engine's loop and return its result. An interrupt of the wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

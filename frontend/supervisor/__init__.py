@@ -1,0 +1,1 @@
+"""The parent process that starts, watches, restarts and stops every process of an engine."""

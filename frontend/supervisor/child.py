@@ -26,7 +26,7 @@ _SIGKILL: Final = {
 _FAULTS: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
 )
-"""Signals that a process raises by its own fault."""
+"""Signals that a process raises through a fault of its own code."""
 
 
 class Child:
@@ -55,25 +55,27 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process ID; 0 until the process runs."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
+        """True if the process has not exited."""
         return self._process.poll() is None
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the process exited by a fault of its own code, or hung and was killed."""
+        """True if the process exited by a fault of its own code, or hung and was killed."""
         code = self._process.poll()
         return bool(self.hang) or (code is not None and -code in _FAULTS)
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended the process, so that it could not report a final error."""
+        """True if a signal ended the process, so that it could not report a final error."""
         code = self._process.poll()
         return code is not None and code < 0
 
-    def enter(self, stage: Stage, detail: str) -> None:
+    def enter_stage(self, stage: Stage, detail: str) -> None:
         """Record a stage that the process reported."""
         self.stage, self.detail = stage, detail
         self.last_beat = time.monotonic()
@@ -101,7 +103,8 @@ class Child:
             return f"{self.spec.name} spent {self.progress.busy_s:.0f} s in one step"
         return ""
 
-    def info(self, now: float, num_restarts: int, num_dropped_frames: int) -> ProcessInfo:
+    def process_info(self, now: float, num_restarts: int, num_dropped_frames: int) -> ProcessInfo:
+        """Return the state of the process for status reports. `now` is in CLOCK_MONOTONIC seconds."""
         is_frontend = self.spec.role is Role.FRONTEND
         return ProcessInfo(
             name=self.spec.name,
@@ -121,6 +124,7 @@ class Child:
         )
 
     def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
         self._process.send_signal(signum)
 
     def kill(self) -> None:
@@ -129,13 +133,14 @@ class Child:
             self._process.kill()
 
     def close(self) -> None:
+        """Release the resources of a process that has exited or was killed."""
         self._process.close()
         if self.exit_fd is not None:
             os.close(self.exit_fd)
             self.exit_fd = None
 
     def exit_summary(self) -> str:
-        """Return one line that says how the process exited and why."""
+        """Return one line that says how and why the process exited."""
         if self.stage is Stage.FAILED:
             return f"{self.spec.name}: {self.detail}"
         if self.hang:

@@ -9,8 +9,11 @@ from typing import TextIO
 from ...protocol.supervisor_messages import ProcessStatus, Stage
 
 BAR_WIDTH = 24
+"""Characters of the progress bar."""
 REDRAW_S = 0.05
+"""Minimum seconds between redraws on a terminal."""
 PLAIN_REPEAT_S = 10.0
+"""Seconds between progress lines elsewhere."""
 
 
 def format_bytes(count: float) -> str:
@@ -26,8 +29,8 @@ def format_bytes(count: float) -> str:
 class Console:
     """Writes lines that start with the seconds since the console was created.
 
-    On a terminal the line of a running transfer is redrawn in place. Elsewhere it is printed when the transfer
-    begins, every ten seconds, and when it ends.
+    On a terminal, the line of a running transfer is redrawn in place. Elsewhere it is printed when the transfer begins,
+    every ten seconds, and when it ends.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -39,9 +42,11 @@ class Console:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the console was created."""
         return time.monotonic() - self._started
 
     def line(self, text: str) -> None:
+        """Write a line."""
         self._end_bar()
         self._write(f"{self._stamped(text)}\n")
 
@@ -103,6 +108,7 @@ class StartupProgress:
         self._warming = False
 
     def update(self, status: ProcessStatus) -> None:
+        """Show a report of one process."""
         if status.stage is Stage.LOADING and status.total and not self._loaded:
             self._loading[status.process] = (status.done, status.total)
             done = sum(done for done, _ in self._loading.values())

@@ -40,8 +40,9 @@ class Listener:
             self.url = f"{scheme}://{_reachable_host(config.host)}:{self.port}{config.root_path}"
 
     def close(self) -> None:
-        """Close the socket and delete its path. Later calls do nothing, because the path may belong to another process
-        by then.
+        """Close the socket and delete its path.
+
+        Later calls do nothing, because the path may belong to another process by then.
         """
         self.socket.close()
         uds, self._uds = self._uds, None

@@ -1,4 +1,4 @@
-"""A process on this machine, and the interface that every process offers to its parent."""
+"""A process on this machine, and the interface through which its parent controls any process."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ NOT_STARTED: Final = 127
 
 
 class Role(enum.Enum):
+    """The kind of a process."""
+
     FRONTEND = enum.auto()
     CORE = enum.auto()
     WORKER = enum.auto()
@@ -26,16 +28,17 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process.
+    """A process to start.
 
     Attributes:
         name: The process title, and the name in every report.
+        role: The kind of the process.
         argv: The command line. The epoch is appended as the last argument.
+        pass_fds: File descriptors that the process inherits.
         replica: The replica of a core or worker.
         node: The rank of another machine to run on; None for this one.
         env: Variables that are added to the environment.
-        can_wait: Whether the process may be started without an epoch before it is needed, and receives the epoch
-            later.
+        can_wait: Whether the process may be started before it is needed, and receive its epoch later.
     """
 
     name: str
@@ -53,11 +56,9 @@ class Process(Protocol):
 
     Attributes:
         pid: The process ID, 0 until it runs.
-        exit_fd: Becomes readable when the process exits; None if the system does not support this. The caller
-            closes it.
+        exit_fd: Becomes readable when the process exits; None if the system does not support this. The caller closes
+            it.
         reason: Why the process does not run, if more is known than its exit code.
-        saw_oom_kills: Whether the kernel's out-of-memory killer killed any process since this one started; None
-            if unknown.
     """
 
     pid: int
@@ -67,13 +68,15 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
 
-    def send_signal(self, signum: signal.Signals) -> None: ...
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
 
     def kill(self) -> None:
         """Send SIGKILL to the process and its process group."""
 
     @property
-    def saw_oom_kills(self) -> bool | None: ...
+    def saw_oom_kills(self) -> bool | None:
+        """True if the kernel's out-of-memory killer was active since the process started; None if unknown."""
 
     def close(self) -> None:
         """Release the resources of a process that has exited or was killed."""
@@ -117,6 +120,7 @@ class LocalProcess:
 
     @property
     def saw_oom_kills(self) -> bool | None:
+        """True if the kernel's out-of-memory killer was active since the process started; None if unknown."""
         if self._oom_kills_before is None:
             return None
         return _num_oom_kills() != self._oom_kills_before
@@ -126,7 +130,7 @@ class LocalProcess:
         if self._popen is None:
             return False
         assert self._popen.stdin is not None
-        # Waiting processes have no heartbeats, so nobody would notice that this one was suspended.
+        # A waiting process sends no heartbeats, so the supervisor cannot detect that it was suspended.
         self.send_signal(signal.SIGCONT)
         try:
             self._popen.stdin.write(b"%d\n" % epoch)
@@ -135,13 +139,16 @@ class LocalProcess:
         return True
 
     def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
         return NOT_STARTED if self._popen is None else self._popen.poll()
 
     def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
         if self._popen is not None:
             self._popen.send_signal(signum)
 
     def kill(self) -> None:
+        """Send SIGKILL to the process and its process group."""
         if self._popen is not None and self._popen.poll() is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -149,6 +156,7 @@ class LocalProcess:
                 self._popen.kill()
 
     def close(self) -> None:
+        """Wait until the process has exited and release its resources."""
         if self._popen is None:
             return
         self._popen.wait()

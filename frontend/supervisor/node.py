@@ -1,9 +1,8 @@
 """A machine that runs workers for an engine whose cores and frontends run elsewhere.
 
-It executes the commands of the supervisor on node 0, and decides only two things itself. When node 0 is silent for
-the heartbeat timeout, it kills its workers, because their replica is being restarted without them, and connects
-again. When it receives a stop signal, its workers stay for as long as node 0 may be draining, because all machines
-may have received the signal at once.
+It executes the commands of the supervisor on node 0, with two exceptions. If node 0 sends nothing for the heartbeat
+timeout, it kills its workers, because their replica restarts without them, and connects again. After a stop signal, its
+workers keep running for as long as node 0 may be draining, because all machines may have received the signal at once.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from .signals import StopRequested, StopSignals
 from .supervisor import DRAIN_GRACE_S, engine_processes
 
 FINAL_ERROR_S: Final = 0.1
-"""How long to wait, in seconds, for the last report of a process that exited."""
+"""Seconds to wait for the last report of a process that exited."""
 
 FAREWELL_MS: Final = 500
-"""How long, in milliseconds, sending the last message to node 0 may take."""
+"""Maximum milliseconds for sending the last message to node 0."""
 
 REMINDER_S: Final = 10.0
-"""How often, in seconds, an unanswered node logs a reminder."""
+"""Seconds between reminders in the log of a node that node 0 does not answer."""
 
 
 class NodePlace(msgspec.Struct, frozen=True):
@@ -70,6 +69,7 @@ class NodePlace(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
+        """The ZeroMQ address of node 0."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port}"
 

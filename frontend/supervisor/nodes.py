@@ -1,4 +1,4 @@
-"""The supervisor's view of the engine's other machines."""
+"""The supervisor's connections to the engine's other machines."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LOST: Final = -signal.SIGKILL
 """The exit code recorded for processes of a lost node. The node kills them before it joins again."""
 
 GREETING_S: Final = 1.0
-"""How long, in seconds, a node may take to answer a welcome."""
+"""Maximum seconds for a node to answer a welcome."""
 
 FAREWELL_S: Final = 2.0
-"""How long, in seconds, nodes may take to stop their processes at shutdown."""
+"""Maximum seconds for nodes to stop their processes at shutdown."""
 
 
 class RemoteProcess:
@@ -58,27 +58,33 @@ class RemoteProcess:
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._returncode
 
-    def started(self, pid: int) -> None:
+    def record_start(self, pid: int) -> None:
+        """Record that the node has started the process."""
         self.pid, self.reason = pid, ""
 
-    def exited(self, returncode: int, reason: str = "") -> None:
+    def record_exit(self, returncode: int, reason: str = "") -> None:
+        """Record that the process has exited. Later calls do nothing."""
         if self._returncode is None:
             self._returncode, self.reason = returncode, reason
             os.close(self._exit_writer)
 
     def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
         self._nodes.send(self.node_rank, SignalProcess(self.spec.name, signum))
 
     def kill(self) -> None:
+        """Send SIGKILL to the process and its process group."""
         if self.was_requested:
             self.send_signal(signal.SIGKILL)
         else:
-            self.exited(LOST)
+            self.record_exit(LOST)
 
     def close(self) -> None:
-        self.exited(LOST)
+        """Stop tracking the process."""
+        self.record_exit(LOST)
         self._nodes.remove_process(self)
 
 
@@ -113,21 +119,25 @@ class Nodes:
 
     @property
     def num_dropped_frames(self) -> int:
-        """Frames from nodes that did not decode or came before the sender was admitted, and frames that nodes
-        dropped.
+        """The number of invalid frames from nodes, plus the frames that nodes dropped.
+
+        Frames from a node that has not been admitted count as invalid.
         """
         return self._hub.num_dropped_frames + self._num_dropped_frames
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
+        """The socket to poll for messages of nodes."""
         return self._hub.socket
 
     def launch(self, spec: ProcessSpec, epoch: int) -> RemoteProcess:
+        """Start a process as soon as its node has joined."""
         process = self._processes[spec.name] = RemoteProcess(spec, epoch, self)
         self._start_ready_processes()
         return process
 
     def remove_process(self, process: RemoteProcess) -> None:
+        """Stop tracking a process."""
         if self._processes.get(process.spec.name) is process:
             del self._processes[process.spec.name]
 
@@ -157,12 +167,12 @@ class Nodes:
             elif isinstance(message, ProcessStarted):
                 process = self._processes.get(message.name)
                 if process is not None and process.epoch == message.epoch:
-                    process.started(message.pid)
+                    process.record_start(message.pid)
                     yield ProcessStatus(message.name, Stage.STARTING, pid=message.pid)
             elif isinstance(message, ProcessExited):
                 process = self._processes.get(message.name)
                 if process is not None and process.pid == message.pid:
-                    process.exited(message.returncode, message.reason)
+                    process.record_exit(message.returncode, message.reason)
             elif isinstance(message, NodeLeft):
                 self._lose(rank, "left")
             elif isinstance(message, NodePing):
@@ -236,8 +246,9 @@ class Nodes:
                 self.send(process.node_rank, start)
 
     def _rendezvous_host(self, core_index: int) -> str | None:
-        """Return the host where the workers of a replica connect to each other; None if that node has not joined
-        yet.
+        """Return the host where the workers of a replica connect to each other.
+
+        Return None if the node of that host has not joined yet.
         """
         parallel = self._config.parallel
         first = parallel.node_of(core_index * parallel.workers_per_core)
@@ -261,4 +272,4 @@ class Nodes:
         self._report(f"node {rank} ({host}) {how}")
         for process in self._processes.values():
             if process.node_rank == rank and process.was_requested:
-                process.exited(LOST, f"its machine, node {rank}, {how}")
+                process.record_exit(LOST, f"its machine, node {rank}, {how}")

@@ -1,8 +1,8 @@
 """A journal of the request bodies that a frontend is parsing, which the supervisor reads after a crash.
 
-A frontend runs parsers over hostile input, and a parser that overflows its stack ends the process without a message.
-The journal is a small file in shared memory with the digest of each body that is being parsed. When a frontend
-crashes, the supervisor reads the journal, and every frontend then rejects the body that caused the crash.
+A frontend parses untrusted input, and a parser that overflows its stack ends the process without a message. The journal
+is a small file in shared memory with the digest of each body that is being parsed. When a frontend crashes, the
+supervisor reads the journal, and every frontend then rejects the body that caused the crash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Final
 DIGEST_BYTES: Final = 16
 
 REMEMBERED_S: Final = 300.0
+"""Seconds for which a body is rejected."""
 MAX_POISON_BODIES: Final = 256
+"""Maximum digests that are kept."""
 
 _NUM_SLOTS: Final = 16
 """Number of slots; must exceed the number of parser threads."""
@@ -26,6 +28,7 @@ _NONE: Final = bytes(DIGEST_BYTES)
 
 
 def journal_path(run_dir: str | Path, process: str) -> Path:
+    """Return the path of the journal of a process."""
     return Path(run_dir) / f"{process.replace(' ', '')}.parsing"
 
 
@@ -41,8 +44,8 @@ class ParseJournal:
             os.close(descriptor)
         self._free = deque(range(_NUM_SLOTS))
 
-    def enter(self, digest: bytes) -> int | None:
-        """Record that a parser runs on this body. Return the slot, to be passed to `leave`."""
+    def begin_parsing(self, digest: bytes) -> int | None:
+        """Record that a parser runs on this body. Return the slot, to be passed to `end_parsing`."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -51,7 +54,8 @@ class ParseJournal:
         self._slots[start : start + DIGEST_BYTES] = digest
         return slot
 
-    def leave(self, slot: int | None) -> None:
+    def end_parsing(self, slot: int | None) -> None:
+        """Record that the parser in this slot has finished."""
         if slot is not None:
             start = slot * DIGEST_BYTES
             self._slots[start : start + DIGEST_BYTES] = _NONE
@@ -95,6 +99,7 @@ class PoisonBodies:
         self._remove_expired(now)
 
     def digests(self) -> list[bytes]:
+        """Return the digests of the bodies to reject."""
         self._remove_expired(time.monotonic())
         return list(self._blamed_at)
 

@@ -13,25 +13,24 @@ from .child import Child
 from .local_process import LocalProcess, Process, ProcessSpec, Role
 
 FINAL_ERROR_S: Final = 1.0
-"""How long, in seconds, a core that lost a worker may take to send its clients the requests that it was computing."""
+"""Maximum seconds for a core that lost a worker to report the requests that it was computing."""
 
 FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
 
 SERVED_BACKOFF_S: Final = 1.0
-"""The longest delay, in seconds, before restarting a frontend that had been ready."""
+"""Maximum seconds before a frontend that had been ready is restarted."""
 
 SPARE_DELAY_S: Final = 2.0
-"""How long, in seconds, after its leader and the engine are ready a spare is started, because its imports slow down
-serving.
-"""
+"""Seconds from the readiness of the leader and the engine to the start of a spare, whose imports slow down serving."""
 
 RESUMING_S: Final = 1.0
-"""How long, in seconds, streams of a crashed core wait for its replacement before they move to another replica."""
+"""Seconds that streams of a crashed core wait for its replacement before they move to another replica."""
 
 STABLE_S: Final = {Role.FRONTEND: 10.0, Role.CORE: 600.0}
-"""A crash of a leader that was ready for this many seconds resets the count of consecutive failures, even without a
-token.
+"""A leader's crash resets the count of consecutive failures if the leader was ready for this many seconds.
+
+Otherwise only a generated token resets it.
 """
 
 
@@ -190,7 +189,7 @@ class RecoveryUnit:
 
     @property
     def _may_resume(self) -> bool:
-        """Whether the followers keep running and continue with the next leader."""
+        """True if the followers keep running and continue with the next leader."""
         return (
             self._outlives_leader
             and not self._is_renewed
@@ -202,32 +201,34 @@ class RecoveryUnit:
 
     @property
     def is_ready(self) -> bool:
+        """True if the leader is ready."""
         leader = self.children.get(self.leader.name)
         return leader is not None and leader.alive and leader.stage is Stage.READY
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the leader is being replaced, or was just replaced, while its followers continue."""
+        """True if the leader is being replaced, or was just replaced, while its followers continue."""
         is_next = self.is_down and self._may_resume
         return is_next or time.monotonic() - self._resumed_at < RESUMING_S
 
     @property
     def has_ended(self) -> bool:
-        """Whether the leader has exited and the next epoch has not begun."""
+        """True if the leader has exited and the next epoch has not begun."""
         return self.is_down and not self.children[self.leader.name].alive
 
     @property
     def is_up(self) -> bool:
+        """True if the unit serves."""
         return not self.is_down and self.is_ready
 
     @property
     def is_lost(self) -> bool:
-        """Whether the unit crashed too often and does not serve."""
+        """True if the unit crashed too often and does not serve."""
         return self._is_exhausted and not self.is_up
 
     @property
     def next_action(self) -> float | None:
-        """When `recover` must be called next if no event happens before (CLOCK_MONOTONIC); None for never."""
+        """The time (CLOCK_MONOTONIC) to call `recover` if no event happens before; None for never."""
         if not self.is_down:
             return None
         if self._awaits_ends:

@@ -9,9 +9,7 @@ from ...protocol.supervisor_messages import ReplicaAction, ReplicaCommand, Repli
 from .recovery import RecoveryUnit
 
 LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
-"""How long, in seconds, until every frontend has received a drain and a heartbeat counts the requests sent before
-it.
-"""
+"""Seconds until all frontends have received a drain, and a heartbeat includes the requests sent before it."""
 
 
 class Rotation:
@@ -22,6 +20,7 @@ class Rotation:
         self._timeout_s = timeout_s
 
     def apply_command(self, command: ReplicaCommand, now: float) -> None:
+        """Start to drain, restart or undrain a replica."""
         if not 0 <= command.replica < len(self._places):
             return
         place = self._places[command.replica]
@@ -57,7 +56,8 @@ class Rotation:
                 is_drained = place.will_stay_drained
                 place.enter(ReplicaState.DRAINING if is_drained else ReplicaState.SERVING, now)
 
-    def infos(self) -> list[ReplicaInfo]:
+    def replica_infos(self) -> list[ReplicaInfo]:
+        """Return the states of all replicas, in their order."""
         return [place.info(index) for index, place in enumerate(self._places)]
 
 

@@ -31,6 +31,7 @@ class RunDirectory:
         self.path, self._lock = _create_locked(base)
 
     def remove(self) -> None:
+        """Delete the directory and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

@@ -44,26 +44,22 @@ from .signals import StopRequested, StopSignals
 __all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor", "engine_processes"]
 
 WATCH_INTERVAL_S = 0.1
-"""How often children are polled, in seconds, where the system cannot signal their exit."""
+"""Seconds between checks of children where the system cannot signal their exit."""
 
 STATUS_INTERVAL_S = 0.5
-"""How often, in seconds, every process is checked and the status is published."""
+"""Seconds between checks of all processes, and between published statuses."""
 
 FINAL_ERROR_S = 0.3
-"""How long to wait, in seconds, for the final error of a process that exited by itself. The report can arrive after the
-exit.
-"""
+"""Seconds to wait for the final error of a process that exited, because the report can arrive after the exit."""
 
 REPORT_INTERVAL_CRASHES = 50
-"""A process that keeps crashing while others serve is reported again after this many more crashes."""
+"""Crashes between reports of a process that keeps crashing while others serve."""
 
 FAREWELL_S = 3.0
-"""How long, in seconds, frontends may take to end their streams with an error when the engine cannot continue."""
+"""Maximum seconds for frontends to end their streams with an error when the engine cannot continue."""
 
 DRAIN_GRACE_S = 5.0
-"""How long, in seconds, a frontend may take beyond the shutdown timeout, and cores and workers each may take to
-exit.
-"""
+"""Seconds for cores and for workers to exit, and for frontends beyond the shutdown timeout."""
 
 
 class ProcessFailed(EngineError):
@@ -104,20 +100,22 @@ def engine_processes(
 
 
 def rendezvous_environment(config: EngineConfig, core_index: int, host: str) -> dict[str, str]:
-    """Return torch.distributed's variables with the address where the workers of a replica on several machines
-    connect.
+    """Return torch.distributed's variables for a replica that spans machines.
+
+    `host` is where its workers connect to each other.
     """
     return {"MASTER_ADDR": host, "MASTER_PORT": str(config.rendezvous_port(core_index))}
 
 
 class Supervisor:
-    """The processes of one engine. Call `start`, `wait_until_ready`, `watch` or `poll`, `drain` and `close`, in this
-    order.
+    """The processes of one engine.
 
-    Every wait raises `StopRequested` when `signals` receives a signal. It raises `ProcessFailed` when the engine
-    cannot continue: a process failed before the engine was ready, or keeps failing and no other can serve in its
-    place. After the engine was ready, a process that crashes or hangs is restarted, and `on_recovery` receives a line
-    about it. Leaving the `with` block kills all remaining processes. The caller owns `run_dir`.
+    Call `start`, `wait_until_ready`, `watch` or `poll`, `drain` and `close`, in this order.
+
+    Every wait raises `StopRequested` when `signals` receives a signal. It raises `ProcessFailed` when the engine cannot
+    continue: a process failed before the engine was ready, or keeps failing and no other can serve in its place. After
+    the engine was ready, a process that crashes or hangs is restarted, and `on_recovery` receives a line about it.
+    Leaving the `with` block kills all remaining processes. The caller owns `run_dir`.
     """
 
     def __init__(
@@ -185,15 +183,17 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether all frontends are ready; without frontends, whether all cores are."""
+        """True if all frontends are ready; without frontends, if all cores are."""
         facing = [unit for unit in self._units if unit.leader.role is Role.FRONTEND] or self._units
         return all(unit.is_ready for unit in facing)
 
     @property
     def was_ready(self) -> bool:
+        """True if the engine has been ready."""
         return self._ready_since is not None
 
     def wait_until_ready(self) -> None:
+        """Handle events until the engine is ready."""
         while not self.ready:
             self._wait(None)
 
@@ -333,7 +333,7 @@ class Supervisor:
             self._num_dropped_by[report.process] += report.num_dropped_frames - num_dropped_before
             child.beat(report)
             return
-        child.enter(report.stage, report.detail)
+        child.enter_stage(report.stage, report.detail)
         self._last_published = 0.0
         if self._on_status is not None and not self.was_ready:
             self._on_status(report)
@@ -431,11 +431,11 @@ class Supervisor:
         self._check_run_dir()
         self._last_published = now = time.monotonic()
         processes = [
-            child.info(now, unit.num_restarts[name], self._num_dropped_by[name])
+            child.process_info(now, unit.num_restarts[name], self._num_dropped_by[name])
             for unit in reversed(self._units)
             for name, child in unit.children.items()
         ]
-        replicas = self._rotation.infos() if self.was_ready else []
+        replicas = self._rotation.replica_infos() if self.was_ready else []
         status = EngineStatus(processes, replicas, self._num_dropped_frames)
         status.failure = self._failure
         status.poison_bodies = self._poison_bodies.digests()
@@ -443,8 +443,8 @@ class Supervisor:
 
     @property
     def _num_dropped_frames(self) -> int:
-        of_nodes = 0 if self._nodes is None else self._nodes.num_dropped_frames
-        return self._statuses.num_dropped_frames + self._num_dropped_reports + of_nodes
+        num_dropped = self._statuses.num_dropped_frames + self._num_dropped_reports
+        return num_dropped + (0 if self._nodes is None else self._nodes.num_dropped_frames)
 
     def _report(self, text: str) -> None:
         if self._on_recovery is not None:

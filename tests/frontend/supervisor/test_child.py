@@ -65,7 +65,7 @@ def test_delayed_heartbeats_do_not_raise_the_step_rate() -> None:
         child = Child(spec, 1, process)
         for num_steps in (50, 100, 150):
             child.beat(Heartbeat(num_steps=num_steps))
-        assert 0 < child.info(time.monotonic(), 0, 0).steps_per_s <= 100
+        assert 0 < child.process_info(time.monotonic(), 0, 0).steps_per_s <= 100
     finally:
         process.kill()
         process.close()

@@ -84,7 +84,7 @@ class Replica(RuleBasedStateMachine):
     def serve(self, num_tokens: int) -> None:
         core = self.unit.children["core 0"]
         if core.alive:
-            core.enter(Stage.READY, "")
+            core.enter_stage(Stage.READY, "")
             core.beat(Heartbeat(num_tokens=num_tokens))
 
     @rule()

@@ -174,7 +174,7 @@ def lives(run_dir: str, name: str) -> int:
 
 def is_resuming(supervisor: Supervisor) -> bool:
     """Whether the streams of the replica are told to wait for it."""
-    return supervisor._rotation.infos()[0].is_resuming
+    return supervisor._rotation.replica_infos()[0].is_resuming
 
 
 def test_crashed_core_is_replaced_and_its_worker_kept(run_dir: str) -> None:
