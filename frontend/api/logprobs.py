@@ -79,8 +79,8 @@ class CompletionLogprobs:
         self, renderer: LogprobsRenderer, tokenizer: Tokenizer, skip_special: bool
     ) -> None:
         self._renderer = renderer
-        self._bytes = tokenizer.bytes_of(skip_special_tokens=False)
-        self._visible_bytes = tokenizer.bytes_of(skip_special)
+        self._bytes = tokenizer.bytes_by_id(skip_special_tokens=False)
+        self._visible_bytes = tokenizer.bytes_by_id(skip_special)
         self._offset = 0
 
     def piece(

@@ -207,7 +207,7 @@ class Serving:
         """The constraint on the answer to `prompt`, which holds after the reasoning if that can be told."""
         if constraint is None or self._reasoning_parser is None:
             return constraint
-        return self._reasoning_parser(prompt).leave_free(constraint, self.tokenizer)
+        return self._reasoning_parser(prompt).allow_reasoning_before(constraint, self.tokenizer)
 
     def verify_serving(self) -> None:
         """Raise APIError 503 while there is no engine to send a request to."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position and text of the first of `markers` in `text`; of several there, the longest."""
+    """Return the position and text of the first of `markers` in `text`; the longest if several start there."""
     found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
     if not found:
         return None
@@ -18,7 +18,7 @@ def may_begin(text: str, markers: Sequence[str]) -> bool:
 
 
 def start_of_held(text: str, markers: Sequence[str]) -> int:
-    """Return where the held-back end of `text` starts: whitespace and a possible beginning of a marker."""
+    """Return where the held-back end of `text` starts: whitespace and the possible beginning of a marker."""
     end = len(text)
     first_chars = {marker[0] for marker in markers}
     longest = max((len(marker) for marker in markers), default=1)

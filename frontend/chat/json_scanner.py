@@ -1,4 +1,4 @@
-"""Reads one JSON object while it is being generated."""
+"""Scans one JSON object while it is being generated."""
 
 import json
 import re
@@ -23,6 +23,7 @@ class JsonObjectScanner:
     A marker outside a string ends an object that is not closed.
 
     Attributes:
+        text: The text so far.
         members: The complete values, as JSON text.
         open_key: The key of the object value that is being written.
         open_start: Where in `text` that value starts.
@@ -35,13 +36,13 @@ class JsonObjectScanner:
         self._structure = re.compile(rf'["{{}}\[\]:,{first_chars}]')
         self.text = ""
         self.end: int | None = None
-        """Where in `text` the object ends (exclusive), once it has."""
+        """The position in `text` where the object ends (exclusive); None while it is open."""
         self.failed = False
-        """Whether the text is not a JSON object, or a marker was found."""
+        """True if the text is not a JSON object, or a marker was found."""
         self.position = 0
-        """How much of `text` has been read: where it failed, if it has.
+        """The number of scanned characters, or where scanning failed.
 
-        It is before what may be the beginning of a marker, and after an escaped character to come.
+        It stays before the possible beginning of a marker. After a backslash it includes the escaped character to come.
         """
         self.members: dict[str, str] = {}
         self.open_key: str | None = None
@@ -52,6 +53,7 @@ class JsonObjectScanner:
         self._value_start: int | None = None
 
     def feed(self, text: str) -> None:
+        """Scan the next piece of text."""
         self.text += text
         while self.end is None and not self.failed and self.position < len(self.text):
             found = (_STRING_END if self._in_string else self._structure).search(

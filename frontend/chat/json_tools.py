@@ -18,29 +18,29 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """`opening [ {"name": ..., "arguments": {...}}, ... ] closing`, brackets and commas optional."""
+    """The format `opening [ {"name": ..., "arguments": {...}}, ... ] closing`; brackets and commas are optional."""
 
     openings: tuple[str, ...]
     closing: str | None = None
     bare: bool = False
-    """Whether a text that starts with an object is a call without an opening marker."""
+    """True if a text that starts with an object is a call without an opening marker."""
     names_first: bool = False
-    """Whether a call may also be `opening name {arguments}`."""
+    """True if a call may also be `opening name {arguments}`."""
     needs_arguments: bool = False
-    """Whether an object without arguments does not count as a call."""
+    """True if an object without arguments does not count as a call."""
     new_id: Callable[[], str] = openai_call_id
 
 
 class _State(Enum):
     START = auto()
-    """Nothing but whitespace so far."""
+    """The text is only whitespace so far."""
     TEXT = auto()
     CALLS = auto()
-    """After an opening, between calls."""
+    """The parser is after an opening, between calls."""
     NAME = auto()
     OBJECT = auto()
     REST = auto()
-    """After a call, in what should not be there: ignored up to the closing."""
+    """The parser is after a call, in unexpected text, which is ignored up to the closing marker."""
 
 
 class JsonToolParser:
@@ -56,15 +56,17 @@ class JsonToolParser:
         self.marks = format.openings + ((format.closing,) if format.closing else ())
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""
-        self._raw = ""  # taken off the buffer, to give back if no call comes of it
+        self._raw = ""  # Consumed text, which becomes content if it turns out not to be a call.
         self._num_calls = 0
         self._calls_in_block = 0
         self._scanner = JsonObjectScanner(self.marks)
-        self._is_arguments = False  # the scanner's object is the arguments, not the call
-        self._given_chars: int | None = None  # of the scanner's call; None before it is given out
+        self._is_arguments = False  # Whether the scanner's object is the arguments, not the call.
+        self._num_emitted: int | None = None
+        """Emitted characters of the current call's arguments; None before the call is emitted."""
         self._delta = ToolDelta()
 
     def feed(self, text: str) -> ToolDelta:
+        """Return the calls and the content that the next piece of text adds."""
         self._buffer += text
         self._delta = ToolDelta()
         steps = {
@@ -80,13 +82,14 @@ class JsonToolParser:
         return self._delta
 
     def finish(self) -> ToolDelta:
+        """Return the held-back text at the end."""
         held = self._buffer
         self._delta = ToolDelta()
         if self._state is _State.OBJECT:
             held = self._scanner.text
             self._scanner.position = len(held)
-            if self._given_chars is not None:
-                self._give_arguments()
+            if self._num_emitted is not None:
+                self._emit_arguments()
         if self._state in (_State.CALLS, _State.NAME, _State.OBJECT):
             held = "" if self._calls_in_block else self._raw + held
         elif self._state is _State.REST or (self._num_calls and not held.strip()):
@@ -96,10 +99,9 @@ class JsonToolParser:
         self._delta.content = held
         return self._delta
 
-    # Each step takes something off the buffer or goes to another state; it is False if it can do
-    # neither before more text comes.
+    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text for either.
 
-    def _take(self, count: int) -> str:
+    def _consume(self, count: int) -> str:
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         return taken
 
@@ -116,12 +118,12 @@ class JsonToolParser:
     def _read_text(self) -> bool:
         opening = find_first(self._buffer, self.format.openings)
         if opening is None:
-            self._delta.content += self._take(start_of_held(self._buffer, self.format.openings))
+            self._delta.content += self._consume(start_of_held(self._buffer, self.format.openings))
             return False
         at, marker = opening
         spaces = at - len(self._buffer[:at].rstrip())
-        self._delta.content += self._take(at - spaces)
-        self._open_block(self._take(spaces + len(marker)))
+        self._delta.content += self._consume(at - spaces)
+        self._open_block(self._consume(spaces + len(marker)))
         return True
 
     def _open_block(self, raw: str) -> None:
@@ -132,18 +134,18 @@ class JsonToolParser:
     def _read_between_calls(self) -> bool:
         text, closing = self._buffer, self.format.closing
         if closing and text.startswith(closing):
-            self._raw += self._take(len(closing))
+            self._raw += self._consume(len(closing))
             self._close_block()
         elif text.startswith(self.format.openings):
             self._close_block()
         elif may_begin(text, self.marks):
             return False
         elif text[0] in "[,; \t\r\n":
-            self._raw += self._take(1)
+            self._raw += self._consume(1)
         elif text[0] == "{":
             self._start_object(is_arguments=False)
         elif text[0] == "]":
-            self._raw += self._take(1)
+            self._raw += self._consume(1)
             if closing is None:
                 self._close_block()
         elif self.format.names_first and not self._calls_in_block:
@@ -174,29 +176,29 @@ class JsonToolParser:
         if name is None:
             self._give_up()
             return True
-        self._raw += self._take(brace)
+        self._raw += self._consume(brace)
         self._start_object(is_arguments=True)
-        self._give_out(name["name"])
+        self._emit_call(name["name"])
         return True
 
     def _start_object(self, *, is_arguments: bool) -> None:
         self._scanner = JsonObjectScanner(self.marks)
         self._is_arguments = is_arguments
-        self._given_chars = None
+        self._num_emitted = None
         self._state = _State.OBJECT
 
     def _read_object(self) -> bool:
         scanner = self._scanner
-        scanner.feed(self._take(len(self._buffer)))
-        if self._given_chars is None and (name := self._name()) is not None:
-            self._give_out(name)
-        if self._given_chars is not None:
-            self._give_arguments()
+        scanner.feed(self._consume(len(self._buffer)))
+        if self._num_emitted is None and (name := self._name()) is not None:
+            self._emit_call(name)
+        if self._num_emitted is not None:
+            self._emit_arguments()
         if scanner.end is None and not scanner.failed:
             return False
         end = scanner.position
         self._buffer = scanner.text[end:]
-        if self._given_chars is None:
+        if self._num_emitted is None:
             self._raw += scanner.text[:end]
             self._give_up()
         else:
@@ -218,17 +220,17 @@ class JsonToolParser:
         ended = scanner.end is not None and not self.format.needs_arguments
         return name if has_arguments or ended else None
 
-    def _give_out(self, name: str) -> None:
+    def _emit_call(self, name: str) -> None:
         self._delta.tool_calls.append(ToolCallDelta(self._num_calls, self.new_id(), name, ""))
         self._num_calls += 1
         self._calls_in_block += 1
-        self._given_chars = 0
+        self._num_emitted = 0
 
-    def _give_arguments(self) -> None:
+    def _emit_arguments(self) -> None:
         arguments = self._arguments()
-        piece = arguments[self._given_chars :]
+        piece = arguments[self._num_emitted :]
         if piece:
-            self._given_chars = len(arguments)
+            self._num_emitted = len(arguments)
             self._delta.tool_calls.append(ToolCallDelta(self._num_calls - 1, arguments=piece))
 
     def _arguments(self) -> str:
@@ -241,7 +243,7 @@ class JsonToolParser:
             if scanner.open_start is None:
                 return "{}"
             return scanner.text[scanner.open_start : scanner.position]
-        if value.startswith('"'):  # JSON written as a string of JSON
+        if value.startswith('"'):  # A JSON string that contains the arguments as JSON.
             decoded = decode_string(value)
             value = value if decoded is None else decoded
         return "{}" if value in ("null", "") else value
@@ -249,25 +251,29 @@ class JsonToolParser:
     def _read_rest(self) -> bool:
         found = find_first(self._buffer, self.marks)
         if found is None:
-            self._take(start_of_held(self._buffer, self.marks))
+            self._consume(start_of_held(self._buffer, self.marks))
             return False
         at, marker = found
-        self._take(at + (len(marker) if marker == self.format.closing else 0))
+        self._consume(at + (len(marker) if marker == self.format.closing else 0))
         self._state = _State.TEXT
         return True
 
 
 def hermes() -> JsonToolParser:
+    """Return a parser for Hermes and Qwen models."""
     return JsonToolParser(JsonFormat(("<tool_call>",), "</tool_call>"))
 
 
 def granite() -> JsonToolParser:
+    """Return a parser for Granite models."""
     return JsonToolParser(JsonFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>"))
 
 
 def llama3_json() -> JsonToolParser:
+    """Return a parser for Llama 3 and 4 models that write JSON."""
     return JsonToolParser(JsonFormat(("<|python_tag|>",), bare=True, needs_arguments=True))
 
 
 def mistral() -> JsonToolParser:
+    """Return a parser for Mistral models."""
     return JsonToolParser(JsonFormat(("[TOOL_CALLS]",), names_first=True, new_id=mistral_call_id))

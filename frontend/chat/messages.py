@@ -24,13 +24,17 @@ class TemplateTraits:
     reads_strings: bool
     reads_parts: bool
     reads_null: bool
-    """Whether the content of a message with only tool calls may be null."""
+    """True if the content of a message with only tool calls may be null."""
     knows_developer: bool
-    """Whether the template has a developer role; otherwise the system role replaces it."""
+    """True if the template has a developer role; otherwise the system role replaces it."""
 
 
 def normalize_messages(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return a copy of `messages` for the template. Raise ParameterError with the name of an invalid field."""
+    """Return a copy of `messages` for the template.
+
+    Raises:
+        ParameterError: A field is invalid; the error names it.
+    """
     if not messages:
         raise ParameterError("messages", "must not be empty")
     normalized = [_normalize(m, f"messages[{i}]", traits) for i, m in enumerate(messages)]
@@ -94,7 +98,7 @@ def _replace_function_calls(messages: list[dict[str, Any]]) -> None:
 
 
 def text_of_content(content: Any) -> str:
-    """Return the text of a message's content that was validated before."""
+    """Return the text of a message's validated content."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(_text_of(p, "") for p in content)

@@ -10,7 +10,7 @@ from .tools import ToolCallDelta, ToolParser
 
 @dataclass(slots=True)
 class MessageDelta:
-    """The additions of a piece of text to the message."""
+    """The part of a message that a piece of text adds."""
 
     reasoning: str = ""
     content: str = ""
@@ -28,12 +28,13 @@ class ChatOutputParser:
         self._tools = tools
 
     def feed(self, text: str, finished: bool = False) -> MessageDelta:
+        """Return what the next piece of text adds to the message."""
         delta = self._split_reasoning(text, finished)
         self._read_calls(delta, finished)
         return delta
 
     def parse(self, text: str, *, is_cut: bool) -> MessageDelta:
-        """Parse a whole text. `is_cut` says that it may end anywhere.
+        """Return the message for a whole text, which may end anywhere if `is_cut`.
 
         A call with incomplete arguments is dropped. If no other call is left, the whole text is content.
         """

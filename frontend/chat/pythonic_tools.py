@@ -22,10 +22,10 @@ class _State(Enum):
 
 
 class PythonicToolParser:
-    """Parses one text, which is either calls from its first character on, or content.
+    """Parses one text, which is either content, or calls from its first character on.
 
-    A call is emitted when it is complete, because its Python arguments must be converted to JSON as a whole.
-    Whitespace and the closing marker after the calls are dropped.
+    A call is emitted when it is complete, because its Python arguments must be converted to JSON as a whole. Whitespace
+    and the closing marker after the calls are dropped.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,7 @@ class PythonicToolParser:
         self._delta = ToolDelta()
 
     def feed(self, text: str) -> ToolDelta:
+        """Return the calls and the content that the next piece of text adds."""
         self._delta = ToolDelta()
         self._buffer += text
         if self._state is _State.START:
@@ -53,6 +54,7 @@ class PythonicToolParser:
         return self._delta
 
     def finish(self) -> ToolDelta:
+        """Return the held-back text at the end."""
         rest, self._buffer = self._buffer, ""
         if (self._state is _State.CALLS and self._num_calls) or (
             self._state is _State.AFTER_CALLS and rest.strip() in ("", _END)
@@ -142,7 +144,7 @@ class PythonicToolParser:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Replaces JSON constants, which models mix in, with Python's."""
+    """Replaces JSON constants, which models sometimes write, with Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node

@@ -1,4 +1,4 @@
-"""Separates a model's reasoning from its answer; the reasoning parsers by name."""
+"""Separates a model's reasoning from its answer."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class ReasoningFormat:
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     implied: bool = False
-    """Whether text without a start marker is reasoning until an end marker."""
+    """True if text without a start marker is reasoning until an end marker."""
 
 
 @dataclass(slots=True)
 class ReasoningDelta:
-    """The additions of a piece of text to the message."""
+    """The part of a message that a piece of text adds."""
 
     reasoning: str = ""
     content: str = ""
@@ -39,7 +39,7 @@ class ReasoningDelta:
 class _State(Enum):
     START = auto()
     REASONING_START = auto()
-    """In the reasoning, before its first character that is no whitespace."""
+    """The state in the reasoning before its first character that is not whitespace."""
     REASONING = auto()
     CONTENT_START = auto()
     CONTENT = auto()
@@ -67,6 +67,7 @@ class ReasoningParser:
         self._state = _State.CONTENT if self._begins_closed else _State.START
 
     def feed(self, text: str) -> ReasoningDelta:
+        """Return what the next piece of text adds to the message."""
         self._buffer += text
         delta = ReasoningDelta()
         if self._state is _State.START:
@@ -90,13 +91,16 @@ class ReasoningParser:
 
     @property
     def marks(self) -> tuple[str, ...]:
+        """The texts that start or end the reasoning."""
         return self._format.starts + self._format.ends
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the end of the reasoning is invisible in a text without special tokens."""
+        """Return whether a text without special tokens lacks the markers of reasoning."""
         return not tokenizer.special_ids.isdisjoint(_token_ids(self.marks, tokenizer))
 
-    def leave_free(self, constraint: StructuredOutput, tokenizer: Tokenizer) -> StructuredOutput:
+    def allow_reasoning_before(
+        self, constraint: StructuredOutput, tokenizer: Tokenizer
+    ) -> StructuredOutput:
         """Return the constraint extended so that unconstrained reasoning may precede the answer."""
         if self._begins_closed:
             return constraint

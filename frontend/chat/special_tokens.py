@@ -11,26 +11,26 @@ from ...protocol.errors import ParameterError
 from ..tokenizer import Tokenizer
 
 _MARK: Final = "\ufdd0"
-"""Interrupts special tokens in text until the template has been rendered. It is a Unicode noncharacter."""
+"""A Unicode noncharacter inserted into special tokens in text, so that they stay text until the prompt is encoded."""
 
 _RESERVED: Final = re.compile("[\ufdd0\ufdd1]")
-"""The mark, and the character that `LiteralEncoder` uses around special tokens."""
+"""Characters that requests may not contain: the mark, and the character that delimits `LiteralEncoder` spellings."""
 
 _MARKS_IN_OUTPUT: Final = re.compile(r"\ufdd0|\\ufdd0")
-"""A mark as it is, and as `tojson(ensure_ascii=True)` writes it."""
+"""The mark, as itself or as `tojson(ensure_ascii=True)` writes it."""
 
 _STANDARD_ROLES: Final = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 )
 _WINDOW: Final = 1 << 16
-"""Characters per search, because a search blocks all other threads."""
+"""Maximum characters of one search, because a search blocks all other threads."""
 
 
 class SpecialTokenGuard:
     """Prevents special tokens in the text of requests from being interpreted, unless the policy is "allow".
 
-    "escape" encodes them as ordinary characters; "refuse" raises ParameterError. The model's own messages may
-    contain `own_marks`, the special tokens that mark reasoning and calls. This class is thread-safe.
+    "escape" encodes them as ordinary characters; "refuse" raises ParameterError. The model's own messages may contain
+    `own_marks`, the special tokens that mark reasoning and calls. This class is thread-safe.
     """
 
     def __init__(
@@ -51,7 +51,11 @@ class SpecialTokenGuard:
         self._literal = tokenizer.literal_encoder()
 
     def protect_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a copy of normalized messages. Raises ParameterError naming the field."""
+        """Return a protected copy of normalized messages.
+
+        Raises:
+            ParameterError: A field contains a special token and the policy is "refuse".
+        """
         if not self._is_active:
             return messages
         protected = []
@@ -64,7 +68,11 @@ class SpecialTokenGuard:
         return protected
 
     def protect(self, value: Any, where: str) -> Any:
-        """Return a copy of a JSON value. Raises ParameterError naming the field."""
+        """Return a protected copy of a JSON value.
+
+        Raises:
+            ParameterError: The value contains a special token and the policy is "refuse", or it is nested too deeply.
+        """
         if not self._is_active:
             return value
         try:
@@ -83,7 +91,7 @@ class SpecialTokenGuard:
         pieces: list[str] = []
         end = 0
         for match in self._find(prompt):
-            pieces += (prompt[end : match.start()], self._literal.written(match[0]))
+            pieces += (prompt[end : match.start()], self._literal.spelling(match[0]))
             end = match.end()
         pieces.append(prompt[end:])
         literal = _MARKS_IN_OUTPUT.sub("", "".join(pieces))
@@ -152,7 +160,7 @@ class SpecialTokenGuard:
 
 
 def _any_of(tokens: Collection[str]) -> str:
-    """Return an expression for the longest of `tokens`, which looks at each character of a text once a position."""
+    """Return an expression for the longest of `tokens` that reads each character once per position."""
     if len(tokens) == 1:
         return re.escape(next(iter(tokens)))
     followers: dict[str, list[str]] = {}

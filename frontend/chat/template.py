@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, rendered as transformers does, in a sandbox with limits.
+"""Renders chat templates: Jinja as in transformers, in a sandbox with limits.
 
 A template comes with a checkpoint, so it is untrusted. It gets plain values, no attributes of Python objects, and
 limited time.
@@ -25,8 +25,9 @@ from .special_tokens import SpecialTokenGuard
 
 MAX_RENDER_SECONDS = 10.0
 MAX_REPETITION = 1_000_000
+"""Maximum elements of a repeated string or list (`value * n`)."""
 _DEADLINE = "_deadline"
-# Templates that trim what they show take the space away, and with it the one before the mark.
+# The final space shows whether the template trims content. If it does, trim the text before the mark, too.
 _CONTINUE_HERE = "\u241fcontinue here\u241f "
 
 
@@ -37,8 +38,8 @@ class ChatTemplateError(EngineError, ValueError):
 class ChatTemplate:
     """One compiled template. `render` is thread-safe.
 
-    `content_format` is how the template gets a message's content: as a string, as a list of parts, or ("auto") as
-    detected.
+    `content_format` says how the template reads a message's content: "string", "openai" (a list of parts), or "auto" to
+    detect it.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
     ) -> None:
-        """`special_tokens`: values of bos_token, eos_token ... Raises ChatTemplateError."""
+        """Compile a template. `special_tokens` are the values of bos_token, eos_token and so on.
+
+        Raises:
+            ChatTemplateError: The template is not valid.
+        """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
@@ -59,7 +64,7 @@ class ChatTemplate:
             ) from error
         self._traits = self._probe(content_format)
         self.shows_tools = self._probe_tools()
-        """Whether prompts depend on the tools of the request."""
+        """True if prompts depend on the tools of the request."""
 
     def render(
         self,
@@ -165,7 +170,11 @@ class ChatTemplate:
 
 
 def load_chat_template(argument: str) -> str:
-    """Return the template given by `--chat-template`, directly or as the path of a file."""
+    """Return the template given by `--chat-template`, directly or as the path of a file.
+
+    Raises:
+        ChatTemplateError: The file cannot be read.
+    """
     if "{" in argument or "\n" in argument:
         return argument
     try:
@@ -197,7 +206,7 @@ def _cut_at_mark(prompt: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Implements `{% generation %}`, with which templates mark the model's text, by rendering its body."""
+    """Implements `{% generation %}`, which marks the model's text, by rendering its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
-"""The interface of tool-call parsers, and what they return.
+"""The interface of tool-call parsers, and their results.
 
-A parser reads one text in pieces. A whole text is a single piece, so streaming gives the same calls however the
-text is split.
+A parser reads one text in pieces. A whole text is a single piece, so streaming gives the same calls however the text is
+split.
 """
 
 import random
@@ -23,7 +23,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ToolDelta:
-    """The additions of a piece of text to the message."""
+    """The part of a message that a piece of text adds."""
 
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ToolParser(Protocol):
     """Creates call IDs that the model's template accepts."""
 
     def feed(self, text: str) -> ToolDelta:
-        """Parse the next piece. A possible beginning of a call is held back."""
+        """Return what the next piece adds. A possible beginning of a call is held back."""
         ...
 
     def finish(self) -> ToolDelta:
@@ -48,6 +48,7 @@ class ToolParser(Protocol):
 
 
 def openai_call_id() -> str:
+    """Return an ID in OpenAI's format."""
     return f"call_{random.getrandbits(96):024x}"
 
 

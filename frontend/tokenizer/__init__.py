@@ -7,7 +7,7 @@ from .config import TokenizerConfig
 from .load import load_tokenizer, tokenizer_json_path
 from .tokenizer import Tokenizer
 
-# Read at each call. One prompt gains nothing from a thread pool, and the server counts its threads.
+# The tokenizers library reads this at each call. Its thread pool does not speed up single prompts.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 __all__ = [

@@ -23,11 +23,13 @@ class AbsentTokenizer(Tokenizer):
         super().__init__(backend, Path())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raise ParameterError."""
+        """Raise ParameterError, because there is no tokenizer."""
         raise ParameterError("prompt", f"must be token ids: {NO_TOKENIZER}")
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return ""."""
         return ""
 
     def read_config(self) -> dict[str, Any]:
+        """Return no fields."""
         return {}

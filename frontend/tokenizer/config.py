@@ -26,10 +26,11 @@ class TokenizerConfig:
         self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
 
     def adds(self, name: str) -> bool:
-        """Return whether prompts get the named token if tokenizer.json does not say so itself."""
+        """Return whether the config adds a named token, such as `bos_token`, to prompts."""
         return self._fields.boolean(f"add_{name}", False) and name in self.named_tokens
 
     def chat_templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
         templates = dict(self._templates_of_config())
         in_json = ConfigFields.read_if_present(self._directory / "chat_template.json")
         if in_json.get("chat_template") is not None:
@@ -55,7 +56,7 @@ class TokenizerConfig:
         listed = self._fields.first_section("added_tokens_decoder")
         for id_ in listed.config:
             if not id_.isdecimal():
-                raise listed.error(f"{listed.prefix}{id_}: {id_!r} is not the id of a token")
+                raise listed.error(f"{listed.prefix}{id_}: {id_!r} is not a token id")
             yield int(id_), listed.required_section(id_)
 
     def _templates_of_config(self) -> Iterator[tuple[str, str]]:

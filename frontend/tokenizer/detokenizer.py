@@ -1,7 +1,7 @@
-"""Incremental detokenization, and stop strings in the resulting text.
+"""Detokenizes incrementally and finds stop strings in the text.
 
-Text is the UTF-8 decoding of the tokens' bytes: a character appears with its last byte, and the cost per token does
-not grow with the text. All pieces together equal `Tokenizer.decode` of all tokens. An incomplete last character
+Text is the UTF-8 decoding of the tokens' bytes: a character appears with its last byte, and the cost per token does not
+grow with the text. All pieces together equal `Tokenizer.decode` of all tokens, except that an incomplete last character
 never appears.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from . import Tokenizer
 from .stop_strings import StopStrings
 
-_LONGEST_CUT_CHARACTER = 3  # bytes of a character that are not yet the whole of it
+_LONGEST_CUT_CHARACTER = 3  # Maximum bytes of an incomplete UTF-8 character.
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence.
+    """Detokenizes one sequence.
 
-    A stop string counts when its last character comes after the first `min_tokens` tokens. If several match, the
-    one that ends first wins, then the longest.
+    A stop string counts when its last character comes after the first `min_tokens` tokens. If several match, the one
+    that ends first wins, then the longest.
 
     Attributes:
         stop_reason: The stop string that ended the text, if any.
@@ -48,13 +48,12 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._bytes_of = tokenizer.bytes_of(skip_special_tokens).__getitem__
-        self._texts = tokenizer.text_of(skip_special_tokens)
+        self._bytes_of = tokenizer.bytes_by_id(skip_special_tokens).__getitem__
+        self._texts = tokenizer.text_by_id(skip_special_tokens)
         self._stop_strings = StopStrings(tuple(stop)) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        # A text that starts a sequence loses the space that encoding put there; one that goes on
-        # from a prompt does not.
+        # Without prompt text, the output loses the leading space that encoding adds to a text.
         self._strips = tokenizer.strips_leading_space and not any(
             map(self._bytes_of, prompt_token_ids)
         )
@@ -64,10 +63,9 @@ class IncrementalDetokenizer:
         self.stop_reason: str | None = None
 
     def append(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """Return the text that `token_ids` add, except a possible beginning of a stop string and an incomplete
-        character.
+        """Return the text that `token_ids` add; "" after a stop string has matched.
 
-        With `finished`, nothing is held back for a stop string. Returns "" after a stop string has matched.
+        An incomplete character is held back. So is a possible beginning of a stop string, unless `finished`.
         """
         if self.stop_reason is not None:
             return ""
@@ -77,7 +75,7 @@ class IncrementalDetokenizer:
         return self._decode(token_ids)
 
     def append_one(self, token_id: int) -> str:
-        """Append one token. This is faster than `append` for tokens whose text does not depend on their neighbors."""
+        """Append one token; faster than `append` if the token's text does not depend on its neighbors."""
         text = None
         if not (self._stop_strings or self._tail or self._strips):
             text = self._texts[token_id]

@@ -1,4 +1,4 @@
-"""A cache of GGUF tokenizers, each converted once to the files of a Hugging Face directory."""
+"""Caches GGUF tokenizers, each converted once to the files of a Hugging Face directory."""
 
 import hashlib
 import os
@@ -39,13 +39,13 @@ def converted_directory(path: Path) -> Path:
         raise CheckpointError(
             directory,
             f"cannot write the tokenizer of {path.name} ({error.strerror}); "
-            "set ENGINE_CACHE to a directory that can be written",
+            "set ENGINE_CACHE to a writable directory",
         ) from error
     return directory
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether the directory is undamaged. A damaged one, for example after a full disk, is removed."""
+    """Return whether the directory is undamaged. Remove a damaged one, for example after a full disk."""
     if not directory.is_dir():
         return False
     try:
@@ -63,8 +63,9 @@ def _digest(files: dict[str, bytes]) -> str:
 
 
 def _key(path: Path) -> str:
-    """Return a key for the current version of the file `path`, from its metadata because hashing it would take
-    seconds.
+    """Return a key for the current version of the file `path`.
+
+    It is a hash of the file's metadata and its first bytes, because hashing the whole file would take seconds.
     """
     try:
         with path.open("rb") as file:

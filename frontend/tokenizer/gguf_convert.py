@@ -20,6 +20,8 @@ _SPACE = "▁"
 
 
 class TokenType(IntEnum):
+    """The token types in `tokenizer.ggml.token_type`."""
+
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -64,7 +66,7 @@ class _Vocabulary:
         return values.tolist()
 
     def special(self, key: str, default: int | None = None) -> str | None:
-        """Return the token that `tokenizer.ggml.<key>_token_id` names."""
+        """Return the token with the ID in `tokenizer.ggml.<key>_token_id`."""
         index = next(iter(self.fields.token_ids(f"{key}_token_id")), default)
         return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
 
@@ -89,7 +91,7 @@ def convert(
             parts, add_bos, add_eos = _unigram(vocabulary), False, True
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos", 1)
         case "":
-            raise CheckpointError(path, "there is no tokenizer in it (no tokenizer.ggml.model)")
+            raise CheckpointError(path, "it contains no tokenizer (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
                 path, f"its tokenizer is of kind {kind!r}; supported are gpt2, llama and t5"
@@ -121,10 +123,12 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
     vocabulary = _Vocabulary(path, metadata, [], [])
     if vocabulary.get("model") is None:
         return vocabulary
-    # An empty token would match everywhere; it still takes up its id.
+    # An empty token would match everywhere, so it is renamed; its id stays in use.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.strings("tokens"))]
     if len(set(tokens)) != len(tokens):
-        raise CheckpointError(path, "tokenizer.ggml.tokens holds the same token twice")
+        raise CheckpointError(
+            path, "tokenizer.ggml.tokens contains a token twice; convert it again"
+        )
     typed = _Vocabulary(path, metadata, tokens, [int(TokenType.NORMAL)] * len(tokens))
     if typed.get("token_type") is None:
         return typed
@@ -158,8 +162,8 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.fields.text("pre", "")
     if not name:
         logger.warning(
-            "%s does not say how its tokenizer splits words (no tokenizer.ggml.pre); "
-            "the default is used and the text may suffer. Convert the model again.",
+            "%s does not say how its tokenizer splits words (no tokenizer.ggml.pre). "
+            "The default may tokenize differently than the model expects; convert the model again.",
             vocabulary.path,
         )
         name = "default"
@@ -197,14 +201,14 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
     """Return the merges that reproduce the ranking of SentencePiece's scores.
 
-    SentencePiece joins the adjacent pair whose union has the best score. So every split of a token into two tokens
-    is a merge, and merges of better tokens come first.
+    SentencePiece joins the adjacent pair whose union has the best score. So every split of a token into two tokens is a
+    merge, and merges of better tokens come first.
     """
     scores = vocabulary.numbers("scores")
     tokens = [
         (token, score)
         for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
-        if kind == TokenType.NORMAL and " " not in token  # the normalizer leaves no space
+        if kind == TokenType.NORMAL and " " not in token  # The normalizer replaces all spaces.
     ]
     normal = {token for token, _ in tokens}
     tokens.sort(key=lambda pair: -pair[1])
@@ -270,8 +274,8 @@ def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
     """Return the tokens that are recognized in a text before any other processing."""
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
-    # Phi-3's markers swallow the whitespace after them, which GGUF has no place to say.
-    swallows = (
+    # Phi-3's markers strip the whitespace after them, which GGUF has no field for.
+    strips_right = (
         vocabulary.metadata.get("general.architecture") == "phi3"
         and vocabulary.get("model") == "llama"
     )
@@ -281,7 +285,7 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
             "content": token,
             "single_word": False,
             "lstrip": False,
-            "rstrip": swallows and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            "rstrip": strips_right and token not in ("<unk>", "<s>", "<|endoftext|>"),
             "normalized": False,
             "special": kind in special,
         }

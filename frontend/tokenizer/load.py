@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     """Return the tokenizer of the checkpoint at `path`, a Hugging Face directory or a `.gguf` file.
 
-    An empty path, for a model that is served without a tokenizer, gives a tokenizer without tokens.
+    An empty path returns an `AbsentTokenizer`, for a model that is served without one.
 
     Raises:
         CheckpointError: Files are missing, damaged or not supported.
@@ -27,7 +27,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     directory = json_path.parent
     try:
         backend = tokenizers.Tokenizer.from_file(str(json_path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # The library raises bare Exception.
         raise CheckpointError(path, f"its tokenizer cannot be read: {error}") from error
     config = TokenizerConfig(directory)
     named = config.named_tokens
@@ -48,7 +48,11 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def tokenizer_json_path(path: str | PathLike[str]) -> Path:
-    """Return the path of the checkpoint's tokenizer.json. For a GGUF file it is converted and cached."""
+    """Return the path of the checkpoint's tokenizer.json, which for a GGUF file is converted and cached.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be converted.
+    """
     path = Path(path)
     directory = path if path.is_dir() else converted_directory(path)
     json_path = directory / "tokenizer.json"
@@ -80,7 +84,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
 
 
 def _add_bos_and_eos(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Apply `add_bos_token` and `add_eos_token` if tokenizer.json does not say so itself."""
+    """Apply `add_bos_token` and `add_eos_token` if tokenizer.json has no post-processor."""
     if backend.post_processor is not None:
         return
     before, after = (

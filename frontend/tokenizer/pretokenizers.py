@@ -1,7 +1,7 @@
-"""Regular expressions that split text into words for byte-level BPE, by the name in `tokenizer.ggml.pre`.
+"""Regular expressions that split text into words for byte-level BPE, by their names in `tokenizer.ggml.pre`.
 
-A GGUF file names the scheme but does not contain it. The expressions are those of the original tokenizers. Several
-are applied in order, each to the rest that the previous ones left.
+A GGUF file names the scheme but does not contain it. The expressions are those of the original tokenizers. If there are
+several, each is applied to the text that the previous ones did not match.
 """
 
 from dataclasses import dataclass
@@ -35,13 +35,15 @@ _ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
+    """The splitting rules of a tokenizer."""
+
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """Whether a word that is in the vocabulary is one token, whatever the merges say."""
+    """True if a word in the vocabulary is always one token, regardless of the merges."""
     add_bos: bool = False
-    """Whether prompts begin with the BOS token when the file does not say."""
+    """True if prompts begin with the BOS token if the file does not say."""
     nfc: bool = False
-    """Whether text is brought into Unicode's normal form C before it is cut."""
+    """True if text is converted to Unicode normal form C before it is split."""
 
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))

@@ -6,7 +6,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-_REMEMBERED_SETS: Final = 64
+_CACHED_AUTOMATA: Final = 64
 """Number of cached automata. The sequences of a request share one, and clients repeat their stop strings."""
 
 
@@ -65,7 +65,7 @@ class _Automaton:
         return child
 
 
-_automaton = lru_cache(maxsize=_REMEMBERED_SETS)(_Automaton)
+_automaton = lru_cache(maxsize=_CACHED_AUTOMATA)(_Automaton)
 
 
 class StopStrings:
@@ -79,11 +79,11 @@ class StopStrings:
 
     @property
     def num_possible(self) -> int:
-        """How many of the last characters may be the beginning of a match."""
+        """The number of final characters that may begin a match."""
         return self._automaton.depths[self._node]
 
     def find(self, piece: str, *, is_protected: bool = False) -> Match | None:
-        """Return the first match that ends in the next piece of the text. None ends in a piece that `is_protected`."""
+        """Return the first match that ends in the next piece; no match ends in a piece that `is_protected`."""
         automaton, node = self._automaton, self._node
         if not node and not any(c in piece for c in automaton.first_characters):
             return None

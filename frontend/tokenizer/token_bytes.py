@@ -1,6 +1,6 @@
 """The bytes of each token.
 
-A token may be a part of a character, so text is the UTF-8 decoding of the joined bytes of all tokens.
+A token may contain part of a character, so text is the UTF-8 decoding of the joined bytes of all tokens.
 """
 
 import re
@@ -13,7 +13,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the characters for bytes in byte-level vocabularies: printable ones themselves, others from U+0100 on."""
+    """Return the byte for each character of byte-level vocabularies.
+
+    Printable bytes are the characters themselves; others start at U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -37,10 +40,10 @@ class Decoding:
 
     to_bytes: Callable[[str], bytes]
     strips_leading_space: bool
-    """Whether one space at the very start of a text is an artefact of encoding."""
+    """True if one space at the very start of a text is an artifact of encoding."""
 
 
-def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
+def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
     """Return the decoding described by the `decoder` section of a tokenizer.json.
 
     Raises:
@@ -108,7 +111,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """A mapping from token ID to text, or None if the bytes are not whole characters. It is filled on first use."""
+    """A mapping from token ID to text, filled on first use; None if the bytes are not whole characters."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         super().__init__()

@@ -13,8 +13,7 @@ def token_id_array(token_ids: Iterable[int]) -> npt.NDArray[np.int64]:
     """Return `token_ids` as an array.
 
     Raises:
-        ValueError: An element is not a 64-bit integer. (`numpy.array` would convert everything to strings
-            instead.)
+        ValueError: An element is not a 64-bit integer. (`numpy.array` would convert all elements to strings.)
     """
     try:
         return np.frombuffer(array("q", token_ids), np.int64)

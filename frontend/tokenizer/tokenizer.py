@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from ...protocol.checkpoint.config_fields import ConfigFields
-from .token_bytes import TokenBytes, TokenTexts, decoding_of
+from .token_bytes import TokenBytes, TokenTexts, parse_decoding
 
 
 class Tokenizer:
@@ -47,7 +47,7 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
 
         decoder = backend.decoder
-        decoding = decoding_of(json.loads(decoder.__getstate__()) if decoder else None)
+        decoding = parse_decoding(json.loads(decoder.__getstate__()) if decoder else None)
         self.strips_leading_space = decoding.strips_leading_space
         self._bytes = TokenBytes(backend.id_to_token, decoding.to_bytes)
         self._visible_bytes = TokenBytes(
@@ -58,7 +58,7 @@ class Tokenizer:
         self._visible_texts = TokenTexts(self._visible_bytes)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the fields of tokenizer_config.json, none where the model has no such file."""
+        """Return the fields of tokenizer_config.json; none if the model has no such file."""
         return dict(ConfigFields.read_if_present(self.path.parent / "tokenizer_config.json").config)
 
     def _named(self, token: str | None) -> int | None:
@@ -71,28 +71,28 @@ class Tokenizer:
         return ids
 
     def special_tokens(self) -> list[str]:
-        """Return the tokens that are special wherever they are written in a text."""
+        """Return the tokens that are special anywhere in a text."""
         added = self._backend.get_added_tokens_decoder()
         named = (self.bos_token, self.eos_token, self.pad_token)
         return [t.content for t in added.values() if t.special or t.content in named]
 
     def literal_encoder(self) -> LiteralEncoder:
-        """Return an encoder for texts in which special tokens may be meant as text."""
+        """Return an encoder that can encode special tokens as ordinary text."""
         return LiteralEncoder(self._backend, self.special_tokens())
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""
-        # A list comprehension, unlike `map`, lets other threads go on.
-        bytes_of = self.bytes_of(skip_special_tokens)
-        data = b"".join([bytes_of[token_id] for token_id in token_ids])
+        # Other threads can run during a list comprehension, but not during `map`.
+        bytes_by_id = self.bytes_by_id(skip_special_tokens)
+        data = b"".join([bytes_by_id[token_id] for token_id in token_ids])
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
-    def text_of(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
-        """Return a mapping from token ID to the token's text; None if it depends on its neighbors."""
+    def text_by_id(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """Return a mapping from token ID to the token's text; None if the text depends on adjacent tokens."""
         return self._visible_texts if skip_special_tokens else self._texts
 
-    def bytes_of(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+    def bytes_by_id(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """Return a mapping from token ID to the bytes that it adds to a text."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
@@ -106,15 +106,16 @@ class Tokenizer:
         return token
 
     def token_to_id(self, token: str) -> int | None:
+        """Return the ID of a token; None if it is not in the vocabulary."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
 
 class LiteralEncoder:
-    """Encodes texts in which special tokens are characters like others, unless they are `written`.
+    """Encodes special tokens in a text as ordinary characters, unless they have their `spelling`.
 
-    Each special token has a second spelling, which no client's text may contain: its number between two U+FDD1. Both
-    tokenizers split a text at its special tokens in the same way. So a text without literal ones has the same tokens.
+    The spelling of a special token is its number between two U+FDD1, which no client's text may contain. The spellings
+    have the flags of their tokens, so text is split at them in the same way.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Sequence[str]) -> None:
@@ -146,12 +147,16 @@ class LiteralEncoder:
             self._ids[alias] = token_id
         self._special_ids = frozenset(self._ids.values())
 
-    def written(self, special_token: str) -> str:
-        """Return the spelling with which `encode` recognizes the token."""
+    def spelling(self, special_token: str) -> str:
+        """Return the text that `encode` recognizes as the token."""
         return self._spellings[special_token]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises ValueError if the tokenizer finds a literal special token all the same, as some models of words do."""
+        """Return the token IDs of a text.
+
+        Raises:
+            ValueError: The tokenizer produces a special token for ordinary text, as some word-level models do.
+        """
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         for token_id, is_added in zip(token_ids, encoding.special_tokens_mask, strict=True):

@@ -149,7 +149,7 @@ CHOICE = StructuredOutput(GrammarKind.CHOICE, '["a"]')
 def test_a_constraint_knows_of_the_reasoning_before_it(
     tokenizer: Tokenizer, name, prompt, is_open
 ) -> None:
-    left = reasoning_parser(name)(prompt).leave_free(CHOICE, tokenizer)
+    left = reasoning_parser(name)(prompt).allow_reasoning_before(CHOICE, tokenizer)
     assert (left.kind, left.spec) == (CHOICE.kind, CHOICE.spec)
     if is_open is None:
         assert left == CHOICE

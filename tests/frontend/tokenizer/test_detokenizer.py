@@ -86,7 +86,7 @@ def feed(detokenizer: IncrementalDetokenizer, ids: list[int], chunk_sizes: list[
 
 def whole_characters(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
     """What `Tokenizer.decode` makes of `ids`, without a character that the end cuts."""
-    data = b"".join(tokenizer.bytes_of(skip_special)[i] for i in ids)
+    data = b"".join(tokenizer.bytes_by_id(skip_special)[i] for i in ids)
     text = utf_8_decode(data, "replace", False)[0]
     return text.removeprefix(" ") if tokenizer.strips_leading_space else text
 

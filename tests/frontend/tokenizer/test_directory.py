@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from engine.frontend.tokenizer import load_tokenizer
-from engine.frontend.tokenizer.token_bytes import decoding_of
+from engine.frontend.tokenizer.token_bytes import parse_decoding
 from engine.protocol.errors import CheckpointError
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -181,7 +181,7 @@ def test_decoders_that_do_not_go_token_by_token_are_refused(tmp_path: Path) -> N
     ],
 )
 def test_decodings_say_what_the_library_does(decoder) -> None:
-    decoding = decoding_of(json.loads(decoder.__getstate__()))
+    decoding = parse_decoding(json.loads(decoder.__getstate__()))
     for tokens in (["▁Hello", "▁world", "!"], ["x", "▁y"], ["<0xE6>", "<0xBC>", "<0xA2>", "a"]):
         text = b"".join(map(decoding.to_bytes, tokens)).decode(errors="replace")
         text = text.removeprefix(" ") if decoding.strips_leading_space else text

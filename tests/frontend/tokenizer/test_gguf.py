@@ -386,7 +386,7 @@ def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
 def test_unwritable_cache_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ENGINE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(CheckpointError, match="set ENGINE_CACHE to a directory"):
+    with pytest.raises(CheckpointError, match="set ENGINE_CACHE to a writable directory"):
         load_tokenizer(byte_level_file(tmp_path / "d.gguf", pre="gpt-2"))
 
 
