@@ -29,10 +29,12 @@ class AsyncPeer(Generic[In]):
         self._schedule_read()
 
     def send(self, message: msgspec.Struct) -> None:
+        """Send a message."""
         self._peer.send(message)
         self._schedule_read()
 
     def close(self) -> None:
+        """Close the socket."""
         self._loop.remove_reader(self._peer.socket.FD)
         self._peer.close()
 

@@ -1,5 +1,6 @@
-"""One frontend's connection to one core and its successors: greeting, batched sending, and detection of lost
-messages.
+"""One frontend's connection to one core and its successors.
+
+It handles greetings, batched sending, and the detection of lost messages.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from .core_load import CoreLoad
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 4 * 1024 * 1024
+"""Maximum bytes of a message with requests, so that neither side blocks for long."""
 PIECE_REQUESTS: Final = 256
-"""Larger batches of requests are split into several messages, so that neither side blocks for long."""
+"""Maximum requests of a message, for the same reason."""
 
 _ENVELOPE_BYTES: Final = 64
 """Maximum size of a message without its requests."""
@@ -119,7 +121,7 @@ class CoreConnection:
         self._wire = Peer[CoreMessage](self._context, self._address, name, CoreMessage)
         self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
 
-    def note_status(self, replica: ReplicaInfo) -> None:
+    def apply_status(self, replica: ReplicaInfo) -> None:
         """Apply the supervisor's status of this core."""
         self.is_in_rotation = replica.state in (ReplicaState.SERVING, ReplicaState.RESTARTING)
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
@@ -131,15 +133,16 @@ class CoreConnection:
             # An operator may have requested the restart.
             self._excused_epoch = self.epoch
         if not self.ready:
-            self.fail_calls(self._down())
+            self.fail_calls(self._unavailable_error())
 
-    def died_silently(self, epoch: int) -> bool:
+    def exited_silently(self, epoch: int) -> bool:
         """Return whether the core of that epoch exited without naming requests and without a requested restart."""
         return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
-    def _begin_anew(self) -> None:
-        """Reconnect because outputs are missing or invalid. The core then drops our requests and sends a new
-        greeting.
+    def _reconnect(self) -> None:
+        """Reconnect because outputs are missing or invalid.
+
+        The core then drops this frontend's requests and sends a new greeting.
         """
         self.ready = False
         self._events.on_lost_outputs(self.core_index)
@@ -150,16 +153,17 @@ class CoreConnection:
         self._connect()
 
     def num_dropped_frames(self) -> int:
-        """Return the number of frames that did not decode, were duplicates or were invalid."""
+        """Return the number of frames that were invalid or duplicates."""
         return self._wire.num_dropped_frames + self._num_dropped_messages
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request for the end of this tick. This does nothing while the core is not ready."""
         if self.ready:
             self._requests[request.request_index] = request
             self._schedule_flush()
 
-    def abort(self, request_index: int) -> None:
+    def abort_request(self, request_index: int) -> None:
+        """Drop a request that was not sent yet, or make the core abort it."""
         for unsent in (self._greeting, self._requests):
             if unsent.pop(request_index, None) is not None:
                 return
@@ -167,15 +171,19 @@ class CoreConnection:
         self._schedule_flush()
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
-        """Send the call immediately. The future has the result, or EngineError if the core is not ready or exits
-        first.
+        """Send the call immediately and return a future with the result.
+
+        The future raises EngineError if the core is not ready or exits first.
         """
         call_id, result = self._new_call()
         self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
         return result
 
     def dump_event_log(self) -> asyncio.Future[CallResult]:
-        """Send the call immediately. The future has the result with the path of the file, or EngineError as above."""
+        """Send the call immediately and return a future with the result, which has the path of the file.
+
+        The future raises EngineError if the core is not ready or exits first.
+        """
         call_id, result = self._new_call()
         self._peer.send(DumpEventLog(call_id))
         return result
@@ -184,25 +192,27 @@ class CoreConnection:
         self._num_calls += 1
         result = self._calls[self._num_calls] = self._loop.create_future()
         if not self.ready:
-            self.fail_calls(self._down())
+            self.fail_calls(self._unavailable_error())
         return self._num_calls, result
 
-    def _down(self) -> EngineError:
+    def _unavailable_error(self) -> EngineError:
         return EngineError(
             f"replica {self.core_index} is not up; retry when GET /engine/status reports it as ready"
         )
 
     def fail_calls(self, error: Exception) -> None:
+        """Fail all unfinished calls with this error."""
         for result in self._calls.values():
             if not result.done():
                 result.set_exception(error)
         self._calls.clear()
 
     def close(self) -> None:
-        self._forget_unsent()
+        """Close the connection without sending queued requests."""
+        self._discard_unsent()
         self._peer.close()
 
-    def _forget_unsent(self) -> None:
+    def _discard_unsent(self) -> None:
         self._is_greeting = False
         self._greeting.clear()
         self._requests.clear()
@@ -217,7 +227,7 @@ class CoreConnection:
         self._flush_scheduled = False
         if not self.ready:
             # All requests are resubmitted after the next greeting.
-            self._forget_unsent()
+            self._discard_unsent()
         if self._is_greeting:
             piece = self._take_piece(self._greeting)
             self._is_greeting = bool(self._greeting)
@@ -285,11 +295,11 @@ class CoreConnection:
         except Exception:
             logger.exception("core %d sent invalid outputs; reconnecting", self.core_index)
             self._num_dropped_messages += 1
-            self._begin_anew()
+            self._reconnect()
 
     def _receive_load_update(self, update: ReplicaLoadUpdate) -> None:
         try:
-            self.load.prefixes.apply(update)
+            self.load.prefixes.apply_update(update)
             self.load.num_others = update.num_others
         except ValueError:
             self._num_dropped_messages += 1
@@ -302,7 +312,7 @@ class CoreConnection:
                 "restart the server"
             )
             return
-        self._forget_unsent()
+        self._discard_unsent()
         self._last_sequence = None
         self.load.num_others = 0
         self.load.prefixes.clear()

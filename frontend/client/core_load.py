@@ -10,9 +10,10 @@ from typing import Final
 
 from ...protocol.config import SchedulerConfig
 from ...protocol.errors import EngineError
-from .routing import CachedPrefixes
+from .cached_prefixes import CachedPrefixes
 
 MAX_RETRY_AFTER_S: Final = 3600
+"""Maximum seconds in `Retry-After`."""
 
 
 class Overloaded(EngineError):
@@ -53,39 +54,43 @@ class CoreLoad:
         if 0 < limits.max_num_queued_reqs < queued:
             raise Overloaded(
                 f"the queue is full: {queued} sequences would wait, "
-                f"the limit is {limits.max_num_queued_reqs} (--max-num-queued-reqs)",
+                f"but the limit is {limits.max_num_queued_reqs} (--max-num-queued-reqs)",
                 self._retry_after_s(queued),
             )
         waiting = self.num_unscheduled_tokens
         if waiting and 0 < limits.max_num_queued_tokens < waiting + num_tokens:
             raise Overloaded(
                 f"the queue is full: {waiting + num_tokens} prompt tokens would wait, "
-                f"the limit is {limits.max_num_queued_tokens} (--max-num-queued-tokens)",
+                f"but the limit is {limits.max_num_queued_tokens} (--max-num-queued-tokens)",
                 self._retry_after_s(max(queued, num_sequences)),
             )
 
-    def submitted(self, num_prompt_tokens: int, block_keys: Sequence[int]) -> None:
+    def record_submitted(self, num_prompt_tokens: int, block_keys: Sequence[int]) -> None:
+        """Record that a sequence was sent to the core."""
         if not self.num_inflight:
-            # Idle time must not count in the rate.
+            # The rate must not include idle time.
             self._last_finish_time = time.monotonic()
         self.num_inflight += 1
         self.prefixes.add_expected(block_keys)
         self.num_unscheduled_tokens += num_prompt_tokens
 
-    def queued(self) -> None:
+    def record_queued(self) -> None:
+        """Record that the core has queued a sequence."""
         self.num_queued += 1
 
-    def left_queue(self, num_prompt_tokens: int, *, was_queued: bool) -> None:
+    def record_left_queue(self, num_prompt_tokens: int, *, was_queued: bool) -> None:
+        """Record that a sequence was scheduled for the first time, finished, or moves to another core."""
         self.num_queued -= was_queued
         self.num_unscheduled_tokens -= num_prompt_tokens
 
-    def moved_away(self, block_keys: Sequence[int]) -> None:
+    def record_moved(self, block_keys: Sequence[int]) -> None:
         """Remove a sequence that continues at another core and has left the queue."""
         self.num_inflight -= 1
         self.prefixes.remove_expected(block_keys)
 
-    def finished(self, block_keys: Sequence[int]) -> None:
-        self.moved_away(block_keys)
+    def record_finished(self, block_keys: Sequence[int]) -> None:
+        """Remove a sequence that has finished and has left the queue."""
+        self.record_moved(block_keys)
         now = time.monotonic()
         self._intervals.append(now - self._last_finish_time)
         self._last_finish_time = now

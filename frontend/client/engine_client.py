@@ -1,19 +1,18 @@
-"""The HTTP layer's client of the engine: submit sequences and read their outputs."""
+"""The HTTP layer's client of the engine: submits sequences and returns their outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Final
 
 import zmq
 
 from ...protocol.arrays import Int32Array, int32_view
-from ...protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
+from ...protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
@@ -37,8 +36,9 @@ from .isolation_queue import IsolationQueue
 from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
 from .poison_cache import PoisonCache
-from .request_group import MAX_SILENT_DEATHS, Delta, RequestGroup, Sequence, SequenceRequest
-from .routing import choose
+from .request_group import MAX_SILENT_CRASHES, RequestGroup, Sequence
+from .routing import ReplicaUnavailable, Router
+from .sequence_io import Delta, SequenceRequest
 
 __all__ = [
     "Delta",
@@ -54,29 +54,29 @@ __all__ = [
 ]
 
 HASHED_AT_ONCE: Final = 4096
-"""Prompt tokens hashed before other tasks may run; this takes well under a millisecond."""
+"""Prompt tokens hashed before other tasks run; takes well under a millisecond."""
 
 SEQUENCES_AT_ONCE: Final = 128
-"""Sequences of a request that are created before other tasks may run; this takes about 2 ms."""
+"""Sequences of a request that are created before other tasks run; takes about 2 ms."""
 
 ENDED_AT_ONCE: Final = 128
-"""Sequences of a request that are aborted before other tasks may run."""
+"""Sequences of a request that are aborted before other tasks run."""
 
 DEADLINE_GRACE_S: Final = 0.25
-"""Seconds after a deadline until the frontend ends the request itself. Normally the core does, with a more precise
-message.
+"""Seconds after a deadline until the frontend ends the request itself.
+
+Normally the core ends it, with a more precise message.
 """
 
 MIN_TOKENS_HASHED: Final = 64
-"""The fixed cost of a prompt, in tokens that are hashed in the same time."""
+"""The fixed cost of a prompt, as the number of tokens that are hashed in the same time."""
 
 STATUS_S: Final = 2.0
+"""Maximum seconds that a restarted frontend waits for a status before it serves."""
 STATUS_POLL_S: Final = 0.02
-"""How long, in seconds, a restarted frontend waits for a status before it serves, and how often it checks."""
+"""Seconds between checks for that status."""
 
 MAX_REQUEST_INDEX: Final = 2**31 - 1
-
-NO_MORE: Final[Mapping[int, int]] = {}
 
 
 class EngineDraining(EngineError):
@@ -85,10 +85,6 @@ class EngineDraining(EngineError):
 
 class EngineDead(EngineError):
     """The engine has failed; the message says why."""
-
-
-class ReplicaUnavailable(EngineError):
-    """The requested replica accepts no requests at the moment."""
 
 
 class EngineClient:
@@ -120,6 +116,7 @@ class EngineClient:
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
+        self._router = Router(self._cores, self.metrics, config.scheduler.max_num_seqs)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
@@ -130,7 +127,7 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Whether some core accepts requests."""
-        return self.dead_reason is None and any(self._open_cores())
+        return self.dead_reason is None and any(self._router.open_cores())
 
     @property
     def num_inflight(self) -> int:
@@ -139,15 +136,7 @@ class EngineClient:
 
     def find_overload(self) -> Overloaded | None:
         """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
-        overload = None
-        for core in self._open_cores():
-            try:
-                core.load.check(1, 1)
-            except Overloaded as error:
-                overload = error
-            else:
-                return None
-        return overload
+        return self._router.find_overload()
 
     async def start(self) -> None:
         """Connect, and wait until every core can execute. A restarted frontend waits for only one core.
@@ -156,13 +145,13 @@ class EngineClient:
             EngineDead: The engine failed before that.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self.watch = EngineWatch(self._context, self._config, self._status_is_known)
+        self.watch = EngineWatch(self._context, self._config, self._apply_status)
         events = CoreEvents(
-            on_ready=self._core_is_ready,
-            on_outputs=self._take_outputs,
-            on_lost_outputs=self._outputs_were_lost,
-            on_replica_lost=self._replica_was_lost,
-            on_too_large=self._request_is_too_large,
+            on_ready=self._handle_ready_core,
+            on_outputs=self._apply_outputs,
+            on_lost_outputs=self._handle_lost_outputs,
+            on_replica_lost=self._handle_lost_replica,
+            on_too_large=self._fail_too_large_request,
             on_refused=self.fail,
         )
         for core_index in range(self._config.parallel.data_parallel_size):
@@ -204,21 +193,21 @@ class EngineClient:
         error = EngineDead(reason)
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-        self._output.fail(self._output.sequences.values(), reason)
+        self._output.fail_sequences(self._output.sequences.values(), reason)
         for core in self._cores:
             core.fail_calls(error)
 
     async def submit(self, sequences: list[SequenceRequest], *, request_id: str) -> RequestGroup:
-        """Start generating. Sequences of one prompt (the same object) share a core.
+        """Start generating. If this raises, nothing was started.
+
+        Sequences of one prompt (the same object) share a core.
 
         Raises:
-            ParameterError: The model cannot serve this request.
+            ParameterError: A parameter is invalid for this model.
             Overloaded: The queue is full.
             ReplicaUnavailable: The requested replica accepts no requests at the moment.
             EngineDraining: The server is shutting down.
             EngineDead: The engine has failed.
-
-        If this raises, nothing was started.
         """
         arrival_time = time.monotonic()
         self._check_open()
@@ -234,7 +223,7 @@ class EngineClient:
                 await asyncio.sleep(0)
         is_poison = any(request in self._poison_cache for request in requests)
         self._check_open()
-        cores = self._route(sequences, requests)
+        cores = self._router.route(sequences, requests)
         group = RequestGroup(
             request_id,
             started,
@@ -322,67 +311,6 @@ class EngineClient:
             hashes += hash_blocks(piece, block_size, parent, (), algorithm)
         return hashes
 
-    def _open_cores(self) -> list[CoreConnection]:
-        """Return the cores that accept new requests."""
-        return [core for core in self._cores if core.ready and core.is_serving]
-
-    def _route(
-        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
-    ) -> list[CoreConnection]:
-        """Return a core for each sequence. Raise Overloaded or ReplicaUnavailable if there is none."""
-        new_tokens: Counter[int] = Counter()
-        new_sequences: Counter[int] = Counter()
-        routed: list[CoreConnection] = []
-        for position, (sequence, request) in enumerate(zip(sequences, requests, strict=True)):
-            prompt = sequence.prompt_token_ids
-            if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
-                core = self._choose(
-                    self._block_keys(request), sequence.data_parallel_rank, new_sequences
-                )
-            new_sequences[core.core_index] += 1
-            new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
-            routed.append(core)
-        for core_index, count in new_sequences.items():
-            try:
-                self._cores[core_index].load.check(count, new_tokens[core_index])
-            except Overloaded:
-                self.metrics.record_rejection(core_index, "queue_full")
-                raise
-        return routed
-
-    def _choose(
-        self, keys: list[int], rank: int | None = None, more: Mapping[int, int] = NO_MORE
-    ) -> CoreConnection:
-        """Return the core for a prompt with these block keys.
-
-        `more` is the number of sequences about to be sent to each core.
-        """
-        candidates = self._open_cores()
-        if rank is not None:
-            if self._cores[rank] not in candidates:
-                raise ReplicaUnavailable(
-                    f"replica {rank} accepts no requests at the moment; use another X-data-parallel-rank or retry later"
-                )
-            return self._cores[rank]
-        if not candidates:
-            # The requests wait for a core. A drained core would not accept them by itself.
-            candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
-        if len(candidates) == 1:
-            return candidates[0]
-        return candidates[
-            choose(
-                [core.load.total + more.get(core.core_index, 0) for core in candidates],
-                [core.load.prefixes.count(keys) for core in candidates],
-                len(keys),
-                keys[0] if keys else 0,
-                self._config.scheduler.max_num_seqs,
-            )
-        ]
-
-    def _block_keys(self, request: EngineCoreRequest) -> list[int]:
-        """Return the keys for prefix routing, or [] if there is only one replica."""
-        return block_keys(request.block_hashes) if len(self._cores) > 1 else []
-
     def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
         params = wanted.params
         prompt = memoryview(request.prompt_token_ids).cast("i")
@@ -399,19 +327,19 @@ class EngineClient:
         return Sequence(request, params, len(prompt), detokenizer)
 
     def _register(self, sequence: Sequence, core: CoreConnection) -> None:
-        """Count a sequence as one in flight at this core."""
+        """Add a sequence to those in flight at this core."""
         request = sequence.request
         request.request_index = self._next_request_index()
-        keys = self._block_keys(request)
+        keys = self._router.block_keys(request)
         sequence.assign(core.core_index, core.load, keys)
         self._output.sequences[request.request_index] = sequence
-        core.load.submitted(sequence.num_prompt_tokens, keys)
+        core.load.record_submitted(sequence.num_prompt_tokens, keys)
 
     def _send(self, sequence: Sequence) -> None:
-        """Send a sequence to its core, or queue it for the answer to the core's greeting if the core is not ready."""
+        """Send a sequence to its core; if the core is not ready, it is sent after the core's next greeting."""
         core = self._cores[sequence.core_index]
         sequence.epoch = core.epoch if core.ready else 0
-        core.add(sequence.request)
+        core.add_request(sequence.request)
 
     def _next_request_index(self) -> int:
         index = self._last_index
@@ -422,7 +350,7 @@ class EngineClient:
                 return index
 
     def _abort_group(self, group: RequestGroup) -> None:
-        """End the first of its sequences now, and the others soon if there are many."""
+        """End the group's first sequences now, and the others soon after if there are many."""
 
         def abort(sequence: Sequence) -> None:
             self._output.finish(sequence, FinishReason.ABORT)
@@ -450,8 +378,9 @@ class EngineClient:
                 self._abort_at_core(sequence)
 
     def _watch_deadline(self, group: RequestGroup, deadline: float) -> None:
-        """Schedule the end of a group at its deadline, because a core only ends requests between steps and may be
-        down.
+        """Schedule the end of a group at its deadline.
+
+        The core ends requests only between steps, and it may be down.
         """
         if deadline:
             group.deadline_timer = asyncio.get_running_loop().call_later(
@@ -462,29 +391,29 @@ class EngineClient:
         self._end_in_turns(group, self._output.expire)
 
     def _abort_at_core(self, sequence: Sequence) -> None:
-        self._cores[sequence.core_index].abort(sequence.request_index)
+        self._cores[sequence.core_index].abort_request(sequence.request_index)
 
-    def _core_is_ready(self, ready: CoreReady) -> None:
+    def _handle_ready_core(self, ready: CoreReady) -> None:
         self.metrics.record_ready(ready)
         num_frontends = self._config.parallel.api_server_count
         self._isolation_queue[ready.core_index].reset(
             (self._client_index + ready.epoch) % num_frontends
         )
         for sequence in list(self._output.sequences.values()):
-            if sequence.core_index == ready.core_index and self._may_go_on(sequence):
+            if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence)
-        is_first_life = self._config.epoch == FIRST_EPOCH
-        can_serve = not is_first_life or all(core.ready for core in self._cores)
+        is_restarted = self._config.epoch != FIRST_EPOCH
+        can_serve = is_restarted or all(core.ready for core in self._cores)
         if can_serve and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    def _may_go_on(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can be resubmitted; if not, it has failed."""
+    def _may_continue(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can be resubmitted; fail it if it has seen too many crashes."""
         if sequence.finished:
             return False
-        if self._cores[sequence.core_index].died_silently(sequence.epoch):
+        if self._cores[sequence.core_index].exited_silently(sequence.epoch):
             sequence.suspect_after_silent_crash()
-        if sequence.num_silent_deaths > MAX_SILENT_DEATHS:
+        if sequence.num_silent_crashes > MAX_SILENT_CRASHES:
             self._fail_as_poison(sequence)
         return not sequence.finished
 
@@ -492,7 +421,7 @@ class EngineClient:
         """Fail the group of a sequence that caused crashes, because a response needs all sequences."""
         self._poison_cache.add_request(sequence.request)
         if self.watch is not None:
-            self.watch.cause_found()
+            self.watch.report_cause_found()
         self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
 
     def _resubmit(self, sequence: Sequence) -> None:
@@ -503,9 +432,9 @@ class EngineClient:
             isolation_queue.add_suspect(sequence)
         else:
             self._send(sequence)
-            isolation_queue.wait_for(sequence)
+            isolation_queue.await_progress(sequence)
 
-    def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+    def _apply_outputs(self, outputs: EngineCoreOutputs) -> None:
         for done in outputs.finished:
             sequence = self._output.sequences.get(done.request_index)
             if sequence is not None and done.message == POISON_REQUEST:
@@ -516,15 +445,13 @@ class EngineClient:
     def _is_up(self, replica: int) -> bool:
         return self.watch is not None and self.watch.is_up(replica)
 
-    def _status_is_known(self, status: EngineStatus) -> None:
-        """Apply a status: move sequences away from cores that are gone, unless the core is being restarted right
-        now.
-        """
+    def _apply_status(self, status: EngineStatus) -> None:
+        """Apply a status, and move sequences away from cores that are down and not about to resume."""
         if status.failure:
             self.fail(status.failure)
             return
         for core, replica in zip(self._cores, status.replicas, strict=False):
-            core.note_status(replica)
+            core.apply_status(replica)
         if not self.ready:
             return
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
@@ -535,26 +462,28 @@ class EngineClient:
 
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)
-        if self._may_go_on(sequence):
-            core = self._choose(sequence.block_keys)
-            self._output.move(sequence, core.core_index, core.load)
+        if self._may_continue(sequence):
+            core = self._router.choose_core(sequence.block_keys)
+            self._output.move_sequence(sequence, core.core_index, core.load)
             self._resubmit(sequence)
 
-    def _replica_was_lost(self, lost: ReplicaLost) -> None:
+    def _handle_lost_replica(self, lost: ReplicaLost) -> None:
         for indices, is_suspect in ((lost.suspects, True), (lost.unsuspected, False)):
             for index in int32_view(indices).tolist():
                 sequence = self._output.sequences.get(index)
                 if sequence is not None:
                     sequence.mark_suspected(is_suspect=is_suspect)
 
-    def _request_is_too_large(self, request_index: int) -> None:
-        self._output.fail(
+    def _fail_too_large_request(self, request_index: int) -> None:
+        self._output.fail_sequences(
             [self._output.sequences[request_index]],
             "this request is too large for a message between the engine's processes; send a shorter prompt or fewer sequences",
         )
 
-    def _outputs_were_lost(self, core_index: int) -> None:
+    def _handle_lost_outputs(self, core_index: int) -> None:
         """Fail the sequences without progress since the last loss. The others continue as after a crash of the core."""
         at_core = [s for s in self._output.sequences.values() if s.core_index == core_index]
         stuck = [sequence for sequence in at_core if sequence.lose_outputs()]
-        self._output.fail(stuck, "the engine lost this request's tokens twice; retry the request")
+        self._output.fail_sequences(
+            stuck, "the engine lost this request's tokens twice; retry the request"
+        )

@@ -23,16 +23,18 @@ from ...protocol.supervisor_messages import (
 from ...protocol.transport import StatusReporter, StatusSubscriber
 
 ANSWER_S = 5.0
+"""Maximum seconds for the supervisor to execute a command."""
 ANSWER_POLL_S = 0.02
-"""How long the supervisor may take to execute a command, and how often its status is checked, in seconds."""
+"""Seconds between checks of its status."""
 
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """Seconds without a heartbeat after which a process counts as stalled. The supervisor kills it later."""
 
 
 class EngineWatch:
-    """Stores the latest `EngineStatus` and passes each one to `on_status`. It belongs to the event loop that created
-    it.
+    """Stores the latest `EngineStatus` and passes each one to `on_status`.
+
+    It belongs to the event loop that created it.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class EngineWatch:
         self.status = EngineStatus([])
 
     def close(self) -> None:
+        """Close the connections to the supervisor."""
         self._loop.remove_reader(self._subscriber.socket.FD)
         self._subscriber.close()
         self._reporter.close()
 
-    async def command(self, replica: int, action: ReplicaAction) -> ReplicaInfo:
+    async def send_command(self, replica: int, action: ReplicaAction) -> ReplicaInfo:
         """Send a command for a replica and wait until it takes effect.
 
         Raises:
@@ -72,9 +75,10 @@ class EngineWatch:
 
     @property
     def num_dropped_frames(self) -> int:
+        """The number of invalid frames from the supervisor."""
         return self._subscriber.num_dropped_frames
 
-    def cause_found(self) -> None:
+    def report_cause_found(self) -> None:
         """Report that a request was failed as the cause of crashes."""
         self._reporter.cause_found()
 
@@ -84,10 +88,9 @@ class EngineWatch:
         return bool(self.status.replicas) and self.status.replicas[replica].is_up
 
     def find_stalled_process(self) -> str:
-        """Return the process that keeps every replica from making progress, with the reason; "" while one replica
-        works.
+        """Return the process that keeps every replica from making progress, with the reason.
 
-        Other frontends are ignored, because clients connect to those that respond.
+        Return "" while one replica works. Other frontends are ignored, because clients connect to those that respond.
         """
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
@@ -109,8 +112,8 @@ class EngineWatch:
         return {r.replica for r in self.status.replicas if r.state is ReplicaState.SERVING}
 
     @property
-    def is_beyond_help(self) -> bool:
-        """Whether the supervisor, which restarts all other processes, is silent itself."""
+    def is_supervisor_silent(self) -> bool:
+        """Whether the supervisor, which restarts all other processes, sends no status itself."""
         return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
 
     def _read(self) -> float:

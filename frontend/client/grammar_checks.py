@@ -1,4 +1,4 @@
-"""Checks grammars before their requests go to a core, in processes that a grammar may bring down."""
+"""Checks grammars before their requests go to a core, in processes that a grammar can safely crash."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ from .executor import ThreadExecutor
 logger = logging.getLogger(__name__)
 
 MAX_CHECKS: Final = 4
-"""Grammars that are checked at the same time."""
+"""Maximum grammars that are checked at the same time."""
 
 MAX_LONG_CHECKS: Final = 2
+"""Maximum long grammars among them, so that short ones need not wait for long ones."""
 LONG_SPEC: Final = 16 << 10
-"""Characters of a grammar from which on it is one of the `MAX_LONG_CHECKS`, so that short ones need not wait for it."""
+"""Characters above which a grammar counts as long."""
 
 MAX_VERDICTS: Final = 1024
+"""Maximum cached verdicts."""
 MAX_CHECKS_PER_PROCESS: Final = 200
+"""Checks after which a process is replaced."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class GrammarChecks:
-    """A pool of disposable processes. Grammars that were checked lately are not checked again.
+    """A pool of processes that check grammars. The verdicts of recent grammars are cached.
 
     `run` prepares grammars in the threads of `executor`, which nothing else uses.
     """
@@ -67,16 +70,18 @@ class GrammarChecks:
             logger.warning("structured outputs cannot be used: %s", verdict.problem)
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._executor.close()
         self._processes.close()
 
     async def check(
         self, structured_output: StructuredOutput, parts: Sequence[StructuredOutput] = ()
     ) -> Verdict:
-        """Return whether a grammar can be used, and at what cost. Cancelling it ends the process.
+        """Return whether a grammar can be used, and whether it must be isolated. Cancelling ends the process.
 
-        Raises OSError or EngineError if no process can be started.
+        Raises:
+            OSError: No process can be started.
+            EngineError: No process can be started.
         """
         size = len(structured_output.spec)
         if size > MAX_SPEC_LENGTH:
@@ -117,7 +122,7 @@ class GrammarChecks:
 
 
 class _Checker:
-    """One process, for one grammar after another."""
+    """One process, which checks one grammar after another."""
 
     def __init__(self, process: socket.socket) -> None:
         process.setblocking(False)
@@ -127,7 +132,7 @@ class _Checker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process waits for a grammar. What it has to say without one is that it has ended."""
+        """Whether the process waits for a grammar. A message without one means that it has exited."""
         try:
             self._process.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

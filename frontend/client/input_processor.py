@@ -1,4 +1,4 @@
-"""Converts a sequence request to the core's message, or raises an error that the client understands."""
+"""Converts a sequence request to the core's message, or raises an error for the client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..http.shown_values import echo
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from ..tokenizer.token_ids import token_id_array
 from .executor import ThreadExecutor
-from .request_group import SequenceRequest, TokenIds
+from .sequence_io import SequenceRequest, TokenIds
 
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -36,10 +36,10 @@ MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 22
 """Maximum total entries of a request's prompt logprobs."""
 
 SEQUENCES_AT_ONCE: Final = 128
-"""Sequences of a request that are processed before other tasks get their turn: about 2 ms."""
+"""Sequences of a request that are processed before other tasks run; takes about 2 ms."""
 
-CHARACTERS_A_WORD: Final = 32
-"""The cost of encoding one word, in characters of text."""
+CHARACTERS_PER_WORD: Final = 32
+"""The cost of encoding one word, as a number of characters of text."""
 
 
 class InputProcessor:
@@ -63,7 +63,7 @@ class InputProcessor:
         Objects that several sequences share are processed once.
 
         Raises:
-            ParameterError: The model cannot serve this request.
+            ParameterError: A parameter is invalid for this model.
         """
         prompts: dict[int, tuple[int, bytes]] = {}
         bad_words: dict[tuple[int, ...], TokenSequences] = {}
@@ -142,11 +142,11 @@ class InputProcessor:
                 prompt = token_id_array(token_ids)
             except ValueError:
                 raise ParameterError(
-                    "prompt", "must be one list of integer token ids below 2**63"
+                    "prompt", "must be a list of integer token ids below 2**63"
                 ) from None
         if prompt.ndim != 1:
             raise ParameterError(
-                "prompt", f"must be one list of token ids, got shape {prompt.shape}"
+                "prompt", f"must be a one-dimensional list of token ids, got shape {prompt.shape}"
             )
         if not len(prompt):
             raise ParameterError("prompt", "must not be empty: it has 0 tokens")
@@ -187,7 +187,7 @@ class InputProcessor:
         words = params.bad_words
         if not words:
             return params.bad_words_token_ids
-        size = sum(map(len, words)) + CHARACTERS_A_WORD * len(words)
+        size = sum(map(len, words)) + CHARACTERS_PER_WORD * len(words)
         encoded = await self._executor.run(size, self._encode_bad_words, words)
         return params.bad_words_token_ids + encoded
 
@@ -219,7 +219,7 @@ def _lists_of(params: SamplingParams) -> tuple[int, ...]:
 
 
 def _verify_without_text(params: SamplingParams) -> None:
-    """Raise ParameterError for what a server without a tokenizer cannot compare with tokens."""
+    """Raise ParameterError for parameters that need a tokenizer."""
     texts = (
         ("stop", params.stop, "stop_token_ids"),
         ("bad_words", params.bad_words, "logit_bias"),
@@ -292,7 +292,7 @@ def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size
 
 
 class _Seeds:
-    """Seeds that never repeat: a keyed hash of a counter. With `base` 0 they are unpredictable."""
+    """Yields seeds that never repeat: a keyed hash of a counter. With `base` 0 they are unpredictable."""
 
     def __init__(self, base: int) -> None:
         self._key = base.to_bytes(8, "little") if base else os.urandom(32)

@@ -1,8 +1,8 @@
 """The isolation queue: suspected sequences are sent to the next core one at a time.
 
-When a core exits without a last message, nobody knows which sequences it was computing, and a request may crash it
-by merely arriving. A sequence that has seen two such crashes in a row without a token is therefore held back until
-all other sequences of that core have made progress.
+When a core exits without a last message, the sequences that it was computing are unknown, and a request may crash it as
+soon as it arrives. So a sequence that has seen two such crashes in a row without a token is held back until all other
+sequences of that core have made progress.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ...protocol.heartbeat import BEAT_INTERVAL_S
 from .request_group import Sequence
 
 TURN_S: Final = 2 * BEAT_INTERVAL_S
-"""How long, in seconds, the first frontend waits after a core is ready. By then a heartbeat has reported the tokens of
-other sequences to the supervisor. Further frontends follow at this interval, in a different order each epoch, so
-that suspects of different frontends rarely run together.
+"""Seconds between a core's readiness and the first frontend's suspects, and between frontends.
+
+After this time, a heartbeat has reported the tokens of other sequences to the supervisor. The order of the frontends
+differs each epoch, so that suspects of different frontends rarely run together.
 """
 
 
@@ -31,8 +32,9 @@ class IsolationQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def reset(self, turn: int) -> None:
-        """Reset for a core that is ready and has no sequences yet. `turn` is this frontend's position among all, from
-        0.
+        """Reset for a core that is ready and has no sequences yet.
+
+        `turn` is this frontend's position among all, from 0.
         """
         self.close()
         self._suspects.clear()
@@ -44,18 +46,19 @@ class IsolationQueue:
         self.advance()
 
     def close(self) -> None:
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def wait_for(self, other: Sequence) -> None:
+    def await_progress(self, other: Sequence) -> None:
         """Hold back suspects until this sequence, which was sent, has made progress."""
         self._awaited.append(other)
 
     def add_suspect(self, suspect: Sequence) -> None:
         """Add a suspect. Those with the fewest crashes run first, because they are the least likely cause."""
         self._suspects.append(suspect)
-        self._suspects.sort(key=lambda sequence: sequence.num_silent_deaths)
+        self._suspects.sort(key=lambda sequence: sequence.num_silent_crashes)
         self.advance()
 
     def remove_sequence(self, sequence: Sequence) -> None:
@@ -65,10 +68,10 @@ class IsolationQueue:
                 waiting.remove(sequence)
 
     def advance(self) -> None:
-        """Send the next suspect if possible. Must be called whenever sequences may have made progress."""
+        """Send the next suspect if possible. Call this whenever sequences may have made progress."""
         if self._timer is not None or not (self._suspects or self._awaited):
             return
-        self._awaited = [each for each in self._awaited if not each.has_got_further]
+        self._awaited = [each for each in self._awaited if not each.has_progressed]
         while self._suspects and not self._awaited:
             suspect = self._suspects.pop(0)
             if not suspect.finished:

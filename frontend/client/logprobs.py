@@ -1,4 +1,4 @@
-"""Logprobs as the API reports them. They are decoded only when they are read."""
+"""Decodes logprobs, only when they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...protocol.arrays import float32_view, int32_view
 from ...protocol.messages import TokenLogprobs
 
 ENTRIES_AT_ONCE: Final = 4096
-"""Entries decoded in one call, during which no other thread runs."""
+"""Entries decoded in one call, which blocks all other threads."""
 
 
 class PositionLogprobs(msgspec.Struct, gc=False):
@@ -20,6 +20,7 @@ class PositionLogprobs(msgspec.Struct, gc=False):
 
     Attributes:
         token_id: The sampled token.
+        logprob: Its logprob.
         rank: Its rank, from 1.
         top: Pairs of token ID and logprob, the most likely first.
     """

@@ -1,4 +1,4 @@
-"""Applies the outputs of the cores to the waiting sequences.
+"""Applies the outputs of the cores to the unfinished sequences.
 
 This runs once for every token that the server generates, so a message is handled as a whole: one decoding of its
 arrays, one pass over its tokens, and one wake-up for all requests with new output.
@@ -34,7 +34,7 @@ DEADLINE: Final = "deadline"
 
 
 class _Rows(NamedTuple):
-    """The sequence of each row of a message, None for removed ones. `watched` are those with stop strings."""
+    """The sequence of each row of a message; None for removed ones. `watched` are those with stop strings."""
 
     request_indices: bytes
     sequences: list[Sequence | None]
@@ -53,12 +53,13 @@ class OutputProcessor:
         self._abort = abort
         self._woken: list[RequestGroup] = []
         self._last_rows: dict[int, _Rows] = {}
-        """The rows of each core's last message, because the next mostly has the same. Cleared when a sequence is
-        removed.
+        """The rows of each core's last message, because the next one usually has the same rows.
+
+        Cleared when a sequence is removed.
         """
 
     def process(self, outputs: EngineCoreOutputs) -> None:
-        """Apply one message. Entries of unknown or finished sequences are ignored.
+        """Apply one message. Entries for unknown or finished sequences are ignored.
 
         Raises:
             ValueError: The sizes of the arrays do not match. Nothing was changed.
@@ -127,12 +128,12 @@ class OutputProcessor:
         sequence.error = error
         sequence.finish_time = time.monotonic()
         self._leave_queue(sequence)
-        sequence.load.finished(sequence.block_keys)
+        sequence.load.record_finished(sequence.block_keys)
         self._metrics.record_finished(sequence, reason if outcome is None else outcome)
-        sequence.group.sequence_ended()
+        sequence.group.record_sequence_end()
         if not sequence.group.num_unfinished:
             self._metrics.record_group(sequence.group.outputs_by_prompt())
-        self._have_updates([sequence])
+        self._schedule_wake([sequence])
 
     def expire(self, sequence: Sequence) -> None:
         """Finish a sequence whose deadline has passed without a report from its core."""
@@ -142,19 +143,22 @@ class OutputProcessor:
         self._finish_as_reported(sequence, expired)
         self._abort(sequence)
 
-    def move(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
+    def move_sequence(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
         """Assign a sequence to another core."""
         self._leave_queue(sequence)
-        sequence.load.moved_away(sequence.block_keys)
-        load.submitted(sequence.num_prompt_tokens, sequence.block_keys)
+        sequence.load.record_moved(sequence.block_keys)
+        load.record_submitted(sequence.num_prompt_tokens, sequence.block_keys)
         if sequence.scheduled_time:
-            load.left_queue(sequence.num_prompt_tokens, was_queued=False)
+            load.record_left_queue(sequence.num_prompt_tokens, was_queued=False)
         else:
             sequence.queued_time = 0.0
         sequence.core_index, sequence.load = core_index, load
 
     def resubmit(self, sequence: Sequence, request_index: int) -> EngineCoreRequest:
-        """Return the request that continues a sequence. Its new index makes outputs for the old one be ignored."""
+        """Return the request that continues a sequence.
+
+        It has a new index, so that outputs for the old one are ignored.
+        """
         self._remove(sequence)
         request = sequence.resubmission(request_index)
         self.sequences[request_index] = sequence
@@ -164,12 +168,13 @@ class OutputProcessor:
         del self.sequences[sequence.request_index]
         self._last_rows.clear()
 
-    def fail(self, sequences: Iterable[Sequence], error: str) -> None:
+    def fail_sequences(self, sequences: Iterable[Sequence], error: str) -> None:
+        """Finish these sequences with an error."""
         for sequence in list(sequences):
             self.finish(sequence, FinishReason.ERROR, error=error)
 
-    def _have_updates(self, sequences: list[Sequence]) -> None:
-        """Schedule a wake-up of their readers after the whole message has been applied."""
+    def _schedule_wake(self, sequences: list[Sequence]) -> None:
+        """Schedule a wake-up of the sequences' readers after the whole message has been applied."""
         if sequences and not self._woken:
             asyncio.get_running_loop().call_soon(self._wake_readers)
         for sequence in sequences:
@@ -222,7 +227,7 @@ class OutputProcessor:
                     self._metrics.record_first_token(sequence)
             if len(tokens) >= sequence.wake_at and not sequence.has_updates:
                 update.append(sequence)
-        self._have_updates(update)
+        self._schedule_wake(update)
         if num_tokens:
             self._metrics.record_tokens(outputs.core_index, num_tokens, intervals)
 
@@ -272,7 +277,7 @@ class OutputProcessor:
         if event.kind is EventKind.QUEUED and not sequence.queued_time:
             sequence.queued_time = event.timestamp
             sequence.was_accepted = True
-            sequence.load.queued()
+            sequence.load.record_queued()
         elif event.kind is EventKind.SCHEDULED and not sequence.scheduled_time:
             self._leave_queue(sequence)
             sequence.scheduled_time = event.timestamp
@@ -280,7 +285,7 @@ class OutputProcessor:
 
     def _leave_queue(self, sequence: Sequence) -> None:
         if not sequence.scheduled_time:
-            sequence.load.left_queue(
+            sequence.load.record_left_queue(
                 sequence.num_prompt_tokens, was_queued=bool(sequence.queued_time)
             )
 

@@ -11,7 +11,9 @@ import msgspec
 from ...protocol.messages import EngineCoreRequest
 
 REMEMBERED_S: Final = 300.0
+"""Seconds for which a poison request is rejected."""
 MAX_REMEMBERED: Final = 1024
+"""Maximum requests in the cache."""
 
 
 class PoisonCache:
@@ -21,6 +23,7 @@ class PoisonCache:
         self._added_at: dict[bytes, float] = {}
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        """Add a request that caused crashes."""
         key = _digest(request)
         self._added_at.pop(key, None)
         self._added_at[key] = time.monotonic()

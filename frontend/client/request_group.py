@@ -1,7 +1,7 @@
 """The outputs of one HTTP request, as its handler reads them.
 
-Tokens are stored as they arrive and converted to text when the handler reads them, so a slow client costs only a
-list of integers. Only sequences with stop strings are detokenized immediately.
+Tokens are stored as they arrive and converted to text when the handler reads them, so a slow client costs only a list
+of integers. Only sequences with stop strings are detokenized immediately.
 """
 
 from __future__ import annotations
@@ -9,92 +9,48 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .core_load import CoreLoad
 from .logprobs import Logprobs, PositionLogprobs, decode_logprobs, iterate_logprobs
-
-TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
+from .sequence_io import Delta
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
+"""A `wake_at` that no sequence reaches."""
 
 UNLIMITED: Final = sys.maxsize
 TOKENS_AT_ONCE: Final = 4096
+"""Maximum tokens that a stream reads from one sequence at once."""
 LOGPROBS_AT_ONCE: Final = 128
-"""Maximum tokens, or logprob entries, that a stream reads from one sequence at once."""
+"""Maximum logprob entries that a stream reads from one sequence at once."""
 
 STREAMED_AT_ONCE: Final = 64
 """Maximum sequences that a stream reads at once."""
 
-SUSPICIOUS_SILENT_DEATHS: Final = 2
-MAX_SILENT_DEATHS: Final = 3
-"""A sequence fails after more silent core crashes than this. It was computed alone during the last two."""
+SUSPICIOUS_SILENT_CRASHES: Final = 2
+"""Silent core crashes after which a sequence is computed alone."""
+MAX_SILENT_CRASHES: Final = 3
+"""Silent core crashes that a sequence may see; it fails after one more."""
 
 FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
     FinishReason.LENGTH,
     FinishReason.ABORT,
 }
-
-
-@dataclass(slots=True)
-class SequenceRequest:
-    """One prompt with one set of sampling parameters.
-
-    Attributes:
-        prompt_token_ids: Token IDs, shape [T].
-        params: Sampling parameters; `n` is not expanded.
-        deadline: CLOCK_MONOTONIC seconds; 0 for none.
-        data_parallel_rank: The replica to use; None for any.
-        cache_salt: Cached prefixes are shared only by sequences with equal `cache_salt` and `cache_owner`.
-        trace_headers: The W3C trace context of the request.
-        predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
-    """
-
-    prompt_token_ids: TokenIds
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    cache_owner: bytes = b""
-    tenant: str = ""
-    deadline: float = 0.0
-    data_parallel_rank: int | None = None
-    trace_headers: dict[str, str] | None = None
-    predicted_token_ids: npt.NDArray[np.int32] | None = None
-
-
-class Delta(msgspec.Struct, gc=False):
-    """The new output of one sequence since the last read.
-
-    Attributes:
-        error: Set when `finish_reason` is not "stop", "length" or "abort".
-        stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
-        retry_after_s: Seconds after which a request that was rejected for lack of room may be retried.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: Iterable[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-    retry_after_s: float = 0.0
+"""The finish reasons with an error message."""
 
 
 class Sequence:
     """One prompt and its continuation: tokens, finish state, and times for the metrics.
 
-    Times are CLOCK_MONOTONIC seconds, 0.0 until known. The frontend measures `arrival_time` and `finish_time`; the
-    core measures the others.
+    Times are CLOCK_MONOTONIC seconds, 0.0 until known. The frontend measures `arrival_time` and `finish_time`; the core
+    measures the others.
 
     Attributes:
         token_ids: All generated tokens. The reader is woken when there are `wake_at` of them.
@@ -105,9 +61,8 @@ class Sequence:
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
-        num_silent_deaths: Consecutive cores that exited without a last message after receiving the sequence and
-            before
-            returning a token of it.
+        num_silent_crashes: Consecutive cores that received the sequence and exited without a last message before they
+            returned a token of it.
     """
 
     __slots__ = (
@@ -135,7 +90,7 @@ class Sequence:
         "num_losses",
         "num_prompt_tokens",
         "num_rejected_predictions",
-        "num_silent_deaths",
+        "num_silent_crashes",
         "params",
         "position",
         "prompt_logprob_messages",
@@ -161,7 +116,7 @@ class Sequence:
         self.request = request
         self.block_keys: list[int] = []
         self.num_losses = 0
-        self.num_silent_deaths = 0
+        self.num_silent_crashes = 0
         self.epoch = 0
         self.was_accepted = False
         self._num_tokens_when_lost = -1
@@ -202,7 +157,7 @@ class Sequence:
         self._num_read = 0
 
     def assign(self, core_index: int, load: CoreLoad, block_keys: list[int]) -> None:
-        """Choose the core that computes it."""
+        """Set the core that computes the sequence."""
         self.core_index, self.load, self.block_keys = core_index, load, block_keys
 
     @property
@@ -212,10 +167,12 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
+        """Whether the sequence has finished."""
         return self.finish_reason is not None
 
     @property
     def num_generated_tokens(self) -> int:
+        """The number of generated tokens."""
         return len(self.token_ids)
 
     @property
@@ -225,7 +182,7 @@ class Sequence:
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
         """Return the request for the remaining tokens, for a core that does not have the sequence."""
-        self._note_progress()
+        self._record_progress()
         self.request = msgspec.structs.replace(
             self.request,
             request_index=request_index,
@@ -237,33 +194,35 @@ class Sequence:
     def mark_suspected(self, *, is_suspect: bool) -> None:
         """Record that the replica was lost while computing this sequence.
 
-        `is_suspect` means that the sequence had got no token since it was admitted.
+        `is_suspect` means that the sequence got no token since it was admitted.
         """
-        self._note_progress()
+        self._record_progress()
         self.was_accepted = True
         self.num_losses += 1
         self.request.is_suspect |= is_suspect or self.num_losses > 1
 
     def suspect_after_silent_crash(self) -> None:
-        """Record that its core exited without naming requests. If the sequence was computed alone, its siblings are
-        suspected too.
+        """Record that the sequence's core exited without a message that names its requests.
+
+        If the sequence was computed alone, the other sequences of its group are suspected too.
         """
-        is_suspected = not self.has_got_further
+        is_suspected = not self.has_progressed
         was_alone = self.is_silent_suspect
-        self._note_progress()
-        self.num_silent_deaths += is_suspected
+        self._record_progress()
+        self.num_silent_crashes += is_suspected
         self.request.is_suspect |= self.is_silent_suspect
         if is_suspected and was_alone:
             for sibling in self.group.sequences:
                 if sibling.is_silent_suspect:
-                    sibling.num_silent_deaths = self.num_silent_deaths
+                    sibling.num_silent_crashes = self.num_silent_crashes
 
     @property
     def is_silent_suspect(self) -> bool:
-        return self.num_silent_deaths >= SUSPICIOUS_SILENT_DEATHS
+        """Whether the sequence is computed alone because cores crashed after receiving it."""
+        return self.num_silent_crashes >= SUSPICIOUS_SILENT_CRASHES
 
     @property
-    def has_got_further(self) -> bool:
+    def has_progressed(self) -> bool:
         """Whether the sequence got a token since it was last sent, or has finished."""
         return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
 
@@ -274,11 +233,11 @@ class Sequence:
             self._num_tokens_when_lost = self.num_generated_tokens
         return is_stuck
 
-    def _note_progress(self) -> None:
+    def _record_progress(self) -> None:
         """Store the generated tokens in the request. A suspect runs alone, so a new token clears it of suspicion."""
         request = self.request
-        if self.has_got_further:
-            self.num_silent_deaths = 0
+        if self.has_progressed:
+            self.num_silent_crashes = 0
             if request.is_suspect:
                 request.is_suspect = False
                 self.num_losses = 0
@@ -349,17 +308,20 @@ class Sequence:
         )
 
     def read_some(self) -> Delta:
-        """Return the new output, or its first part if all of it would take long to read; then more updates follow."""
+        """Return the new output, or its first part if all of it would take long to read.
+
+        After a part, the group returns the sequence again for the rest.
+        """
         params, limit = self.params, TOKENS_AT_ONCE
         if params.logprobs is not None:
-            # All of the vocabulary is -1.
+            # -1 requests the whole vocabulary.
             limit = max(1, LOGPROBS_AT_ONCE // (1 + params.logprobs)) if params.logprobs >= 0 else 1
         if len(self.token_ids) - self._num_read > limit:
             return self._read_part(limit)
         return self.read()
 
     def _read_part(self, num_tokens: int) -> Delta:
-        """Return about the first `num_tokens` new tokens. The group returns the sequence again for the others."""
+        """Return about the first `num_tokens` new tokens. The group returns the sequence again for the rest."""
         logprobs = None
         if self.params.logprobs is not None:
             num_positions = num_messages = 0
@@ -385,7 +347,8 @@ class Sequence:
     def read_text(self, max_tokens: int = TOKENS_AT_ONCE) -> str:
         """Return the text since the last read, for callers that need nothing else of a `Delta`.
 
-        If there are more than `max_tokens` new tokens, return the text of the first ones; then more updates follow.
+        If there are more than `max_tokens` new tokens, return the text of the first ones. The group then returns the
+        sequence again for the rest.
         """
         num_tokens = len(self.token_ids)
         if num_tokens - self._num_read > max_tokens:
@@ -418,8 +381,8 @@ class Sequence:
 class RequestGroup:
     """The sequences of one request, with `num_outputs` of them per prompt.
 
-    It has a single reader: either a task that calls `next` or `result`, or the callback `on_update`, which calls
-    `take_updates`.
+    It has a single reader: either a task that calls `wait_for_updates` or `result`, or the callback `on_update`, which
+    calls `take_updates`.
     """
 
     __slots__ = (
@@ -459,12 +422,13 @@ class RequestGroup:
             sequence.position = position
 
     def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
+        """Yield the sequences of each prompt, in the order of the prompts."""
         start = 0
         for count in self._num_outputs:
             yield self.sequences[start : start + count]
             start += count
 
-    async def next(self) -> list[Sequence]:
+    async def wait_for_updates(self) -> list[Sequence]:
         """Wait for new output. Return the sequences to read, or [] when all have finished and were returned.
 
         The first token and the end of a sequence are reported immediately, other tokens every `stream_interval`.
@@ -510,7 +474,8 @@ class RequestGroup:
         if self.num_unfinished:
             self._on_abort(self)
 
-    def sequence_ended(self) -> None:
+    def record_sequence_end(self) -> None:
+        """Record that one of the sequences has finished."""
         self.num_unfinished -= 1
         if not self.num_unfinished and self.deadline_timer is not None:
             self.deadline_timer.cancel()

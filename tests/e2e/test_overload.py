@@ -102,7 +102,7 @@ def test_a_server_is_not_ready_while_its_queue_is_full(server: Server, busy: lis
     waiting(server, 3)
     status, body = server.get("/readyz")
     assert (status, body["state"]) == (503, "not ready")
-    assert "4 sequences would wait, the limit is 3" in body["detail"]
+    assert "4 sequences would wait, but the limit is 3" in body["detail"]
     assert server.get("/health")[0] == server.get("/livez")[0] == 200
     assert last.wait()[0] == 200
     assert server.get("/readyz")[0] == 200

@@ -119,7 +119,7 @@ async def drive(core: EchoCore, awaited: Awaitable[Any], tokens_each: int = 1) -
 
 async def read_next(group: RequestGroup) -> list[tuple[int, Delta]]:
     """Wait until something is new and read it: positions and what is new there; [] after the end."""
-    return [(sequence.position, sequence.read()) for sequence in await group.next()]
+    return [(sequence.position, sequence.read()) for sequence in await group.wait_for_updates()]
 
 
 async def read_step(core: EchoCore, group: RequestGroup) -> list[tuple[int, Delta]]:

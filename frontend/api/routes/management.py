@@ -43,7 +43,7 @@ class Management:
     async def livez(self, request: Request) -> Response:
         """Return 200 while this process responds, because the supervisor restarts processes that crash or hang."""
         engine = self._serving.engine
-        is_alive = engine.watch is None or not engine.watch.is_beyond_help
+        is_alive = engine.watch is None or not engine.watch.is_supervisor_silent
         return self._status(is_alive and engine.dead_reason is None)
 
     async def readyz(self, request: Request) -> Response:

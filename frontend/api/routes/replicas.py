@@ -40,7 +40,7 @@ class Replicas:
                 type="conflict_error",
             )
         try:
-            info = await watch.command(index, action)
+            info = await watch.send_command(index, action)
         except TimeoutError:
             raise unavailable(
                 f"Replica {index} did not execute {action} in time; check GET /engine/status and retry",

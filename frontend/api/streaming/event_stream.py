@@ -1,6 +1,6 @@
-"""Server-sent events, written directly to the connection with one write for all new output.
+"""Server-sent events, written to the connection with one write for all new output.
 
-Tokens are written from the callback that delivers them, without a task. The client's pace is respected.
+The callback that delivers tokens writes them, without a task. Writing pauses while the client does not read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..generation import ClientWatch
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S: Final = 15.0
+"""Seconds without an event before a comment is sent, so that proxies keep the connection open."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -36,11 +37,12 @@ _START: Final = {
 
 
 def event(content: object) -> bytes:
+    """Return a server-sent event with the content as JSON."""
     return b"data: %b\n\n" % encode_whole(content)
 
 
 def _error_event(error: APIError) -> bytes:
-    """With the time to come back, for which there is no header any more."""
+    """Return an error as an event; it includes `retry_after` because headers have been sent already."""
     body = error.body
     if (seconds := error.headers.get("retry-after")) is not None:
         body["error"]["retry_after"] = int(seconds)
@@ -48,35 +50,39 @@ def _error_event(error: APIError) -> bytes:
 
 
 class ChunkEncoder(Protocol):
-    """Turns what is new of sequences into events."""
+    """Encodes the new output of sequences as events."""
 
     def encode(self, update: list[Sequence]) -> bytes:
-        """Events, or b"" for news that need no event. Raises APIError."""
+        """Return the events; b"" if the output needs none.
+
+        Raises:
+            APIError: A sequence failed.
+        """
 
     def closing(self) -> bytes:
-        """Events after the last news, before `[DONE]`."""
+        """Return the events between the last output and `[DONE]`."""
 
 
 class ChunkWriter(Protocol):
-    """The connection, past the layers of ASGI: those touch headers alone.
+    """The client's connection, without the ASGI layers, which only add headers.
 
-    While `is_paused` the client does not keep up. `on_writable` is called when it does again, or is gone.
+    `is_paused` is true while the client reads too slowly. `on_writable` is called when it reads again or disconnects.
     """
 
     is_paused: bool
     on_writable: Callable[[], None] | None
     has_chunks: bool
-    """False for HTTP/1.0, where a stream ends with its connection."""
+    """False for HTTP/1.0, where a stream ends by closing the connection."""
 
     def begin_stream(self) -> None:
-        """Must be called before a response without a length starts."""
+        """Prepare a response without a length; called before the response starts."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Send a piece of the body of a response that has started; nothing once the client is gone."""
+        """Send a piece of the body of a response that has started; do nothing after a disconnect."""
 
 
 class EventStream:
-    """One response. It starts with its first write, so that an earlier failure still gets its status."""
+    """One streamed response. It starts with its first write, so an earlier failure still gets its HTTP status."""
 
     __slots__ = (
         "_chunks",
@@ -103,8 +109,10 @@ class EventStream:
     async def run(self, receive: Receive, group: RequestGroup, chunks: ChunkEncoder) -> None:
         """Write until every sequence has finished or the client is gone.
 
-        Waits while the client does not read; what its sequences say meanwhile becomes one chunk.
-        Raises APIError if the request fails before anything was written.
+        While the client does not read, new output accumulates and later becomes one chunk.
+
+        Raises:
+            APIError: The request failed before anything was written.
         """
         self._group, self._chunks = group, chunks
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,11 +142,11 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _read_first(self) -> bytes:
-        """The first events, or a comment when there are none for long."""
+        """Return the first events, or a comment if none come in `keep_alive_s`."""
         body = b""
         try:
             async with asyncio.timeout(self._keep_alive_s):
-                while not body and (update := await self._group.next()):
+                while not body and (update := await self._group.wait_for_updates()):
                     body = self._chunks.encode(update)
         except TimeoutError:
             return KEEP_ALIVE
@@ -186,7 +194,7 @@ class EventStream:
             self._write_updates()
 
     def _end(self, error: Exception | None) -> None:
-        """Nothing is written from here on, though the task of `run` may notice later."""
+        """Stop writing at once, though the task of `run` may resume later."""
         self._group.on_update = self._connection.on_writable = None
         if self._ended.done():
             return
@@ -196,7 +204,7 @@ class EventStream:
             self._ended.set_exception(error)
 
     async def _keep_alive(self) -> None:
-        """Proxies drop a connection that says nothing; comments are not seen by the client."""
+        """Send comments during silence, because proxies close silent connections; clients ignore comments."""
         while True:
             self._was_silent = True
             await asyncio.sleep(self._keep_alive_s)

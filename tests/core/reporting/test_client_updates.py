@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from engine.core.reporting.client_updates import ClientUpdates
-from engine.frontend.client.routing import CachedPrefixes
+from engine.frontend.client.cached_prefixes import CachedPrefixes
 from engine.protocol.block_hash import block_keys, hash_blocks
 from engine.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.protocol.messages import ReplicaLoadUpdate
@@ -50,9 +50,9 @@ def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
             cached = have(event, cached)
         update.apply_events(batch)
         for client_index, message in update.take_updates():
-            frontends[client_index].apply(message)
+            frontends[client_index].apply_update(message)
     for prefixes in frontends.values():
-        found = {digest for digest in HASHES if prefixes.count(block_keys(digest))}
+        found = {digest for digest in HASHES if prefixes.count_blocks(block_keys(digest))}
         assert found == cached
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.frontend.api.answer import find_likeliest
 from engine.frontend.api.logprobs import CompletionLogprobs, LogprobsRenderer
 from engine.frontend.client.logprobs import PositionLogprobs
-from engine.frontend.client.request_group import Delta
+from engine.frontend.client.sequence_io import Delta
 from support.engine_fixtures import smollm2_tokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 

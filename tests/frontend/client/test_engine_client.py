@@ -338,7 +338,7 @@ async def test_many_requests_go_in_pieces_and_so_does_a_greeting(
         group = await client.submit([request(30)] * 40, request_id="r")
         gone = await client.submit([request(30)] * 10, request_id="gone before it was sent")
         gone.abort()
-        await drive(core, group.next())
+        await drive(core, group.wait_for_updates())
         added = [m for m in core.received if isinstance(m, AddRequests)]
         assert len(added) > 2 and not any(message.ends_greeting for message in added)
         assert sum(len(message.requests) for message in added) == 40
@@ -509,7 +509,7 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
     async with connected(config) as (client, first):
         deaths = SilentDeaths(config, first)
         begun = await client.submit([request(200)], request_id="begun")
-        await drive(first, begun.next())
+        await drive(first, begun.wait_for_updates())
         neighbours = await client.submit([request(200)] * 3, request_id="neighbours")
         poisoned = await client.submit([request(200, prompt=[5, 6, 7])], request_id="poison")
         [poison] = poisoned.sequences
@@ -520,7 +520,7 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
             deaths.receive()
             sent = deaths.core.requests
             if any(message.request_index == poison.request_index for message in sent):
-                num_doubtful.append(sum(not other.has_got_further for other in others))
+                num_doubtful.append(sum(not other.has_progressed for other in others))
                 deaths.next()
             elif sent:
                 deaths.core.step()
@@ -749,7 +749,9 @@ async def test_a_full_queue_refuses_with_the_numbers(tmp_path: Path) -> None:
     limits = SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=3)
     async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
         groups = [await client.submit([request()], request_id=str(i)) for i in range(5)]
-        with pytest.raises(Overloaded, match=r"4 sequences would wait, the limit is 3") as refused:
+        with pytest.raises(
+            Overloaded, match=r"4 sequences would wait, but the limit is 3"
+        ) as refused:
             await client.submit([request()], request_id="six")
         assert 1 <= refused.value.retry_after_s <= 60
         for group in groups:
@@ -762,7 +764,7 @@ async def test_a_full_queue_of_tokens_refuses(tmp_path: Path) -> None:
     limits = SchedulerConfig(max_num_queued_tokens=100)
     async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
         first = await client.submit([request(prompt=[5] * 300)], request_id="alone: any size")
-        with pytest.raises(Overloaded, match=r"301 prompt tokens would wait, the limit is 100"):
+        with pytest.raises(Overloaded, match=r"301 prompt tokens would wait, but the limit is 100"):
             await client.submit([request(prompt=[5])], request_id="refused")
         await drive(core, read_next(first))
         await client.submit([request(prompt=[5] * 90)], request_id="the first is scheduled now")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.client.input_processor import InputProcessor
-from engine.frontend.client.request_group import SequenceRequest
+from engine.frontend.client.sequence_io import SequenceRequest
 from engine.protocol.arrays import int32_view
 from engine.protocol.config import EngineConfig
 from engine.protocol.errors import ParameterError
@@ -46,14 +46,17 @@ def test_any_integers_are_a_prompt(kind: Any) -> None:
     ("prompt", "message"),
     [
         ([], "prompt must not be empty"),
-        (np.array([[1, 2]]), r"prompt must be one list of token ids, got shape \(1, 2\)"),
-        ([[1], [2, 3]], "prompt must be one list of integer token ids"),
-        ([1, "2"], "prompt must be one list of integer token ids"),
+        (
+            np.array([[1, 2]]),
+            r"prompt must be a one-dimensional list of token ids, got shape \(1, 2\)",
+        ),
+        ([[1], [2, 3]], "prompt must be a list of integer token ids"),
+        ([1, "2"], "prompt must be a list of integer token ids"),
         ([1, -4], r"prompt has token id -4, outside the vocabulary \[0, 49152\)"),
         ([1, 49152], r"prompt has token id 49152, outside the vocabulary \[0, 49152\)"),
         ([1, 2**40], r"prompt has token id 1099511627776, outside"),
-        ([1, 2**70], r"prompt must be one list of integer token ids below 2\*\*63"),
-        ([1.5], r"prompt must be one list of integer token ids below 2\*\*63"),
+        ([1, 2**70], r"prompt must be a list of integer token ids below 2\*\*63"),
+        ([1.5], r"prompt must be a list of integer token ids below 2\*\*63"),
         (
             [1] * MAX_MODEL_LEN,
             "prompt is too long: it has 512 tokens. This model's maximum context length is 512 "

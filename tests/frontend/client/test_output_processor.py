@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from engine.frontend.client.core_load import CoreLoad
 from engine.frontend.client.output_processor import OutputProcessor
-from engine.frontend.client.request_group import Delta, RequestGroup, Sequence
+from engine.frontend.client.request_group import RequestGroup, Sequence
+from engine.frontend.client.sequence_io import Delta
 from engine.frontend.metrics.metrics import Metrics
 from engine.frontend.tokenizer.detokenizer import IncrementalDetokenizer
 from engine.protocol.arrays import float32_bytes, int32_bytes
@@ -76,7 +77,7 @@ class Harness:
         sequence = Sequence(request, params, 3, detokenizer)
         sequence.assign(0, self.load, [])
         self.processor.sequences[request.request_index] = sequence
-        self.load.submitted(3, [])
+        self.load.record_submitted(3, [])
         return sequence
 
     def feed(self, tokens: dict[int, list[int]], *done: FinishedRequest, **more: Any) -> None:
@@ -401,7 +402,7 @@ async def test_what_a_slow_reader_missed_is_read_in_parts_without_a_change() -> 
             harness.feed({0: part}, logprobs=[] if logprobs is None else [entries])
         harness.feed({}, finished(0, FinishReason.LENGTH))
         deltas = []
-        while updates := await group.next():
+        while updates := await group.wait_for_updates():
             deltas += [sequence.read_some() for sequence in updates]
         result = whole(deltas)
         assert (result.token_ids, result.finish_reason) == (tokens, "length")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.frontend.client.routing import HEADROOM, CachedPrefixes, choose
+from engine.frontend.client.cached_prefixes import CachedPrefixes
+from engine.frontend.client.routing import HEADROOM, choose_replica
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.messages import ReplicaLoadUpdate
 from hypothesis import given
@@ -12,7 +13,7 @@ MAX_NUM_SEQS = 64
 
 
 def chosen(loads: list[int], num_cached: list[int], num_blocks: int = 10, home: int = 0) -> int:
-    return choose(loads, num_cached, num_blocks, home, MAX_NUM_SEQS)
+    return choose_replica(loads, num_cached, num_blocks, home, MAX_NUM_SEQS)
 
 
 def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
@@ -58,11 +59,11 @@ def test_blocks_count_from_when_a_sequence_is_sent_for_as_long_as_it_runs() -> N
     prefixes = CachedPrefixes()
     prefixes.add_expected([1, 2, 3])
     prefixes.add_expected([1, 2])
-    assert prefixes.count([1, 2, 3, 4]) == 3
+    assert prefixes.count_blocks([1, 2, 3, 4]) == 3
     prefixes.remove_expected([1, 2, 3])
-    assert prefixes.count([1, 2, 3, 4]) == 2
-    prefixes.apply(ReplicaLoadUpdate(0, stored=uint64_bytes([1])))
+    assert prefixes.count_blocks([1, 2, 3, 4]) == 2
+    prefixes.apply_update(ReplicaLoadUpdate(0, stored=uint64_bytes([1])))
     prefixes.remove_expected([1, 2])
-    assert prefixes.count([1, 2, 3, 4]) == 1
+    assert prefixes.count_blocks([1, 2, 3, 4]) == 1
     prefixes.clear()
-    assert prefixes.count([1]) == 0
+    assert prefixes.count_blocks([1]) == 0

@@ -96,7 +96,7 @@ async def test_a_deadline_after_the_first_token_counts_as_expired(tmp_path: Path
         late = time.monotonic() + 0.2
         wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=100), deadline=late)
         group = await client.submit([wanted], request_id="r")
-        await drive(core, group.next())
+        await drive(core, group.wait_for_updates())
         [delta] = await group.result()
         assert (delta.finish_reason, delta.stop_reason) == ("length", "deadline")
         samples = scrape(client.metrics)

@@ -1,0 +1,62 @@
+"""The input and the output of one sequence, as callers of the engine client see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...protocol.sampling_params import SamplingParams
+from .logprobs import PositionLogprobs
+
+TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
+
+
+@dataclass(slots=True)
+class SequenceRequest:
+    """One prompt with one set of sampling parameters.
+
+    Attributes:
+        prompt_token_ids: Token IDs, shape [T].
+        params: Sampling parameters; `n` is not expanded.
+        cache_salt: Cached prefixes are shared only by sequences with equal `cache_salt` and `cache_owner`.
+        tenant: The tenant whose limits apply.
+        deadline: CLOCK_MONOTONIC seconds; 0 for none.
+        data_parallel_rank: The replica to use; None for any.
+        trace_headers: The W3C trace context of the request.
+        predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
+    """
+
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    cache_owner: bytes = b""
+    tenant: str = ""
+    deadline: float = 0.0
+    data_parallel_rank: int | None = None
+    trace_headers: dict[str, str] | None = None
+    predicted_token_ids: npt.NDArray[np.int32] | None = None
+
+
+class Delta(msgspec.Struct, gc=False):
+    """The new output of one sequence since the last read.
+
+    Attributes:
+        finish_reason: Why the sequence finished; None while it is unfinished.
+        stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
+        error: Set when `finish_reason` is not "stop", "length" or "abort".
+        retry_after_s: Seconds after which a request that was rejected for lack of room may be retried.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: Iterable[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    retry_after_s: float = 0.0
