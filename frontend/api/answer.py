@@ -21,11 +21,15 @@ class Outputs(Protocol):
 
     sequences: list[Sequence]
 
-    def outputs_by_prompt(self) -> Iterator[list[Sequence]]: ...
+    def outputs_by_prompt(self) -> Iterator[list[Sequence]]:
+        """Yield the sequences of each prompt, in the order of the prompts."""
 
 
 class Answer(ABC, Generic[Request]):
-    """A response, sent as a whole or as stream chunks. `envelope` has all fields except choices and usage."""
+    """A response, sent as a whole or as stream chunks.
+
+    `envelope` holds all fields except choices and usage.
+    """
 
     def __init__(self, serving: Serving, request: Request, group: Outputs, envelope: Json) -> None:
         self.serving = serving
@@ -41,16 +45,19 @@ class Answer(ABC, Generic[Request]):
 
     @property
     def num_sequences(self) -> int:
+        """The number of generated sequences, including `best_of` candidates that are not shown."""
         return len(self._group.sequences)
 
     @abstractmethod
-    def whole(self, outputs: list[Delta]) -> Json: ...
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
 
     @abstractmethod
-    def chunks(self) -> ChunkEncoder: ...
+    def chunks(self) -> ChunkEncoder:
+        """Return the encoder that writes the response as stream chunks."""
 
     def best_positions(self, outputs: list[Delta]) -> Iterable[int]:
-        """Return which outputs to show: of each prompt's candidates (`best_of`) the likeliest, else all."""
+        """Return the positions of the outputs to show: the likeliest `best_of` candidates, or all outputs."""
         num_shown = self.request.num_outputs
         return find_likeliest(outputs, self.request.best_of or num_shown, num_shown)
 
@@ -59,10 +66,11 @@ class Answer(ABC, Generic[Request]):
         return self.usage_so_far()
 
     def usage_so_far(self) -> Json:
+        """Return the usage of the tokens read so far."""
         return self._count_usage()
 
     def add_to_usage(self, usage: Json, num_tokens: int) -> None:
-        """Add tokens that were generated to what `usage_so_far` returned."""
+        """Add newly generated tokens to a usage that `usage_so_far` returned."""
         usage["completion_tokens"] += num_tokens
         usage["total_tokens"] += num_tokens
 
@@ -73,12 +81,12 @@ class Answer(ABC, Generic[Request]):
         reasoning_tokens: int | None = None,
         predicts: bool = False,
     ) -> Json:
-        """Return the usage. A prompt with n outputs counts once.
+        """Return the usage; the tokens of a prompt count once, however many outputs it has.
 
         Args:
             num_completion_tokens: The tokens to count; None for all that were read.
-            reasoning_tokens: The tokens of reasoning; None where they are not told from content.
-            predicts: Whether the client sent a prediction, of which the accepted and rejected tokens count.
+            reasoning_tokens: The tokens of reasoning; None if reasoning is not separated from content.
+            predicts: Whether to report accepted and rejected tokens of the client's prediction.
         """
         prompts = [outputs[0] for outputs in self._group.outputs_by_prompt()]
         num_prompt = sum(s.num_prompt_tokens for s in prompts)

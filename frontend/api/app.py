@@ -1,4 +1,4 @@
-"""The routes, and what surrounds them."""
+"""The ASGI application: all routes and the middleware around them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from .serving import Serving
 
 
 def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
-    """Return the ASGI application. `is_loopback` says whether the server listens on a loopback address."""
+    """Return the ASGI application.
+
+    Args:
+        serving: The state that the endpoints share.
+        is_loopback: Whether the server listens on a loopback address.
+    """
     frontend = serving.config.frontend
     router = Router(make_routes(serving), redirect_slashes=False)
     edge = Edge(router, Access(frontend, is_loopback=is_loopback), frontend.root_path)
@@ -32,7 +37,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
 
 
 def make_routes(serving: Serving) -> list[Route]:
-    """Return all routes, with those that describe them."""
+    """Return all routes, including `/openapi.json` and `/docs`, which describe the others."""
     management = Management(serving)
     replicas = Replicas(serving)
     intake = Intake(serving)
@@ -49,7 +54,7 @@ def make_routes(serving: Serving) -> list[Route]:
     routes = [
         *(
             Route(prefix + route.path, route.endpoint, methods=route.methods)
-            # Some clients have /v1 in their base URL, others leave it out.
+            # Some clients include /v1 in their base URL; others leave it out.
             for prefix in ("/v1", "")
             for route in openai_routes
         ),

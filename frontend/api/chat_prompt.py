@@ -1,4 +1,4 @@
-"""Renders a conversation as the prompt that the model reads."""
+"""Renders a conversation into the prompt that the model reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..http.errors import APIError, bad_request, public
+from ..http.errors import APIError, bad_request, redact
 from .prompts import verify_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
@@ -23,6 +23,8 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
+    """A prompt as text and as token ids."""
+
     text: str
     token_ids: list[int]
 
@@ -36,15 +38,18 @@ async def render_chat(
     add_special_tokens: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> RenderedChat:
-    """Apply the chat template and encode the result. Raises APIError 400.
+    """Apply the chat template and encode the result.
 
-    Templates write their own special tokens, so by default none are added.
+    Templates write their own special tokens, so by default the tokenizer adds none.
+
+    Raises:
+        APIError: The request does not fit the template, or the prompt is too long (400).
     """
     template = serving.chat_template(bool(tools))
     if tools and not template.shows_tools:
         logger.warning(
-            "the chat template ignores tools, so the model does not see the %d tools of this request: "
-            "use another template with --chat-template",
+            "the chat template ignores tools, so the model does not see the %d tools of this request; "
+            "set another template with --chat-template",
             len(tools),
         )
     messages = request.messages
@@ -75,10 +80,10 @@ async def render_chat(
 
     try:
         return await serving.executor.run(body_size, render)
-    except ValueError as error:  # ChatTemplateError and ParameterError as well
-        raise _refused(str(error)) from None
+    except ValueError as error:  # Includes ChatTemplateError and ParameterError.
+        raise _template_error(str(error)) from None
 
 
-def _refused(message: str) -> APIError:
+def _template_error(message: str) -> APIError:
     field = _FIELD.match(message)
-    return bad_request(field[0].rstrip(".") if field else "messages", public(message))
+    return bad_request(field[0].rstrip(".") if field else "messages", redact(message))

@@ -1,4 +1,4 @@
-"""The web page of `GET /docs`: an OpenAPI document as HTML that loads nothing and runs no script."""
+"""The web page of `GET /docs`: an OpenAPI document as HTML without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Response headers that let a browser use the page's own style and nothing else."""
+"""Response headers; the browser may apply the page's own style and load nothing else."""
 
 
 def render_docs(document: Mapping[str, Any]) -> str:
-    """Return an OpenAPI document as a web page."""
+    """Return the web page for an OpenAPI document."""
     title = f"{document['info']['title']} {document['info']['version']}"
     schemas = document["components"]["schemas"]
     groups: dict[str, list[str]] = {}
@@ -53,7 +53,7 @@ def render_docs(document: Mapping[str, Any]) -> str:
 
 
 def type_name(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema's type in a few words."""
+    """Return a short name of a JSON schema's type, such as `array of string`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -21,7 +21,9 @@ from .bodies.body import ClientDisconnected
 logger = logging.getLogger(__name__)
 
 MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
+"""Maximum bytes of a rejected request's body that are received before the error is sent."""
 MAX_DISCARD_S: Final = 5.0
+"""Maximum seconds for receiving them."""
 
 _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -29,8 +31,8 @@ _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 class Edge:
     """ASGI middleware around the router.
 
-    Every answer carries `x-request-id`; every failure becomes an error body. An unexpected exception is logged with the
-    request's id, and the client gets that id only.
+    Every response carries `x-request-id`, and every failure becomes an error body. An unexpected exception is logged
+    with the request ID, and only that ID is sent to the client.
     """
 
     def __init__(self, app: ASGIApp, access: Access, root_path: str) -> None:
@@ -39,11 +41,12 @@ class Edge:
         self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. If the server stops meanwhile, close the connection."""
         try:
             await self._answer(scope, receive, send)
         except asyncio.CancelledError:
-            # The server stops, and this client has neither sent its request nor read its answer in time.
-            scope["state"]["connection"].cut()
+            # The server stops, and this client did not finish sending or reading in time.
+            scope["state"]["connection"].close_now()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
@@ -78,7 +81,7 @@ class Edge:
         except ParameterError as error:
             answer = bad_request(error.param, str(error))
         except HTTPException as error:
-            answer = _of_router(error, scope)
+            answer = _routing_error(error, scope)
         except Exception:
             logger.exception("request %s failed", request_id)
             answer = internal_error(f"Internal server error (request {request_id})")
@@ -96,14 +99,14 @@ def _request_id(scope: Scope) -> str:
 
 
 def _expects_permission(scope: Scope) -> bool:
-    """Whether the client sent `Expect: 100-continue` and has not sent its body: an answer now spares it that."""
+    """Return whether the client waits for `100 Continue` before it sends its body."""
     return any(
         name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
     )
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read on, within bounds, since most clients look for an answer only when all is sent."""
+    """Receive the rest of the body, within limits: most clients read no response before they have sent all of it."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MAX_DISCARD_S):
@@ -114,8 +117,8 @@ async def _discard_body(receive: Receive) -> None:
                     return
 
 
-def _of_router(error: HTTPException, scope: Scope) -> APIError:
+def _routing_error(error: HTTPException, scope: Scope) -> APIError:
     where = f"{scope['method']} {echo(get_route_path(scope))[1:-1]}"
-    what = {404: "There is no such route", 405: "The method is not allowed for this route"}
-    message = f"{what.get(error.status_code, error.detail)}: {where}"
+    problems = {404: "There is no such route", 405: "The method is not allowed for this route"}
+    message = f"{problems.get(error.status_code, error.detail)}: {where}"
     return APIError(error.status_code, message, headers=dict(error.headers or {}))

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..http.deadline import read_deadline
-from ..http.errors import json_response, renamed
+from ..http.errors import json_response, rename_parameter
 from ..http.trace_headers import read_trace_headers
 from .answer import Answer, Outputs, Request
 from .bodies.body import BodyDecoder
@@ -34,11 +34,11 @@ from .serving import Serving
 from .streaming.event_stream import EventStream
 
 NewAnswer = Callable[[Outputs, Json], Answer[Request]]
-"""Makes the answer of the sequences and the envelope."""
+"""Makes the answer from the sequences and the envelope."""
 
 
 class Endpoint(ABC, Generic[Request]):
-    """An endpoint that generates, as an ASGI application on a `Connection`."""
+    """An endpoint that generates text, as an ASGI application."""
 
     def __init__(
         self, serving: Serving, intake: Intake, request_type: type[Request], id_prefix: str
@@ -50,6 +50,7 @@ class Endpoint(ABC, Generic[Request]):
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
         with self._intake.lease() as lease:
             await self._answer(scope, receive, send, lease)
 
@@ -100,14 +101,18 @@ class Endpoint(ABC, Generic[Request]):
             group.abort()
 
     def _verify(self, params: SamplingParams, request: Request) -> None:
-        """Raises APIError 400, which names a field as the request does."""
+        """Verify sampling parameters.
+
+        Raises:
+            APIError: A parameter is invalid; it is named as in the request (400).
+        """
         try:
             self._serving.verify_sampling(params)
         except ParameterError as error:
-            raise renamed(error, self._sent_name(request, error.param)) from None
+            raise rename_parameter(error, self._sent_name(request, error.param)) from None
 
     def _sent_name(self, request: Request, name: str) -> str:
-        """Return the field of the request that a sampling parameter came from."""
+        """Return the name of the request field that set a sampling parameter."""
         return request.sent_name(name)
 
     def _id_prefix_of(self, request: Request) -> str:
@@ -120,4 +125,9 @@ class Endpoint(ABC, Generic[Request]):
     async def _prepare(
         self, request: Request, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
-        """Verified parameters and encoded prompts. Raises APIError 400, ParameterError."""
+        """Return the encoded prompts with verified parameters, and the constructor of the answer.
+
+        Raises:
+            APIError: The request is invalid (400).
+            ParameterError: A parameter is invalid.
+        """

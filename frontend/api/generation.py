@@ -26,7 +26,7 @@ from ..http.errors import (
     bad_request,
     deadline_exceeded,
     internal_error,
-    public,
+    redact,
     too_many_requests,
     unavailable,
 )
@@ -38,12 +38,13 @@ from .schema import GenerationRequest, StreamOptions
 from .serving import Serving
 
 MAX_USER_CHARACTERS: Final = 256
+"""Maximum length of a request's `user`."""
 
 MAX_STREAMED_LOGPROBS: Final = 1 << 13
-"""Log-probabilities of the sequences that a stream writes at once, on the event loop."""
+"""Maximum log-probabilities that a stream writes at once, because it writes them on the event loop."""
 
 SEQUENCES_AT_ONCE: Final = 512
-"""Sequences of a request that are described before other tasks get their turn: about 2 ms."""
+"""Sequences of a request that are created before other tasks run; takes about 2 ms."""
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
@@ -51,9 +52,9 @@ _RANK_HEADER = RANK_HEADER.lower().encode()
 
 @dataclass(slots=True)
 class PreparedPrompt:
-    """A prompt with verified parameters; `text` only where the request gave it as text.
+    """A prompt with verified parameters; `text` is None if the request gave token ids.
 
-    `predicted_token_ids` are the client's prediction of the output; None without one.
+    `predicted_token_ids` is the client's prediction of the output; None without one.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -63,7 +64,11 @@ class PreparedPrompt:
 
 
 def verify_streaming(request: GenerationRequest) -> None:
-    """Raises APIError 400 for what a stream cannot carry, and for what only a stream can."""
+    """Verify the fields that depend on whether the response is streamed.
+
+    Raises:
+        APIError: `prompt_logprobs` with a stream, or `stream_options` without one (400).
+    """
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
@@ -73,7 +78,11 @@ def verify_streaming(request: GenerationRequest) -> None:
 def verify_streamed_logprobs(
     request: GenerationRequest, prompts: list[PreparedPrompt], serving: Serving
 ) -> None:
-    """Raises APIError 400 for a stream whose every step has too many log-probabilities to be written at once."""
+    """Verify that a step of the stream has few enough log-probabilities to be written at once.
+
+    Raises:
+        APIError: A step may have more than `MAX_STREAMED_LOGPROBS` (400).
+    """
     params = prompts[0].params
     if not request.stream or params.logprobs is None:
         return
@@ -86,27 +95,27 @@ def verify_streamed_logprobs(
     if num_entries * num_running > MAX_STREAMED_LOGPROBS:
         raise bad_request(
             "logprobs",
-            f"{num_entries} log-probabilities for each of {num_running} sequences are too many for a stream, "
-            f"at most {MAX_STREAMED_LOGPROBS} a step are allowed; use stream=false or ask for fewer",
+            f"{num_entries} log-probabilities for each of {num_running} sequences are too many for a stream; "
+            f"at most {MAX_STREAMED_LOGPROBS} per step are allowed; use stream=false or request fewer",
         )
 
 
-def find_tenant(request: GenerationRequest, of_key: str) -> str:
-    """Return the tenant whose limits apply to the request: `of_key`, or the request's `user`.
+def find_tenant(request: GenerationRequest, key_tenant: str) -> str:
+    """Return the tenant whose limits apply: the tenant of the API key, else the request's `user`.
 
     Raises:
-        APIError: The name is too long (400).
+        APIError: `user` is too long (400).
     """
     user = request.user or ""
     if len(user) > MAX_USER_CHARACTERS:
         raise bad_request(
             "user", f"user must have at most {MAX_USER_CHARACTERS} characters, got {len(user)}"
         )
-    return of_key or user
+    return key_tenant or user
 
 
 def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
-    """Return the replica that the client selects in a header; None for any.
+    """Return the replica that the client selects in a header; None for any replica.
 
     Raises:
         APIError: The value is invalid (400).
@@ -129,15 +138,19 @@ async def submit(
     data_parallel_rank: int | None,
     trace_headers: dict[str, str] | None,
 ) -> RequestGroup:
-    """Start every output of every prompt: sequence `i * n + j` is output j of prompt i.
+    """Start every output of every prompt; sequence `i * n + j` is output j of prompt i.
 
-    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. Raises APIError 400 or 503, ParameterError.
+    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica.
+
+    Raises:
+        APIError: The request has too many sequences (400), or the engine cannot accept them now (503).
+        ParameterError: A parameter is invalid.
     """
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
     priority = request.priority or 0
     if not -(2**31) <= priority < 2**31:
-        raise bad_request("priority", f"priority must fit into 32 bits, got {priority}")
+        raise bad_request("priority", f"priority must fit in 32 bits, got {priority}")
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
@@ -167,11 +180,11 @@ async def submit(
     except EngineDraining as error:
         raise unavailable(str(error), serving.retry_after_s) from None
     except EngineDead as error:
-        raise unavailable(public(str(error)), serving.retry_after_s) from None
+        raise unavailable(redact(str(error)), serving.retry_after_s) from None
 
 
 class ClientWatch:
-    """While entered, aborts `group` as soon as the client is gone; on exit, whatever is unfinished."""
+    """A context that aborts `group` as soon as the client disconnects, and in any case on exit."""
 
     def __init__(self, receive: Receive, group: RequestGroup) -> None:
         self._receive = receive
@@ -194,7 +207,11 @@ class ClientWatch:
 
 
 async def wait_for_end(group: RequestGroup, receive: Receive) -> None:
-    """Wait for every sequence. Raises ClientDisconnected."""
+    """Wait until every sequence has finished.
+
+    Raises:
+        ClientDisconnected: The client closed the connection first.
+    """
     with ClientWatch(receive, group) as watch:
         await group.wait_for_end()
         if watch.disconnected:
@@ -202,7 +219,11 @@ async def wait_for_end(group: RequestGroup, receive: Receive) -> None:
 
 
 def read_outputs(group: RequestGroup) -> list[Delta]:
-    """Return what every sequence has generated. Raises APIError for one that failed."""
+    """Return the complete output of every sequence.
+
+    Raises:
+        APIError: A sequence failed.
+    """
     outputs = group.read_all()
     for output in outputs:
         raise_if_failed(output)
@@ -210,11 +231,11 @@ def read_outputs(group: RequestGroup) -> list[Delta]:
 
 
 def raise_if_failed(delta: Delta) -> None:
-    """Raises APIError if the engine ended this sequence other than by finishing it."""
+    """Raise APIError if the engine ended this sequence without finishing it."""
     reason = delta.finish_reason
     if reason in (None, "stop", "length"):
         return
-    message = public(delta.error or f"The request failed before it finished: {reason}")
+    message = redact(delta.error or f"The request failed before it finished: {reason}")
     if reason == "ignored":
         raise bad_request(None, message)
     if reason == "rejected":

@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes of the API: chat, completions, prompts."""
+"""Renders log-probabilities in the three formats of the API: chat, completions and prompts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ Json: TypeAlias = dict[str, Any]
 
 
 def finite(logprob: float) -> float:
-    """Return the logprob, with -9999 instead of minus infinity, which JSON cannot represent."""
+    """Return the logprob, or -9999 for minus infinity, which JSON cannot represent."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
 class LogprobsRenderer:
-    """Writes tokens as their text, or as `token_id:N` on request (`return_tokens_as_token_ids`)."""
+    """Renders tokens as text, or as `token_id:N` (`return_tokens_as_token_ids`)."""
 
     def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
     def token(self, token_id: int) -> str:
+        """Return a token's text, or its id if the request asks for ids."""
         if self._as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def chat(self, positions: Iterable[PositionLogprobs]) -> Json:
-        """The `logprobs` of a chat choice; `bytes` are the token's own, also inside a character."""
+        """Return the `logprobs` of a chat choice; `bytes` are the token's own, even for part of a character."""
         return {"content": encode_list(map(self._chat_position, positions), at_once=1)}
 
     def _chat_position(self, position: PositionLogprobs) -> Json:
@@ -50,7 +51,7 @@ class LogprobsRenderer:
         }
 
     def prompt(self, positions: Iterable[PositionLogprobs | None]) -> EncodedJSON:
-        """`prompt_logprobs`: for each prompt token the candidates by token id; null for the first."""
+        """Return `prompt_logprobs`: the candidates for each prompt token by token id, and null for the first."""
         return encode_list(map(self._prompt_position, positions), at_once=1)
 
     def _prompt_position(self, position: PositionLogprobs | None) -> EncodedJSON | None:
@@ -58,7 +59,7 @@ class LogprobsRenderer:
             return None
         ranked = [(token, logprob, i) for i, (token, logprob) in enumerate(position.top, 1)]
         candidates = [(position.token_id, position.logprob, position.rank), *ranked]
-        # A candidate that is also the prompt's own token counts once, with its rank among the others.
+        # If the prompt's own token is also a candidate, the dict keeps it once, with its rank among the candidates.
         ranks = {token: (logprob, rank) for token, logprob, rank in candidates}
         return encode_object(
             (
@@ -70,9 +71,10 @@ class LogprobsRenderer:
 
 
 class CompletionLogprobs:
-    """The `logprobs` of one completion choice, piece by piece; `text_offset` runs on between them.
+    """Renders the `logprobs` of one completion choice, piece by piece.
 
-    Offsets count the characters that start in earlier tokens, so tokens inside a character share one.
+    `text_offset` continues across pieces. An offset counts the characters that start in earlier tokens, so tokens that
+    share a character share an offset.
     """
 
     def __init__(
@@ -91,7 +93,10 @@ class CompletionLogprobs:
         prompt_token_ids: Sequence[int] = (),
         prompt_text: str = "",
     ) -> Json:
-        """The tokens of an echoed prompt come before `token_ids`, also in `positions`."""
+        """Return the `logprobs` of the next tokens.
+
+        With an echoed prompt, `positions` starts with the prompt's tokens.
+        """
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[EncodedJSON | None] = []
@@ -108,7 +113,7 @@ class CompletionLogprobs:
             top: dict[str, float] = {}
             for candidate, logprob in (*position.top, (token_id, position.logprob)):
                 name = self._token(candidate)
-                # Some tokens read alike. Clients ask whether the likeliest was chosen.
+                # Different tokens may have the same text; keep the likeliest of them.
                 top[name] = max(finite(logprob), top.get(name, -math.inf))
             tops.append(encode_object(top.items()))
         return {
@@ -119,7 +124,7 @@ class CompletionLogprobs:
         }
 
     def _token(self, token_id: int) -> str:
-        """A token's text; as OpenAI writes it, `bytes:\\xf0\\x9f`, if that is no whole characters."""
+        r"""Return a token's text, or `bytes:\xf0\x9f` as OpenAI does if the token is part of a character."""
         token = self._renderer.token(token_id)
         data = self._bytes[token_id]
         if "\ufffd" not in token or token.encode() == data:
@@ -127,7 +132,10 @@ class CompletionLogprobs:
         return "bytes:" + repr(data)[2:-1]
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Unlike an answer a prompt shows its special tokens. A space or BOS token that encoding added comes first."""
+        """Return the offsets of prompt tokens, special tokens included.
+
+        A space or BOS token that encoding added is not in the text. Such characters come first and have offset 0.
+        """
         lengths = [_num_characters(self._bytes[token_id]) for token_id in token_ids]
         added = max(0, sum(lengths) - len(text))
         self._offset += len(text)
@@ -143,5 +151,5 @@ class CompletionLogprobs:
 
 
 def _num_characters(data: bytes) -> int:
-    """How many start in `data`."""
+    """Return how many UTF-8 characters start in `data`."""
     return sum(byte & 0xC0 != 0x80 for byte in data)

@@ -1,4 +1,4 @@
-"""A description of the routes in OpenAPI, for `GET /openapi.json`."""
+"""Describes the routes in OpenAPI, for `GET /openapi.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFERENCE: Final = "#/components/schemas/{name}"
 
 
 def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
-    """Declare the schema of the JSON bodies that a route's handler decodes."""
+    """Declare the schema of the JSON bodies that a handler decodes."""
 
     def declare(handler: F) -> F:
         handler.body_schema = schema  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
 
 
 def _body_schemas(route: Route) -> tuple[type[msgspec.Struct], ...]:
-    """Return the schemas of the bodies that a route accepts, of which a body has one."""
+    """Return the schemas that a route accepts; a body matches one of them."""
     schema = getattr(route.endpoint, "body_schema", None)
     return () if schema is None else get_args(schema) or (schema,)
 
@@ -36,11 +36,11 @@ def _body_schemas(route: Route) -> tuple[type[msgspec.Struct], ...]:
 def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document with every route, method, path parameter and body schema."""
     schemas = [_body_schemas(route) for route in routes]
-    bodies = list(dict.fromkeys(schema for of_route in schemas for schema in of_route))
+    bodies = list(dict.fromkeys(schema for route_schemas in schemas for schema in route_schemas))
     references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for route, of_route in zip(routes, schemas, strict=True):
+    for route, route_schemas in zip(routes, schemas, strict=True):
         group, summary = describe_route(route.path_format)
         operation: dict[str, Any] = {
             "tags": [group],
@@ -54,8 +54,8 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                 for name in names
             ]
-        if of_route:
-            choices = [reference_of[schema] for schema in of_route]
+        if route_schemas:
+            choices = [reference_of[schema] for schema in route_schemas]
             schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
             content = {"application/json": {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}

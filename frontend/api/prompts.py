@@ -1,4 +1,4 @@
-"""The `prompt` of a completion request: text, token ids, or a list of either."""
+"""Parses the `prompt` of a completion request: text, token ids, or a list of either."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..http.errors import APIError, bad_request, echo
 from ..tokenizer.token_ids import token_id_array
 
 MAX_SEQUENCES = 4096
-"""Prompts times n of one request."""
+"""Maximum sequences of one request: prompts times n."""
 
 BYTES_PER_TOKEN_ID = 6
-"""About what a token id takes in a body."""
+"""Approximate bytes of one token id in a JSON body."""
 
 MAX_CHARACTERS_PER_TOKEN = 256
-"""No vocabulary has longer tokens, so a longer prompt is refused before it costs anything."""
+"""Upper bound on a token's characters, so that a prompt that cannot fit is rejected before it is tokenized."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt. `text` is None when it was given as token ids. `param` names it in errors."""
+    """One prompt. `text` is None if it was given as token ids; `param` names it in errors."""
 
     param: str
     text: str | None
@@ -31,7 +31,11 @@ class Prompt:
 
 
 def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
-    """Texts are not encoded yet: their `token_ids` are empty. Raises APIError 400."""
+    """Return the prompts of a request; texts are not encoded yet, so their `token_ids` are empty.
+
+    Raises:
+        APIError: A prompt has a wrong type or an invalid token id, or there are too many (400).
+    """
     if prompt is None:
         raise bad_request("prompt", "prompt is required")
     if isinstance(prompt, str):
@@ -58,9 +62,11 @@ def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
 
 
 def verify_num_sequences(count: int, param: str = "prompt") -> None:
+    """Raise APIError 400 if `count` exceeds `MAX_SEQUENCES`."""
     if count > MAX_SEQUENCES:
         raise bad_request(
-            param, f"{param} and n ask for {count} sequences, at most {MAX_SEQUENCES} are allowed"
+            param,
+            f"{param} and n request {count} sequences, but at most {MAX_SEQUENCES} are allowed",
         )
 
 
@@ -71,9 +77,10 @@ def _text(text: str, param: str) -> Prompt:
 def parse_token_ids(
     token_ids: list[Any] | npt.NDArray[np.int64], param: str, vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """Return token ids, which those of a large body already are an array of.
+    """Return token ids as an array; large bodies arrive with an array already.
 
-    Raises APIError 400 that names the first entry that is not in the vocabulary.
+    Raises:
+        APIError: There are none, or an entry is not in the vocabulary; the first is named (400).
     """
     if not len(token_ids):
         raise bad_request(param, f"{param} must have at least one token")
@@ -81,9 +88,9 @@ def parse_token_ids(
         ids = token_ids if isinstance(token_ids, np.ndarray) else token_id_array(token_ids)
     except ValueError:
         raise bad_request(param, f"{param} must contain token ids only") from None
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if outside.size:
-        at = int(outside[0])
+    invalid = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if invalid.size:
+        at = int(invalid[0])
         raise bad_request(
             f"{param}[{at}]",
             f"{param}[{at}] must be a token id in [0, {vocab_size}), got {ids[at]}",
@@ -92,7 +99,7 @@ def parse_token_ids(
 
 
 def verify_characters(text: str, param: str, max_model_len: int) -> None:
-    """Refuse a text that cannot fit into the context whatever its tokens are."""
+    """Raise APIError 400 for a text that is too long for the context, whatever its tokens are."""
     limit = max_model_len * MAX_CHARACTERS_PER_TOKEN
     if len(text) > limit:
         raise context_exceeded(
@@ -114,11 +121,21 @@ def fit_context(
     max_model_len: int,
     max_tokens_param: str = "max_tokens",
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """The prompt, truncated on the `truncation_side` (left if None), and how many tokens it may generate.
+    """Return the prompt, truncated if requested, and the number of tokens it may generate.
 
-    Without `max_tokens` that is `default_max_tokens`, or less where the context ends earlier, or (None) what
-    remains of the context. More than `max_tokens_limit` are never generated. Raises APIError 400
-    (`context_length_exceeded`).
+    Args:
+        token_ids: The prompt's token ids.
+        param: The name of the prompt in errors.
+        max_tokens: The number requested; None for the default.
+        default_max_tokens: The default, reduced to what remains of the context; None for all that remains.
+        max_tokens_limit: The server's limit for every request; None for no limit.
+        truncate: Prompt tokens to keep; -1 for as many as fit, None to keep all.
+        truncation_side: The side to cut, `left` or `right`; None for `left`.
+        max_model_len: The context length in tokens.
+        max_tokens_param: The name of `max_tokens` in errors.
+
+    Raises:
+        APIError: A parameter is invalid, or the context is exceeded (400, `context_length_exceeded`).
     """
     if max_tokens is not None and max_tokens_limit is not None:
         max_tokens = min(max_tokens, max_tokens_limit)
@@ -156,4 +173,5 @@ def fit_context(
 
 
 def context_exceeded(param: str, message: str) -> APIError:
+    """Return the error for a prompt that does not fit into the context."""
     return bad_request(param, message, code="context_length_exceeded")

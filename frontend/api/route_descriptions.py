@@ -1,4 +1,4 @@
-"""One sentence for each route, for the OpenAPI document and the reference pages."""
+"""Describes each route in one sentence, for the OpenAPI document and the reference pages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ OPERATORS: Final = "operators"
 PROBES: Final = "probes and monitoring"
 
 ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
-    "/v1/models": (CLIENTS, "List the names under which the model is served."),
+    "/v1/models": (CLIENTS, "List the served model names."),
     "/v1/models/{name}": (CLIENTS, "Describe one served model."),
-    "/v1/completions": (CLIENTS, "Continue one prompt or several."),
+    "/v1/completions": (CLIENTS, "Complete one or more prompts."),
     "/v1/chat/completions": (CLIENTS, "Answer a conversation."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
     "/invocations": (CLIENTS, "Answer a chat, completion or tokenization body (SageMaker)."),
@@ -27,15 +27,19 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/livez": (PROBES, "Answer 200 while the supervisor runs."),
-    "/readyz": (PROBES, "Answer 200 while the server can take a request."),
-    "/health": (PROBES, "Answer 200 while the server works, also with full queues."),
+    "/readyz": (PROBES, "Answer 200 while the server can accept a request."),
+    "/health": (PROBES, "Answer 200 while the server works, even if its queues are full."),
     "/ping": (PROBES, "The same as /health."),
     "/metrics": (PROBES, "Return Prometheus metrics."),
     "/version": (PROBES, "Return the version of Engine."),
 }
-"""Path -> group and description. Paths without `/v1` have the description of those with it."""
+"""Group and description by path. A path without `/v1` shares the entry of the path with it."""
 
 
 def describe_route(path: str) -> tuple[str, str]:
-    """Return the group and the description of a route. Raises KeyError if it has none."""
+    """Return the group and the description of a route.
+
+    Raises:
+        KeyError: The route has no description.
+    """
     return ROUTE_DESCRIPTIONS.get(f"/v1{path}") or ROUTE_DESCRIPTIONS[path]

@@ -35,7 +35,13 @@ def sampling_params(
     logprobs: int | None,
     constraint: Constraint | None,
 ) -> SamplingParams:
-    """Return unverified parameters: from the request, else the server's `defaults`, else the API's."""
+    """Return unverified parameters.
+
+    Each comes from the request, else from the server's `defaults`, else from the API's defaults.
+
+    Raises:
+        APIError: `best_of` or `logit_bias` is invalid (400).
+    """
     given: dict[str, Any] = {name: defaults[name] for name in _DEFAULTABLE if name in defaults}
     for name in (*_DEFAULTABLE, *_PLAIN):
         value = getattr(request, name)
@@ -46,7 +52,7 @@ def sampling_params(
         given["top_k"] = vocab_size
     num_outputs = _num_candidates(request)
     if num_outputs > request.num_outputs and logprobs is None:
-        # The candidates are compared by the logprobs of their tokens.
+        # best_of ranks the candidates by the logprobs of their tokens.
         logprobs = 0
     return SamplingParams(
         **given,
@@ -63,7 +69,7 @@ def sampling_params(
 
 
 def _num_candidates(request: GenerationRequest) -> int:
-    """Return how many outputs of each prompt to generate. Raises APIError 400."""
+    """Return how many outputs to generate for each prompt."""
     n, best_of = request.num_outputs, request.best_of
     if best_of is None or n < 1:
         return n
@@ -75,11 +81,12 @@ def _num_candidates(request: GenerationRequest) -> int:
 
 
 def optional_tuple(values: list[V] | None) -> tuple[V, ...] | None:
+    """Return the values as a tuple; None for None."""
     return None if values is None else tuple(values)
 
 
 def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's keys are token ids written as strings. The values are not clamped."""
+    """Return the biases by token id, unclamped; OpenAI's JSON keys are token ids in strings."""
     if not biases:
         return None
     if len(biases) > MAX_LOGIT_BIASES:
@@ -96,7 +103,7 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def params_for_output(params: SamplingParams, j: int) -> SamplingParams:
-    """Parameters of the j-th of n outputs: its own seed, so that outputs differ and can be repeated."""
+    """Return the parameters of output `j`, with its own seed, so that outputs differ and are repeatable."""
     seed = None if params.seed == -1 else params.seed
     if seed is not None and j:
         seed += j

@@ -1,4 +1,4 @@
-"""What clients may send. Every field may be null, which means the same as leaving it out."""
+"""The request bodies. A field that is null is treated as absent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a streamed response."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -52,10 +54,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    # The tenant, where the server has not several API keys.
+    # The tenant, unless the server has several API keys.
     user: str | None = None
 
-    # Constraints as SGLang, llama.cpp and earlier releases of vLLM call them.
+    # Constraints under their names in SGLang, llama.cpp and earlier releases of vLLM.
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
@@ -65,14 +67,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    # Other names of fields above; see ALIASES.
+    # Aliases of fields above; see ALIASES.
     no_stop_trim: bool | None = None
     n_predict: Int | None = None
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
 
-    # Accepted because clients send them; they change nothing here.
+    # Accepted because clients send them; they have no effect.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -86,7 +88,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     guided_decoding_backend: str | None = None
 
-    # Refused by name: ignoring them would change the meaning of the answer.
+    # Rejected (see REFUSED), because an answer that ignored them would be wrong.
     guided_whitespace_pattern: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -117,7 +119,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 if getattr(self, name) is None:
                     setattr(self, name, value)
                 elif getattr(self, name) != value:
-                    # It has no effect beside the field's own name.
+                    # The field's own name has priority.
                     setattr(self, alias, None)
 
     def sent_name(self, name: str) -> str:
@@ -129,17 +131,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_outputs(self) -> int:
-        """Return how many outputs of each prompt the answer has."""
+        """The number of outputs for each prompt."""
         return 1 if self.n is None else self.n
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/completions`."""
+
     prompt: str | list[str | Int | list[Int]] | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -150,7 +156,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
-    # What `tools` and `tool_choice` were called before.
+    # The older names of `tools` and `tool_choice`.
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -160,7 +166,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
-    # Text that the answer may repeat. It is drafted from, which changes no answer.
+    # Text that the answer may repeat. Drafts come from it; the answer stays the same.
     prediction: dict[str, Any] | None = None
 
     chat_template: Any = None
@@ -170,12 +176,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
 
 class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
-    """A chat completion request with a list of conversations in place of messages."""
+    """A chat completion request with a list of conversations in `messages`."""
 
     messages: list[list[dict[str, Any]]] | None = None  # type: ignore[assignment]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /tokenize`."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -191,13 +199,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /detokenize`."""
+
     model: str | None = None
     tokens: list[Int] | None = None
     skip_special_tokens: bool | None = None
 
 
 UNLIMITED: Final = -1
-"""A `max_tokens` that lets an answer fill what the prompt leaves of the context."""
+"""The `max_tokens` that lets an answer use the rest of the context."""
 
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "max_tokens": ("n_predict", "max_new_tokens"),
@@ -205,7 +215,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "repetition_penalty": ("repeat_penalty",),
     "include_stop_str_in_output": ("no_stop_trim",),
 }
-"""Other servers' names of fields. A field's own name has priority."""
+"""Names that other servers use for fields. A field's own name has priority."""
 
 _NOT_SUPPORTED = "is not supported"
 
@@ -235,9 +245,10 @@ REFUSED: dict[str, str] = {
     "thinking_token_budget": _NOT_SUPPORTED,
     "web_search_options": "is not supported; this server does not search the web",
 }
+"""Rejected fields, with the rest of the error message."""
 
 WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
-"""Fields of any size that are accepted and that nothing reads."""
+"""Accepted fields of any size that the server never reads."""
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
@@ -256,4 +267,4 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "samplers": ([], ""),
 }
-"""Values of refused fields that ask for nothing."""
+"""Values of rejected fields that are accepted because they request nothing."""

@@ -37,18 +37,20 @@ from .serving import Serving
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+"""Seconds between checks whether the requests in flight have finished."""
 HOLD_BACK_S = 5.0
-"""Seconds that a restarted frontend waits to become ready before it accepts connections anyway."""
+"""Maximum seconds that a restarted frontend waits to become ready before it accepts connections."""
 
 NO_ROOM_S = 0.5
-"""Seconds until the first token is retried if the queue was full."""
+"""Seconds before the warm-up request is retried if the queue was full."""
 
 SWITCH_INTERVAL_S = 0.001
-"""For so long the event loop waits for a thread that runs Python code, each time that it wakes up."""
+"""Maximum seconds that the event loop waits for a thread running Python code, each time it wakes up."""
 
 PUBLISH_METRICS_S = 1.0
+"""Seconds between publications of this frontend's metrics."""
 LAST_WRITES_S = 2.0
-"""Seconds that a client may take to read the end of its response after the drain."""
+"""Seconds that clients have to read the end of their responses after the drain."""
 
 FORCED_EXIT_CODE = 1
 
@@ -56,7 +58,11 @@ _NO_ROOM = {str(FinishReason.REJECTED), str(FinishReason.THROTTLED)}
 
 
 def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplates:
-    """Raises ConfigError for a chat template that cannot be used."""
+    """Return the chat templates.
+
+    Raises:
+        ConfigError: A template is invalid.
+    """
     content_format = config.frontend.chat_template_content_format
     try:
         return ModelTemplates(tokenizer, config.frontend.chat_template, content_format)
@@ -69,13 +75,16 @@ def _warn_of_hidden_tools(config: EngineConfig, templates: ModelTemplates) -> No
     if config.frontend.tool_call_parser and template is not None and not template.shows_tools:
         logger.warning(
             "the chat template does not show tools to the model, so --tool-call-parser %s finds calls only if the "
-            "messages explain the tools: use another template with --chat-template",
+            "messages explain the tools; set another template with --chat-template",
             config.frontend.tool_call_parser,
         )
 
 
 class Frontend:
-    """Serves until SIGTERM, then drains. `client_index` is this process's number among the frontends."""
+    """A frontend process: serves until SIGTERM, then drains.
+
+    `client_index` is this process's number among the frontends.
+    """
 
     def __init__(
         self,
@@ -99,7 +108,11 @@ class Frontend:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises EngineError if the engine cannot generate a token."""
+        """Serve until SIGTERM.
+
+        Raises:
+            EngineError: The engine cannot generate a token.
+        """
         self._handle_signals()
         http = HTTPServer(self._uvicorn_config(), self._config.frontend.slow_client_s)
         stop_task = asyncio.create_task(self._stop.wait())
@@ -127,7 +140,7 @@ class Frontend:
 
     async def _answer(self, http: HTTPServer, until: set[asyncio.Task[Any]]) -> None:
         if self._config.epoch != FIRST_EPOCH:
-            # Connections wait, or go to another frontend: none is refused because this one has just begun.
+            # Until this frontend is ready, connections wait or go to another frontend, so none is rejected.
             await asyncio.wait(until, timeout=HOLD_BACK_S, return_when=asyncio.FIRST_COMPLETED)
         await http.serve(sockets=[self._listener])
 
@@ -144,15 +157,19 @@ class Frontend:
             await self._serving.grammar_checks.warm_up()
 
     async def _warm_up(self) -> None:
-        """Generate a token to warm up, which checks every process and socket that requests use.
+        """Generate a token, which checks every process and socket that requests use.
 
-        For a restarted frontend a full queue is sufficient, because the engine has generated tokens before.
+        A restarted frontend also accepts a full queue, because the engine has generated tokens before.
         """
         while not await self._generate_one_token() and self._config.epoch == FIRST_EPOCH:
             await asyncio.sleep(NO_ROOM_S)
 
     async def _generate_one_token(self) -> bool:
-        """Whether there was room for it. Raises EngineError if it could not be generated."""
+        """Return whether a token was generated; False if the queue was full.
+
+        Raises:
+            EngineError: The request failed.
+        """
         request = SequenceRequest(
             prompt_token_ids=np.zeros(1, np.int32),
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -169,7 +186,7 @@ class Frontend:
         return True
 
     async def _drain(self) -> None:
-        """Refuse what is new, let what runs finish, end the rest after the shutdown timeout."""
+        """Reject new requests, let running ones finish, and give up after the shutdown timeout."""
         self._enter(Stage.DRAINING, "finishing the requests in flight")
         self._engine.draining = True
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
@@ -188,13 +205,13 @@ class Frontend:
         return 0 if watch is None else watch.num_dropped_frames
 
     def _enter(self, stage: Stage, detail: str) -> None:
-        self._serving.enter(stage, detail)
+        self._serving.enter_stage(stage, detail)
         self._reporter.report(stage, detail)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
-        # The supervisor answers these for all of its children.
+        # The supervisor handles these signals for all of its children.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -236,9 +253,12 @@ def serve(
     reporter: StatusReporter,
     heartbeats: StatusReporter,
 ) -> None:
-    """Run a frontend until it is told to stop. Raises EngineError for a start that cannot succeed.
+    """Run a frontend until it receives SIGTERM.
 
-    `heartbeats` is used by a thread of its own.
+    `heartbeats` is used by a separate thread.
+
+    Raises:
+        EngineError: The frontend cannot start.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

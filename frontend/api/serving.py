@@ -76,7 +76,7 @@ class Serving:
         )
 
     def _own_marks(self) -> set[str]:
-        """Return the texts with which the model itself marks reasoning and tool calls."""
+        """Return the texts with which the model marks reasoning and tool calls."""
         marks: set[str] = set()
         reasoning = self.new_reasoning_parser("")
         if reasoning is not None:
@@ -86,7 +86,8 @@ class Serving:
             marks.update(tools.marks)
         return marks
 
-    def enter(self, stage: Stage, detail: str) -> None:
+    def enter_stage(self, stage: Stage, detail: str) -> None:
+        """Enter the next stage."""
         now = time.monotonic()
         if stage is Stage.READY:
             self._start_s = now - self._begin_time
@@ -96,31 +97,33 @@ class Serving:
 
     @property
     def retry_after_s(self) -> float:
-        """When this server, or the one in its place, may be ready: after the rest of the drain and a start.
+        """Estimated seconds until this server or its successor is ready: the rest of the drain, plus one start.
 
-        A start that is under way is expected to take as long again as it has.
+        A start in progress is expected to take as long again as it has taken so far.
         """
         now = time.monotonic()
         return max(self._drain_deadline - now, 0.0) + (self._start_s or now - self._begin_time)
 
     @property
     def is_ready(self) -> bool:
+        """True if the server is ready and its engine can generate."""
         return self.stage is Stage.READY and self.engine.ready
 
     @property
     def num_replicas(self) -> int:
+        """The number of data-parallel replicas."""
         return self.config.parallel.data_parallel_size
 
     @property
     def stalled_process(self) -> str:
-        """Why a server that was ready cannot serve now: the process that makes no progress; "" if it can."""
+        """The process whose lack of progress stops a server that was ready; "" if the server can serve."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.engine.watch.find_stalled_process()
 
     @property
     def degraded_replicas(self) -> str:
-        """The processes because of which replicas make no progress, though others may serve."""
+        """The processes that keep replicas from making progress, even if other replicas serve; "" if none."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.stalled_process or "; ".join(
@@ -128,7 +131,11 @@ class Serving:
         )
 
     def verify_model(self, name: str | None) -> None:
-        """Raises APIError 404 for a model that is not served here."""
+        """Verify that a model is served here.
+
+        Raises:
+            APIError: It is not (404).
+        """
         if name and name not in self.config.model.served_names:
             raise APIError(
                 404,
@@ -141,12 +148,20 @@ class Serving:
     def verify_tokenizer(
         self, param: str, instead: str = "send token ids to /v1/completions"
     ) -> None:
-        """Raise APIError 400 for a field that needs the tokenizer, if the server was started without one."""
+        """Verify that the server has a tokenizer, which a field needs.
+
+        Raises:
+            APIError: It was started without one (400).
+        """
         if not self.config.model.has_tokenizer:
             raise bad_request(param, f"{param} needs a tokenizer, and {NO_TOKENIZER}; {instead}")
 
     def chat_template(self, with_tools: bool) -> ChatTemplate:
-        """Raises APIError 400 if there is none."""
+        """Return the chat template.
+
+        Raises:
+            APIError: The model has none (400).
+        """
         template = self._templates.choose(with_tools)
         if template is None:
             raise bad_request(
@@ -157,7 +172,11 @@ class Serving:
         return template
 
     def new_tool_parser(self) -> ToolParser:
-        """Raises APIError 400 if the server was started without one."""
+        """Return a parser for the tool calls of one answer.
+
+        Raises:
+            APIError: The server was started without one (400).
+        """
         if self._tool_parser is None:
             raise bad_request(
                 "tools",
@@ -168,14 +187,14 @@ class Serving:
         return self._tool_parser()
 
     def call_rules(self, names: Sequence[str], *, parallel: bool) -> str | None:
-        """How the model calls these functions, as rules of a grammar; None if those cannot tell it."""
+        """Return grammar rules for the model's calls of these functions; None if no grammar describes its format."""
         parser = self.new_tool_parser()
         if not isinstance(parser, JsonToolParser):
             return None
         return call_rules(parser.format, names, self.tokenizer, parallel=parallel)
 
     def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint | None:
-        """Return the constraint that lets the model call only these tools; None if no grammar can say how."""
+        """Return the constraint that allows calls of these tools only; None if no grammar describes the format."""
         parser = self.new_tool_parser()
         if not isinstance(parser, JsonToolParser):
             return None
@@ -185,39 +204,39 @@ class Serving:
     def new_reasoning_parser(
         self, prompt: str, *, constrained: bool = False
     ) -> ReasoningParser | None:
-        """For the answer to `prompt`; None if the server was started without one."""
+        """Return a parser for the answer to `prompt`; None if the server was started without one."""
         if self._reasoning_parser is None:
             return None
         return self._reasoning_parser(prompt, constrained=constrained)
 
     @property
-    def tells_reasoning(self) -> bool:
-        """Whether reasoning is told from content."""
+    def separates_reasoning(self) -> bool:
+        """True if answers separate reasoning from content."""
         return self._reasoning_parser is not None
 
     @property
     def has_special_reasoning_marks(self) -> bool:
-        """Whether reasoning can only be told from content by special tokens in the text."""
+        """True if only special tokens in the text separate reasoning from content."""
         parser = self.new_reasoning_parser("")
         return parser is not None and parser.has_special_marks(self.tokenizer)
 
-    def leave_reasoning_free(
+    def constrain_after_reasoning(
         self, constraint: StructuredOutput | None, prompt: str
     ) -> StructuredOutput | None:
-        """The constraint on the answer to `prompt`, which holds after the reasoning if that can be told."""
+        """Return the constraint on the answer to `prompt`, changed to apply only after the reasoning."""
         if constraint is None or self._reasoning_parser is None:
             return constraint
         return self._reasoning_parser(prompt).allow_reasoning_before(constraint, self.tokenizer)
 
     def verify_serving(self) -> None:
-        """Raise APIError 503 while there is no engine to send a request to."""
+        """Raise APIError 503 while the server is starting or shutting down."""
         if self.stage is Stage.STARTING:
             raise unavailable(f"The server is starting: {self.detail}", self.retry_after_s)
         if self.stage is Stage.DRAINING:
             raise unavailable("The server is shutting down", self.retry_after_s)
 
     def verify_sampling(self, params: SamplingParams) -> None:
-        """Raises ParameterError."""
+        """Raise ParameterError for an invalid parameter."""
         params.verify(
             vocab_size=self.config.model.vocab_size,
             max_logprobs=self.config.frontend.max_logprobs,
@@ -226,9 +245,11 @@ class Serving:
     async def verify_constraint(
         self, constraint: Constraint | None, receive: Receive
     ) -> StructuredOutput | None:
-        """Return what to ask of the core.
+        """Compile a constraint and return its form for the core.
 
-        Raises APIError 400 for a constraint that cannot be compiled, ClientDisconnected.
+        Raises:
+            APIError: It cannot be compiled (400).
+            ClientDisconnected: The client closed the connection meanwhile.
         """
         if constraint is None:
             return None
@@ -242,6 +263,8 @@ class Serving:
         return msgspec.structs.replace(output, is_isolated=verdict.is_isolated)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of each text."""
+
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
@@ -249,7 +272,7 @@ class Serving:
 
 
 def _fingerprint(config: EngineConfig) -> str:
-    """`system_fingerprint`: equal fingerprints mean that equal seeds give equal answers."""
+    """Return `system_fingerprint`: servers with equal fingerprints give equal answers for equal seeds."""
     model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=())
     identity = (model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()

@@ -1,0 +1,1 @@
+"""HTTP connections, access control and error bodies."""

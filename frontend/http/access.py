@@ -21,23 +21,28 @@ OPEN_PATHS: Final = frozenset(
 """Routes that need no API key."""
 
 OPERATOR_PATHS: Final = frozenset({"/reset_prefix_cache", "/debug/dump"})
+"""Routes for operators, in addition to those below `REPLICA_COMMANDS`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 
 LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
-"""Origins of pages that this machine serves itself."""
+"""Pattern of the origins of web pages that this machine serves."""
 
 ADMIN_TENANT: Final = "admin"
+"""The tenant of requests with the key of `--admin-api-key`."""
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Access:
-    """Decides whether a request may be answered, from its head alone.
+    """Decides from a request's head whether the request is allowed.
 
-    Where there are several API keys, each is a tenant: `tenant` of the request's state is "key 1" for the first, and
-    `cache_owner` differs between keys unless they share the prefix cache. A web page can make a browser send requests
-    to this server. So a body must be JSON, which a page may send only with the server's permission; operators' routes
-    give no page that permission. A server without keys on a loopback address also refuses the names of other hosts,
-    since a page's own host name may be made to resolve to that address.
+    With several API keys, each key is a tenant: the state's `tenant` is "key 1" for the first. `cache_owner` differs
+    between keys unless they share the prefix cache.
+
+    Any web page can make a browser send requests to this server. So a body must have the content type JSON, which a
+    page may send only if the server allows its origin. Routes for operators allow no origin.
+
+    A server on a loopback address without keys also rejects other host names in the Host header. Otherwise a page could
+    make its own host name resolve to that address (DNS rebinding).
     """
 
     def __init__(self, config: FrontendConfig, *, is_loopback: bool) -> None:
@@ -51,7 +56,11 @@ class Access:
             self._hosts = frozenset(host.lower() for host in (*config.allowed_hosts, config.host))
 
     def check(self, scope: Scope) -> None:
-        """Raise APIError 401, 403 or 415 for a request that is refused; else fill in the request's state."""
+        """Authorize a request and set the tenant and cache owner in its state.
+
+        Raises:
+            APIError: The request is not allowed (401, 403) or has the wrong content type (415).
+        """
         path = get_route_path(scope)
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host"))
@@ -66,7 +75,7 @@ class Access:
                 _check_media_type(headers)
 
     def _check_host(self, header: bytes | None) -> None:
-        """IP addresses always pass: only a name can be made to resolve to this machine. Browsers always send one."""
+        """Raise APIError 403 for an unknown host name. IP addresses pass, because no page can redirect them."""
         if self._hosts is None or header is None:
             return
         host = _host_name(header.decode("latin-1"))
@@ -82,7 +91,7 @@ class Access:
         if not self._keys and not (self._admin_key is not None and is_for_operators):
             return
         digest = _digest(_bearer(authorization))
-        # Every key is compared in full, so that the time taken says nothing about any of them.
+        # Compare every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
         if not is_admin and not any(matches):
@@ -112,9 +121,9 @@ class Access:
 
 
 class Origins(CORSMiddleware):
-    """Lets pages of the allowed origins call the server, except for operators' routes.
+    """Lets web pages from the allowed origins call the server, except its routes for operators.
 
-    `auto` allows every origin, but only pages of this machine where the server listens on a loopback address.
+    `auto` allows every origin, or only pages of this machine if the server listens on a loopback address.
     """
 
     def __init__(self, app: ASGIApp, config: FrontendConfig, *, is_loopback: bool) -> None:
@@ -131,6 +140,7 @@ class Origins(CORSMiddleware):
         self._root_path = config.root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, with CORS headers unless the route is for operators."""
         normalize_path(scope, self._root_path)
         if is_operator_path(get_route_path(scope)):
             await self.app(scope, receive, send)
@@ -139,13 +149,13 @@ class Origins(CORSMiddleware):
 
 
 def normalize_path(scope: Scope, root_path: str) -> None:
-    """Ignore a slash at the end of the path: clients join paths carelessly."""
+    """Remove a slash at the end of the path, because clients often join paths carelessly."""
     scope["root_path"] = root_path
     scope["path"] = scope["path"].removesuffix("/") or "/"
 
 
 def is_operator_path(path: str) -> bool:
-    """Whether the route changes what the server does for everyone."""
+    """Return whether the route changes what the server does for everyone."""
     return path in OPERATOR_PATHS or path.startswith(REPLICA_COMMANDS)
 
 
@@ -154,7 +164,7 @@ def _forbidden(message: str) -> APIError:
 
 
 def _check_media_type(headers: dict[bytes, bytes]) -> None:
-    """Raise APIError 415 for a body of any other type than JSON: of those a page may send some unasked."""
+    """Raise APIError 415 for a body that is not JSON. Some other types need no permission to be sent by a page."""
     if b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == 0:
         return
     given = headers.get(b"content-type", b"").decode("latin-1")
@@ -165,7 +175,7 @@ def _check_media_type(headers: dict[bytes, bytes]) -> None:
 
 
 def _host_name(header: str) -> str:
-    """The name or address in a Host header, in lower case, without brackets, port and final dot."""
+    """Return the name or address in a Host header, in lower case, without brackets, port and final dot."""
     match = re.fullmatch(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?", header.strip())
     return header if match is None else (match[1] or match[2] or "").lower().removesuffix(".")
 

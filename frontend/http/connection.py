@@ -1,4 +1,4 @@
-"""An HTTP connection that does not wait for ever for its client."""
+"""An HTTP connection with limits on the size of requests' heads and on the time that clients may take."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .descriptors import DescriptorReserve
 from .errors import APIError, unavailable
 
 MIN_BYTES_PER_S: Final = 1000
-"""A request may take longer than the limit as long as it comes at this pace, as large ones do on slow lines."""
+"""Requests that arrive at least this fast may take longer than the time limit."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Of a request's head, and of everything else that is not its body: trailers and chunk extensions."""
+"""Maximum bytes of a request's head, and also of its trailers and chunk extensions."""
 
 PIECE_BYTES: Final = 16 * 1024
-"""What arrives is parsed in such pieces, so that no more than one is parsed beyond that limit."""
+"""Received data is parsed in pieces of this size, so at most one piece is parsed beyond `MAX_HEAD_BYTES`."""
 
 PROBE_S: Final = 1.0
-"""How long a connection that is kept for probes may take to send its request, and to read the answer."""
+"""Maximum seconds for sending or reading on a connection that is reserved for probes."""
 
 _REASONS: Final = {
     400: "Bad Request",
@@ -47,16 +47,16 @@ class _RequestRefused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds on what a client may take: the size of a head and of trailers, and time.
+    """uvicorn's HTTP connection, with limits on the size of heads and trailers, and on time.
 
-    A client that neither completes its request nor reads its answer for `slow_client_s` loses the connection, and
-    what runs for it is aborted as after any disconnect.
+    A client that neither completes its request nor reads its response for `slow_client_s` seconds is disconnected. Its
+    requests are aborted, as after any disconnect.
 
-    A stream writes here without a coroutine for each chunk: it finds the connection in its request's state.
-    `is_paused` while the client does not read; `on_writable` is called when it reads again or the connection ends.
+    A stream writes here without a coroutine for each chunk; the request's state holds the connection. `is_paused` is
+    true while the client does not read. `on_writable` is called when it reads again or the connection ends.
     """
 
-    # Every token looks at these, and an object with as many attributes as uvicorn's keeps the others in a hash table.
+    # Every token reads these attributes. Slots are faster than the dict that holds uvicorn's many attributes.
     __slots__ = ("has_chunks", "is_paused", "on_writable", "transport")
 
     def __init__(
@@ -81,24 +81,27 @@ class Connection(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Register the connection and start the timer for its first request."""
         super().connection_made(transport)
-        if self._reserve.add(self, transport.get_extra_info("socket").fileno()):
+        if self._reserve.add_connection(self, transport.get_extra_info("socket").fileno()):
             self._slow_client_s = min(self._slow_client_s, PROBE_S)
             self.app = self._answer_probes_only
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._reserve.remove(self)
+        """Notify every unfinished response of the disconnect."""
+        self._reserve.remove_connection(self)
         self._stop_waiting()
         super().connection_lost(exc)
-        # uvicorn tells only the newest request, and earlier ones on this connection may still be answered.
-        for cycle in self._due():
+        # uvicorn notifies only the newest request, but responses to earlier ones may be unfinished, too.
+        for cycle in self._unfinished_cycles():
             cycle.disconnected = True
             cycle.message_event.set()
         self._go_on_writing()
 
     def data_received(self, data: bytes) -> None:
-        # The bytes that arrive with a request's first are not counted: some may belong to the request before.
+        """Parse received data, within the limit for heads and trailers."""
+        # on_message_begin resets this count: data with a request's first byte may belong to the request before.
         self._num_received += len(data)
         try:
             for start in range(0, len(data), PIECE_BYTES):
@@ -119,7 +122,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, _TOO_LONG.format(part=part))
 
     def on_message_begin(self) -> None:
-        # Not for an empty line, which may be all that ever comes.
+        """Start the timer of a new request."""
+        # Here and not in data_received, because a client may send nothing but an empty line.
         self._unset_keepalive_if_required()
         super().on_message_begin()
         self.scope["state"]["connection"] = self
@@ -128,10 +132,10 @@ class Connection(HttpToolsProtocol):
         self._expect_request()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parse `data`; returns what is to be parsed next.
+        """Parse `data` and return what to parse next.
 
-        Only HTTP/1.1 is spoken here, and an `Upgrade` header may be ignored. But after one the parser stops, as if the
-        request's body and all that follows were in the other protocol. So the head is parsed again without that header.
+        This server supports only HTTP/1.1 and may ignore an `Upgrade` header. But the parser stops after such a head,
+        as if the rest were in the other protocol. So the head is parsed again without that header.
         """
         try:
             self.parser.feed_data(data)
@@ -154,17 +158,21 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join((request, *fields, b"\r\n"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers are ignored: they come too late to decide anything."""
+        """Store a header. Trailers are ignored: they come after the request has been checked."""
         if self._in_head:
             self._count_head_bytes(len(name) + len(value) + len(": \r\n"))
             super().on_header(name, value)
 
     def on_url(self, url: bytes) -> None:
+        """Store a part of the URL."""
         self._count_head_bytes(len(url))
         super().on_url(url)
 
     def _count_head_bytes(self, num_bytes: int) -> None:
-        """Raise _RequestRefused beyond the limit. A head that arrives as a whole is counted here alone."""
+        """Count bytes of the head; raise _RequestRefused beyond the limit.
+
+        `_num_since_body` misses heads that arrive together with other data.
+        """
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse_head(431, _TOO_LONG.format(part="head"))
@@ -174,11 +182,11 @@ class Connection(HttpToolsProtocol):
         raise self._refusal
 
     def _check_framing(self) -> None:
-        """Raise _RequestRefused where a proxy in front may see another end of the request, or another host."""
+        """Raise _RequestRefused if a proxy in front could see another end of the request, or another host."""
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
             self._refuse_head(
-                501, "Transfer-Encoding must be chunked alone: no other coding is implemented"
+                501, "Transfer-Encoding must be chunked only; no other coding is supported"
             )
         if codings and self.parser.get_http_version() == "1.0":
             self._refuse_head(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length")
@@ -189,10 +197,12 @@ class Connection(HttpToolsProtocol):
             self._refuse_head(400, "the request has no Host header, which HTTP/1.1 requires")
 
     def on_body(self, body: bytes) -> None:
+        """Receive a part of the body."""
         self._num_since_body = 0
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        """Check the head and start the request's response."""
         self._check_framing()
         self._offers_upgrade = (
             self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -201,13 +211,14 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_head = False
-        self._cycles = [*self._due(), self.cycle]
+        self._cycles = [*self._unfinished_cycles(), self.cycle]
         if len(self.pipeline) == 1:
-            # uvicorn stops reading when a request arrives before the last one is answered. One is read ahead, since
-            # a disconnect is noticed only while reading.
+            # uvicorn stops reading when a request arrives before the last one is answered. Read one request ahead,
+            # because a disconnect is noticed only while reading.
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
+        """Stop the timer of the request."""
         if self._offers_upgrade:
             return
         self._in_request = False
@@ -217,24 +228,26 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """A connection is idle when no request is arriving and no answer is due."""
-        if self._in_request or self._due():
+        """Close the connection if it is idle: no request is arriving and no response is unfinished."""
+        if self._in_request or self._unfinished_cycles():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
         else:
             super().timeout_keep_alive_handler()
 
-    def _due(self) -> list[RequestResponseCycle]:
-        """The answers that are not complete."""
+    def _unfinished_cycles(self) -> list[RequestResponseCycle]:
+        """Return the responses that are not complete."""
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def pause_writing(self) -> None:
+        """Pause streams and start the timer for a client that does not read."""
         super().pause_writing()
         self.is_paused = True
         self._stall_timer = self.loop.call_later(self._slow_client_s, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Resume streams after the client has read."""
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
@@ -242,13 +255,14 @@ class Connection(HttpToolsProtocol):
         self._go_on_writing()
 
     def begin_stream(self) -> None:
-        cycle = self._due()[0]
+        """Prepare a response without a length."""
+        cycle = self._unfinished_cycles()[0]
         self.has_chunks = cycle.scope["http_version"] != "1.0"
         if not self.has_chunks:
             cycle.chunked_encoding = False
 
     def write_chunk(self, data: bytes) -> None:
-        """Send a piece of a response that was started without a length; nothing once the connection is lost."""
+        """Send a piece of a response that was started without a length; do nothing after a disconnect."""
         if not self.transport.is_closing():
             if self.has_chunks:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -267,12 +281,12 @@ class Connection(HttpToolsProtocol):
             self._request_timer = self.loop.call_later(self._slow_client_s, self._check_pace)
 
     def _begin_window(self) -> None:
-        """Measure the pace of the request from now on: what came before says nothing about what is to come."""
+        """Measure the request's pace from now on, independent of its pace so far."""
         self._window_began = self.loop.time()
         self._num_received = 0
 
     def _check_pace(self) -> None:
-        # The rest of a request may be late because reading was paused, or because an earlier one is answered first.
+        # A request is not slow if reading is paused, or if an earlier request is answered first.
         has_excuse = self.flow.read_paused or bool(self.pipeline)
         remaining = self._window_began + self._slow_client_s - self.loop.time()
         is_slow = self._num_received < MIN_BYTES_PER_S * self._slow_client_s
@@ -281,8 +295,8 @@ class Connection(HttpToolsProtocol):
             taken_s = self.loop.time() - self._began
             self._refuse(
                 408,
-                f"the request was not complete after {taken_s:.0f} s, and {self._num_received} bytes of it came in "
-                f"the last {self._slow_client_s:g} s; send at least {MIN_BYTES_PER_S} bytes a second",
+                f"the request was not complete after {taken_s:.0f} s, and {self._num_received} bytes of it arrived in "
+                f"the last {self._slow_client_s:g} s; send at least {MIN_BYTES_PER_S} bytes per second",
             )
             return
         if remaining <= 0 or has_excuse:
@@ -291,16 +305,16 @@ class Connection(HttpToolsProtocol):
         self._request_timer = self.loop.call_later(remaining, self._check_pace)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, unless another answer has begun or is due before, and close.
+        """Send an error, unless another response has begun or comes first, and close the connection.
 
         An idle connection is closed without a 408.
         """
         self._stop_waiting()
-        due = self._due()
+        unfinished = self._unfinished_cycles()
         has_cycle = self._in_request and not self._in_head
-        is_next = due == [self.cycle] if has_cycle else not due
+        is_next = unfinished == [self.cycle] if has_cycle else not unfinished
         is_idle = status == 408 and not self._in_request
-        if is_next and not is_idle and not any(cycle.response_started for cycle in due):
+        if is_next and not is_idle and not any(cycle.response_started for cycle in unfinished):
             body = msgspec.json.encode(APIError(status, message).body)
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -309,15 +323,15 @@ class Connection(HttpToolsProtocol):
             )
         self.transport.close()
 
-    def cut(self) -> None:
-        """Close the connection without the rest of the answers that are due."""
-        for cycle in self._due():
+    def close_now(self) -> None:
+        """Close the connection without finishing its responses."""
+        for cycle in self._unfinished_cycles():
             cycle.disconnected = True
         self.transport.abort()
 
     async def _answer_probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request of a probe; refuse any other. The connection is needed for the next probe."""
-        cycle = self._due()[0]
+        """Answer one request of a probe and reject any other, then close, to free the connection for the next probe."""
+        cycle = self._unfinished_cycles()[0]
         cycle.keep_alive = False
         if scope["path"].rstrip("/").endswith(tuple(OPEN_PATHS)):
             await self.config.loaded_app(scope, receive, send)

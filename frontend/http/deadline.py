@@ -1,4 +1,4 @@
-"""Until when an answer is worth anything to its client."""
+"""Reads the deadline of a request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ HEADER = "X-Request-Timeout"
 
 
 def read_deadline(scope: Scope, default_s: float) -> float:
-    """CLOCK_MONOTONIC seconds: so long after now as the header or else the default says; 0.0 for never.
+    """Return the deadline in CLOCK_MONOTONIC seconds, from the header or else `default_s`; 0.0 for none.
 
-    Raises APIError 400 for a header that is no positive number of seconds.
+    Raises:
+        APIError: The header is not a positive number of seconds (400).
     """
     seconds = default_s
     for name, value in scope["headers"]:

@@ -1,4 +1,4 @@
-"""File descriptors that connections of clients may use, and those that are kept for probes."""
+"""Limits the file descriptors of client connections, and reserves some for probes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import resource
 from typing import Final, Protocol
 
 MAX_RESERVED: Final = 64
-"""Descriptors at the end of the process's limit that are for probes and for its own files."""
+"""Maximum descriptors reserved for probes and for the process's own files."""
 
 
-class Cuttable(Protocol):
-    def cut(self) -> None:
+class Closable(Protocol):
+    """A connection that can be closed."""
+
+    def close_now(self) -> None:
         """Close the connection at once."""
 
 
 class DescriptorReserve:
-    """The connections for which the last descriptors of this process are used.
+    """The connections that use the last file descriptors of this process; they serve probes only.
 
-    A descriptor has the lowest free number, so its number says how many are in use. Connections with the last numbers
-    are for probes. When there are many of these, too, the oldest is closed for each that comes, so that clients which
-    send nothing keep no probe out. As many descriptors remain for the process's own files.
+    A new descriptor gets the lowest free number, so its number says how many are in use. Half of the reserved
+    descriptors are for probes. When all of these are in use, the oldest connection is closed for each new one, so that
+    silent clients cannot keep probes out. The other half remain for the process's own files.
     """
 
     def __init__(self) -> None:
@@ -29,18 +31,19 @@ class DescriptorReserve:
         reserved = min(MAX_RESERVED, limit // 4)
         self._first_for_probes = limit - reserved
         self._max_for_probes = reserved // 2
-        self._connections: dict[Cuttable, None] = {}
+        self._connections: dict[Closable, None] = {}
 
-    def add(self, connection: Cuttable, descriptor: int) -> bool:
-        """Return whether this new connection is one of the last, which are for probes."""
+    def add_connection(self, connection: Closable, descriptor: int) -> bool:
+        """Register a new connection and return whether it may serve probes only."""
         if descriptor < self._first_for_probes:
             return False
         if len(self._connections) >= self._max_for_probes:
             oldest = next(iter(self._connections))
-            self.remove(oldest)
-            oldest.cut()
+            self.remove_connection(oldest)
+            oldest.close_now()
         self._connections[connection] = None
         return True
 
-    def remove(self, connection: Cuttable) -> None:
+    def remove_connection(self, connection: Closable) -> None:
+        """Unregister a connection that has ended."""
         self._connections.pop(connection, None)

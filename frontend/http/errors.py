@@ -17,14 +17,14 @@ from .shown_values import cut
 from .shown_values import echo as echo
 
 MAX_MESSAGE: Final = 600
-"""Characters of a whole message, of which the caller's own words may be any part: a template writes some itself."""
+"""Maximum characters of a message, because it may repeat a client's text (a chat template can raise any message)."""
 
 _PATH = re.compile(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
 
 
 class APIError(Exception):
-    """Ends a request with an HTTP status and an error body."""
+    """An error that ends a request with an HTTP status and an error body."""
 
     def __init__(
         self,
@@ -46,39 +46,42 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON body."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> Response:
+        """Return the HTTP response."""
         return json_response(self.body, self.status, self.headers)
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> APIError:
+    """Return a 400 for an invalid request; `param` names the field."""
     return APIError(400, message, param=param, code=code)
 
 
 @contextmanager
-def nesting_refused(param: str) -> Iterator[None]:
-    """Raises APIError 400 for what is nested too deeply to be read or written."""
+def reject_deep_nesting(param: str) -> Iterator[None]:
+    """A context that turns RecursionError into APIError 400: `param` is nested too deeply."""
     try:
         yield
     except RecursionError:
         raise bad_request(param, f"{param} is nested too deeply") from None
 
 
-def renamed(error: ParameterError, param: str) -> APIError:
-    """`error` in the name that the request used for its parameter."""
+def rename_parameter(error: ParameterError, param: str) -> APIError:
+    """Return a 400 with the name that the request used for the parameter."""
     return bad_request(param, str(error).replace(error.param, param, 1))
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:
-    """503 for a server that cannot take this request now but may in `retry_after_s` seconds."""
+    """Return a 503: the server may accept the request in `retry_after_s` seconds."""
     headers = retry_after(retry_after_s)
     return APIError(503, message, type="service_unavailable_error", headers=headers)
 
 
 def too_many_requests(message: str, retry_after_s: float) -> APIError:
-    """429 for a client that has reached its own limit, while others are served."""
+    """Return a 429: this client has reached its own limit, while others are served."""
     headers = retry_after(retry_after_s)
     return APIError(
         429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
@@ -86,18 +89,18 @@ def too_many_requests(message: str, retry_after_s: float) -> APIError:
 
 
 def deadline_exceeded(message: str, retry_after_s: float) -> APIError:
-    """504 for a request whose deadline passed before there was anything to answer."""
+    """Return a 504: the request's deadline passed before there was anything to answer."""
     headers = retry_after(retry_after_s)
     return APIError(504, message, type="timeout_error", code="deadline_exceeded", headers=headers)
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The header, in whole seconds, at least 1."""
+    """Return the `Retry-After` header, in whole seconds, at least 1."""
     return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def internal_error(message: str, *, may_retry: bool = True) -> APIError:
-    """500, after which the clients of OpenAI try again by themselves unless they are told not to."""
+    """Return a 500. OpenAI's clients retry it automatically unless `may_retry` is false."""
     headers = None if may_retry else {"x-should-retry": "false"}
     return APIError(500, message, type="internal_server_error", headers=headers)
 
@@ -105,7 +108,7 @@ def internal_error(message: str, *, may_retry: bool = True) -> APIError:
 def json_response(
     content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a response with `content` as JSON. Large parts of it (`EncodedJSON`) are sent piece by piece."""
+    """Return a response with `content` as JSON. Large parts (`EncodedJSON`) are sent piece by piece."""
     pieces = encode_pieces(content)
     if len(pieces) == 1:
         return Response(pieces[0], status, headers, "application/json")
@@ -135,6 +138,6 @@ class _LongResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def public(message: str) -> str:
-    """An internal error message without the paths and addresses of this machine."""
+def redact(message: str) -> str:
+    """Return an internal error message without the paths and addresses of this machine."""
     return _ADDRESS.sub("[address]", _PATH.sub("[path]", message))

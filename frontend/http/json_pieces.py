@@ -1,6 +1,6 @@
-"""Large JSON answers, encoded and sent in pieces.
+"""Encodes large JSON responses in pieces.
 
-An encoder holds all threads until it returns, and so does joining large byte strings. Pieces bound both.
+An encoder blocks all threads until it returns, and so does joining large byte strings. Pieces bound both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Final
 import msgspec
 
 ELEMENTS_AT_ONCE: Final = 4096
+"""Elements that one call encodes."""
 
 PIECE_BYTES: Final = 1 << 18
+"""Approximate bytes of one piece."""
 
 _PLACEHOLDER: Final = b"\0"
 """Stands for a value that was encoded before. JSON text has no such byte, because strings escape it."""
@@ -49,7 +51,7 @@ encode_whole: Final = msgspec.json.Encoder(enc_hook=_join).encode
 
 
 def encode_list(elements: Iterable[object], at_once: int = ELEMENTS_AT_ONCE) -> EncodedJSON:
-    """Encode a list. `at_once` elements are encoded in one call."""
+    """Encode a list, `at_once` elements per call."""
     iterator = iter(elements)
     batches = iter(lambda: list(islice(iterator, at_once)), [])
     return EncodedJSON(b"[", (encode_whole(batch)[1:-1] for batch in batches), b"]")

@@ -1,4 +1,4 @@
-"""Heartbeats of a process with an event loop, from a thread that tells a busy loop from one that hangs."""
+"""Heartbeats of a process with an event loop, from a thread that distinguishes a busy loop from a hanging one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...protocol.supervisor_messages import Heartbeat
 from ...protocol.transport import StatusReporter
 
 BUSY_SHARE: Final = 0.02
-"""A loop that uses less of a processor than this while it does not answer waits for something: it hangs."""
+"""A loop that does not respond and uses less than this share of a processor hangs."""
 
 
 class LoopWatch:
-    """Sends heartbeats while the loop answers or computes, and none while it hangs.
+    """Sends heartbeats while the event loop responds or computes, and none while it hangs.
 
-    A loop that is busy in one callback goes on sending them with the time that it has been busy for. Must be made on
-    the event loop, in its thread. `reporter` belongs to the watch from then on.
+    While a callback keeps the loop busy, heartbeats continue and report for how many seconds it has been busy. Must be
+    created in the loop's thread. `reporter` then belongs to the watch.
     """
 
     def __init__(self, reporter: StatusReporter, count_dropped_frames: Callable[[], int]) -> None:
@@ -34,7 +34,7 @@ class LoopWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the heartbeats."""
+        """Stop the heartbeats."""
         self._is_closed.set()
         self._thread.join()
 
@@ -60,7 +60,10 @@ class LoopWatch:
         self._reporter.close()
 
     def _cpu_s(self) -> float:
-        """Processor time of the loop's thread; where that is not known, the loop always counts as busy."""
+        """Return the processor time of the loop's thread in seconds.
+
+        If the platform does not report it, return the wall time, so that the loop always counts as busy.
+        """
         return time.monotonic() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
 
 

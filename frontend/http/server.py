@@ -16,7 +16,7 @@ from .descriptors import DescriptorReserve
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the frontend decides when to stop."""
+    """uvicorn's server without its signal handlers: the frontend decides when to stop."""
 
     def __init__(self, config: uvicorn.Config, slow_client_s: float) -> None:
         super().__init__(config)
@@ -24,10 +24,11 @@ class HTTPServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signal handlers unchanged."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on `sockets`. A TLS handshake has as much time as a request."""
+        """Accept connections on `sockets`. A TLS handshake has the same time limit as a request."""
         new_connection = partial(
             Connection,
             self._slow_client_s,

@@ -1,4 +1,4 @@
-"""A caller's values as error messages show them: as JSON, and never long."""
+"""Renders a client's values for error messages: as JSON, cut to a maximum length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 MAX_SHOWN: Final = 100
-"""Characters of a value that a message repeats."""
+"""Maximum characters of a value in a message."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -22,5 +22,5 @@ def echo(value: object) -> str:
 
 
 def cut(text: str, limit: int = MAX_SHOWN) -> str:
-    """Return the first `limit` characters of a text, and its length if that is not all of it."""
+    """Return the first `limit` characters of a text, followed by its length if it is longer."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""The W3C trace context that a request comes with."""
+"""Reads the W3C trace context of a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from starlette.types import Scope
 
 MAX_TRACE_STATE: Final = 512
-"""Bytes of a `tracestate` that every party must be able to pass on; longer ones are dropped."""
+"""Maximum bytes of `tracestate`; the specification lets servers drop longer ones."""
 
 _TRACE_PARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
@@ -19,7 +19,7 @@ _TRACE_STATE: Final = re.compile(rb"[\x20-\x7e\t]*")
 def read_trace_headers(scope: Scope) -> dict[str, str] | None:
     """Return `traceparent` and `tracestate`, or None without a valid `traceparent`.
 
-    A trace is never a reason to refuse a request, so what is not valid is left out.
+    Invalid values are dropped: a trace is never a reason to reject a request.
     """
     parents: list[bytes] = []
     states: list[bytes] = []

@@ -1,0 +1,1 @@
+"""Receiving and decoding request bodies."""

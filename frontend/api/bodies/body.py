@@ -54,7 +54,10 @@ class ClientDisconnected(Exception):
 
 @dataclass(slots=True)
 class Body:
-    """A request body in the parts in which it arrived. `num_values` is 0 for one of at most `FREE_BYTES`."""
+    """A request body in the parts in which it arrived.
+
+    `num_values` is 0 for a body of at most `FREE_BYTES`, whose values are not counted.
+    """
 
     parts: list[bytes]
     size: int
@@ -66,10 +69,12 @@ class Body:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, lease: MemoryLease) -> Body:
-    """Return the whole request body, and record its digest as that of the current task.
+    """Return the whole request body and record its digest for the current task.
 
-    Raises APIError 413 as soon as it exceeds `limit` bytes, 415 if it is encoded, 400 if it has too many elements, and
-    503 if all large bodies together leave no room for it.
+    Raises:
+        APIError: The body exceeds `limit` bytes (413), is compressed (415), has too many elements (400), or does not
+            fit into the memory for large bodies (503).
+        ClientDisconnected: The client closed the connection first.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > limit:
@@ -99,13 +104,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int, lease: MemoryLea
             raise _too_large(limit, size)
         parts.append(part)
         digest.update(part)
-        lease.add(len(part))
+        lease.count_bytes(len(part))
         if size > FREE_BYTES:
             if structure is None:
                 structure, part = BodyStructure(), b"".join(parts)
-            structure.add(part)
+            structure.count_elements(part)
         if not message.get("more_body", False):
-            lease.complete()
+            lease.mark_complete()
             request_digest.set(digest.digest())
             return Body(parts, size, 0 if structure is None else structure.num_values)
         message = await receive()
@@ -116,7 +121,10 @@ def _too_large(limit: int, size: int) -> APIError:
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies into one schema. With `strict`, unknown fields are rejected; otherwise each is logged once."""
+    """Decodes bodies into one schema.
+
+    With `strict`, unknown fields are rejected; otherwise each is logged once.
+    """
 
     def __init__(self, schema: type[T], strict: bool) -> None:
         known: Any = msgspec.defstruct(
@@ -133,7 +141,11 @@ class BodyDecoder(Generic[T]):
         self._refused = [name for name in REFUSED if _is_refused(schema, name)]
 
     def decode(self, body: bytes) -> T:
-        """Raises APIError 400 that names the field, its value and what was expected."""
+        """Return the decoded body.
+
+        Raises:
+            APIError: The body is invalid; the error names the field, its value and what was expected (400).
+        """
         try:
             request = self._decode_fields(body)
         except RecursionError:
@@ -171,11 +183,11 @@ class BodyDecoder(Generic[T]):
                     logger.info("ignoring the unknown field %s in requests", echo(name))
 
     def _decode_doubles(self, body: bytes, error: msgspec.ValidationError) -> T:
-        """Clients that know only doubles write integers as `100.0`, which is the `error` if they do."""
+        """Decode a body whose integers may be written as `100.0`; if that does not help, raise `error`."""
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # It has numbers that no type can hold, or beyond the wrong field it is not even JSON.
+            # It has numbers that no type can hold, or is not valid JSON after the invalid field.
             raise _invalid(str(error), body) from None
         try:
             request: T = msgspec.convert(_with_integers(decoded, self._type), self._schema)
@@ -198,10 +210,15 @@ class InvocationDecoder(BodyDecoder[GenerationRequest]):
         self._find_kind = msgspec.json.Decoder(_Kind).decode
 
     def decode(self, body: bytes) -> GenerationRequest:
+        """Return the decoded body.
+
+        Raises:
+            APIError: The body is invalid (400).
+        """
         try:
             is_chat = bytes(self._find_kind(body).messages) not in (b"", b"null")
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # The decoder below says what is wrong with it.
+            # The completion decoder below reports what is wrong.
             is_chat = False
         return self._chat.decode(body) if is_chat else self._completion.decode(body)
 
@@ -213,7 +230,7 @@ def _with_integers(value: Any, wanted: msgspec.inspect.Type) -> Any:
             case msgspec.inspect.IntType(), float() if value.is_integer():
                 return int(value)
             case msgspec.inspect.ListType(), list():
-                # Numbers are by far the most of what a large body has.
+                # Most values of a large body are numbers, so they are handled here without a call.
                 has_integers = _has_integers(kind.item_type)
                 return [
                     (int(item) if has_integers and item.is_integer() else item)
@@ -237,14 +254,14 @@ def _has_integers(kind: msgspec.inspect.Type) -> bool:
 
 
 def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:
-    """Only fields of type Any are refused: `echo` means something to completions."""
+    """Return whether the schema rejects a field, which then has type Any; `echo` is valid in one schema only."""
     return any(f.name == name and f.type is Any for f in msgspec.structs.fields(schema))
 
 
 def _invalid(message: str, body: bytes) -> APIError:
     """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
     if unknown := _UNKNOWN.search(message):
-        # Where an unknown field sits is not said; only its own name is certain.
+        # msgspec reports only the name of an unknown field, not its place.
         name = unknown[1][:100]
         return bad_request(name, f"{name} is not a known field")
     match = _AT.match(message)
@@ -254,7 +271,7 @@ def _invalid(message: str, body: bytes) -> APIError:
         return bad_request(None, f"the request body must be a JSON object: {problem}")
     got = ""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        # Beyond the wrong field the body may not even be JSON.
+        # The body may be invalid JSON after the invalid field.
         path, raw = _locate(path, problem, body)
         got = f", got {_shown(raw)}"
     param = path.removeprefix(".")
@@ -267,7 +284,7 @@ def _invalid(message: str, body: bytes) -> APIError:
 
 
 def _locate(path: str, problem: str, body: bytes) -> tuple[str, msgspec.Raw]:
-    """Return the path with the keys that msgspec leaves out of it, and the JSON of the value at its end."""
+    """Return the path with the keys that msgspec omits, and the JSON of the value at its end."""
     raw = msgspec.Raw(body)
     exact = ""
     for key, position in _STEP.findall(path):

@@ -1,4 +1,4 @@
-"""The processes that decode large bodies, as their frontend sees them."""
+"""The processes that decode large bodies for a frontend."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from .messages import (
 )
 
 NUM_PROCESSES: Final = 2
+"""Maximum processes of one frontend."""
 MAX_WALL_S: Final = 60.0
-"""Seconds after which a process that makes no progress is killed."""
+"""Seconds after which a process that has not replied is killed."""
 
 MAX_BODIES: Final = 100
-"""Bodies after which a process is replaced, so that the memory that it keeps is bounded."""
+"""Bodies after which a process is replaced, which bounds the memory that it keeps."""
 
 RETRY_AFTER_S: Final = 1.0
 
 
 class DecoderPool:
-    """A pool of processes that start when they are needed. A body that ends one costs only its own request."""
+    """A pool of processes that start on demand. A body that kills its process fails only its own request."""
 
     def __init__(self, *, strict: bool, log_level: str) -> None:
         self._arguments = (str(strict), log_level)
@@ -39,9 +40,11 @@ class DecoderPool:
         self._slots = asyncio.Semaphore(NUM_PROCESSES)
 
     async def decode(self, schema: type[msgspec.Struct], body: Body) -> bytes:
-        """Return the decoded body or its refusal, for `unpack`.
+        """Return the decoded body or its rejection, encoded for `unpack`.
 
-        Raises APIError: 400 for a body that takes too much time or memory, 503 if no process can be started.
+        Raises:
+            APIError: The body takes too much processor time or memory (400), or no process can be started or replies in
+                time (503).
         """
         async with self._slots:
             decoder = self._idle.pop() if self._idle else None
@@ -77,7 +80,7 @@ class DecoderPool:
 
 
 class _Decoder:
-    """One process, for one body after another."""
+    """One process, which decodes one body after another."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -94,7 +97,12 @@ class _Decoder:
             self._process.kill()
 
     async def decode(self, schema: int, body: Body) -> bytes:
-        """Raises OSError or asyncio.IncompleteReadError if the process ends meanwhile."""
+        """Return the encoded reply.
+
+        Raises:
+            OSError: The process ended meanwhile.
+            asyncio.IncompleteReadError: The process ended meanwhile.
+        """
         self.num_bodies += 1
         self._bodies.write(HEAD.pack(schema, body.num_values, body.size))
         for part in body.parts:
@@ -104,7 +112,7 @@ class _Decoder:
         return await self._replies.readexactly(size)
 
     async def find_cause(self) -> APIError:
-        """Return what to say of a body that has ended the process, or that it did not finish."""
+        """Return the error for a body whose process ended or did not reply in time."""
         is_late = self.is_alive and not self._replies.at_eof()
         self.kill()
         code = await self._process.wait()

@@ -1,8 +1,9 @@
 """`python -m engine.frontend.api.bodies.decoder_process STRICT LOG_LEVEL`: decodes large bodies for a frontend.
 
-A decoder holds all threads of its process up while it works, takes many times the memory of its text, and runs over
-hostile input. So large bodies are decoded here: one after the other from standard input, the replies go to standard
-output. The kernel ends this process if a body takes too much time. It ends with its frontend.
+A JSON decoder blocks all threads of its process, takes many times the memory of the text, and reads untrusted input. So
+large bodies are decoded in this process. It reads bodies from standard input one at a time and writes replies to
+standard output. The kernel kills it if a body takes too much processor time. It exits when standard input ends, which
+happens when its frontend exits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .structure import MAX_OTHER_VALUES, verify_count
 def _decode(decoder: BodyDecoder[Any], body: bytes, num_values: int) -> Reply:
     try:
         decoded, num_token_ids = pack(decoder.decode(body))
-        verify_count("values besides token ids", num_values - num_token_ids, MAX_OTHER_VALUES)
+        verify_count("values other than token ids", num_values - num_token_ids, MAX_OTHER_VALUES)
     except APIError as error:
         return Refused(error.status, error.message, error.param, error.code)
     return decoded
@@ -50,6 +51,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
+    """Decode bodies until standard input ends."""
     is_strict, log_level = sys.argv[1:]
     name_process("body decoder")
     configure_logging("body decoder", log_level)

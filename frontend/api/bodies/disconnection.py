@@ -1,4 +1,4 @@
-"""Work that ends when the client goes away."""
+"""Runs work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Cancel it and raise ClientDisconnected when the client goes away."""
+    """Return the result of `work`.
+
+    Raises:
+        ClientDisconnected: The client closed the connection first; `work` is cancelled.
+    """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnection(receive))
     try:

@@ -30,8 +30,9 @@ CHARACTERS_PER_S: Final = 4 * 1024 * 1024
 """Approximate tokenization speed of two threads, for `Retry-After`."""
 
 THREAD_BYTES: Final = 512 * 1024
+"""Largest body that a thread decodes instead of a process."""
 THREAD_VALUES: Final = 1 << 14
-"""Bodies up to these bounds are decoded in a thread, which takes a few milliseconds in which no other thread runs."""
+"""Most values of such a body. A thread blocks all other threads for a few milliseconds at these limits."""
 
 
 class Intake:
@@ -45,7 +46,7 @@ class Intake:
         self._memory = RequestMemory(max(limits.max_request_memory, 2 * limits.max_body_bytes))
 
     def lease(self) -> MemoryLease:
-        """What a request holds of the memory for large bodies. It must be entered until the request ends."""
+        """Return a request's share of the memory for large bodies; enter it until the request ends."""
         return self._memory.lease()
 
     async def receive(
@@ -53,8 +54,10 @@ class Intake:
     ) -> tuple[T, int]:
         """Return the decoded body and its size in bytes.
 
-        Raises APIError for a body that is wrong, too large or too complex, for one that has ended a frontend before,
-        and where there is no room for it.
+        Raises:
+            APIError: The body is invalid, too large, or too complex (4xx); it crashed a frontend before (500); there is
+                no room for it (503).
+            ClientDisconnected: The client closed the connection first.
         """
         body = await read_body(scope, receive, self._max_body_bytes, lease)
         self._refuse_poison()

@@ -21,10 +21,10 @@ from ..schema import (
 )
 
 HEAD: Final = struct.Struct("<BQQ")
-"""Before each body: the position of its schema in `SCHEMAS`, the number of its values and of its bytes."""
+"""Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
 
 LENGTH: Final = struct.Struct("<Q")
-"""Before each reply: the number of its bytes."""
+"""Header of a reply: its number of bytes."""
 
 SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     CompletionRequest,
@@ -32,21 +32,21 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     BatchChatCompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
-    # A completion or a chat completion.
-    GenerationRequest,
+    GenerationRequest,  # A completion or a chat completion.
 )
 
 MAX_CPU_S: Final = 5
-"""Seconds of processor time that one body may take."""
+"""Maximum seconds of processor time for one body."""
 
 MAX_MEMORY_BYTES: Final = 1 << 30
-"""Memory that one body may take while it is decoded."""
+"""Maximum memory for decoding one body, in bytes."""
 
 
 class Decoded(msgspec.Struct, tag=0, array_like=True):
-    """A request. `fields` has all of it but its token ids: `token_ids` are one list, `token_lists` several.
+    """A decoded request without its token ids, which travel separately as 64-bit integers.
 
-    Token ids are integers of 64 bits. `fields` is MessagePack, or JSON where numbers need more than 64 bits.
+    `token_ids` is the prompt if it is one list of ids, `token_lists` if it is several. `fields` is MessagePack, or JSON
+    if a number does not fit in 64 bits.
     """
 
     schema: int
@@ -57,7 +57,7 @@ class Decoded(msgspec.Struct, tag=0, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=1, array_like=True):
-    """What is wrong with a body."""
+    """The error for an invalid body."""
 
     status: int
     message: str
@@ -73,12 +73,13 @@ _decoders: Final = tuple(msgspec.msgpack.Decoder(schema).decode for schema in SC
 
 
 def encode_reply(reply: Reply) -> bytes:
+    """Return a reply as MessagePack."""
     return _encode(reply)
 
 
 def pack(request: Any) -> tuple[Decoded, int]:
-    """Return the message with a request, and how many token ids it has. The request loses its token ids."""
-    # A decoder's own type may be a subclass that refuses unknown fields.
+    """Return the message for a request, and its number of token ids. Removes the token ids from the request."""
+    # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
     for name in WITHOUT_EFFECT:
         if hasattr(request, name):
@@ -97,7 +98,7 @@ def pack(request: Any) -> tuple[Decoded, int]:
 
 
 def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
-    """Move the token ids, if nothing else is among them, to the message. Returns their number."""
+    """Move the token ids to the message, unless other values are among them, and return their number."""
     try:
         if values and isinstance(values[0], list):
             lists = [array("q", each) for each in values]
@@ -105,13 +106,17 @@ def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
             return sum(map(len, lists))
         decoded.token_ids = array("q", values).tobytes()
     except (TypeError, OverflowError):
-        # What is wrong with them is reported where other requests are checked.
+        # The list stays in the request, whose checks report the invalid entry.
         return 0
     return len(values)
 
 
 def unpack(reply: bytes) -> Any:
-    """Return the request of a reply. Its token ids are arrays of numpy. Raises APIError for a refusal."""
+    """Return the request of a reply, with its token ids as numpy arrays.
+
+    Raises:
+        APIError: The body was rejected.
+    """
     decoded = _decode_reply(reply)
     if isinstance(decoded, Refused):
         raise APIError(decoded.status, decoded.message, param=decoded.param, code=decoded.code)

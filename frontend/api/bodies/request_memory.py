@@ -1,4 +1,4 @@
-"""A bound on the memory that all requests of one frontend hold together."""
+"""Limits the memory that the requests of one frontend hold together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ...http.errors import unavailable
 from .structure import FREE_BYTES
 
 RETRY_AFTER_S: Final = 1.0
+"""Seconds after which a client may retry."""
 
 
 class RequestMemory:
-    """The bytes of bodies of more than `FREE_BYTES`, from their arrival to the end of their requests.
+    """Counts the bytes of bodies larger than `FREE_BYTES`, from their arrival to the end of their requests.
 
-    Smaller ones are bounded by the queue.
-
-    Bodies that are not complete get half of the memory at most, so that slow senders cannot keep others out.
+    The queue limit bounds smaller bodies. Incomplete bodies get at most half of the memory, so that slow senders cannot
+    keep other requests out.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,10 +25,15 @@ class RequestMemory:
         self._num_arriving = 0
 
     def lease(self) -> MemoryLease:
+        """Return a new share of the memory, for one request."""
         return MemoryLease(self)
 
-    def add(self, num_bytes: int) -> None:
-        """Count a part of a body that is arriving. Raises APIError 503 if there is no room for it."""
+    def count_arriving(self, num_bytes: int) -> None:
+        """Count a part of a body that is arriving.
+
+        Raises:
+            APIError: There is no room for it (503).
+        """
         others = self.num_bytes - self._num_arriving
         if self._num_arriving + num_bytes > self._limit // 2 or (
             others + self._num_arriving + num_bytes > self._limit
@@ -41,15 +46,17 @@ class RequestMemory:
         self.num_bytes += num_bytes
         self._num_arriving += num_bytes
 
-    def body_is_complete(self, num_bytes: int) -> None:
+    def mark_complete(self, num_bytes: int) -> None:
+        """Record that a body of `num_bytes` has arrived completely."""
         self._num_arriving -= num_bytes
 
     def release(self, num_bytes: int) -> None:
+        """Free the memory of a request that has ended."""
         self.num_bytes -= num_bytes
 
 
 class MemoryLease:
-    """What one request holds; entered for as long as it does."""
+    """The memory of one request, to be entered until the request ends."""
 
     __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted")
 
@@ -58,19 +65,23 @@ class MemoryLease:
         self._num_bytes = self._num_counted = 0
         self._is_complete = False
 
-    def add(self, num_bytes: int) -> None:
-        """Count a part of the body. Raises APIError 503 if there is no room for it."""
+    def count_bytes(self, num_bytes: int) -> None:
+        """Count a part of the body.
+
+        Raises:
+            APIError: There is no room for it (503).
+        """
         self._num_bytes += num_bytes
         if self._num_bytes > FREE_BYTES:
             uncounted = self._num_bytes - self._num_counted
-            self._memory.add(uncounted)
+            self._memory.count_arriving(uncounted)
             self._num_counted += uncounted
 
-    def complete(self) -> None:
-        """The body has arrived."""
+    def mark_complete(self) -> None:
+        """Record that the body has arrived completely."""
         if not self._is_complete:
             self._is_complete = True
-            self._memory.body_is_complete(self._num_counted)
+            self._memory.mark_complete(self._num_counted)
 
     def __enter__(self) -> MemoryLease:
         return self
@@ -81,5 +92,5 @@ class MemoryLease:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.complete()
+        self.mark_complete()
         self._memory.release(self._num_counted)

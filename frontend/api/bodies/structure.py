@@ -1,8 +1,7 @@
-"""Bounds on the structure of a large request body, checked while it arrives.
+"""Limits on the structure of a large request body, checked while it arrives.
 
-A decoded element takes many times the memory of its text, and a decoder holds all other threads up while it works. So
-the elements of a body are counted before it is decoded. Each piece costs a few scans in C, and no copy of the body is
-kept.
+A decoded element takes many times the memory of its text, and a decoder blocks all other threads. So the elements of a
+body are counted before it is decoded. Each piece costs a few scans in C, and no copy of the body is kept.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ import numpy as np
 from ...http.errors import APIError, bad_request
 
 FREE_BYTES: Final = 64 * 1024
-"""Smaller bodies are not counted: they cannot have enough elements to matter."""
+"""Bodies up to this size are not counted: they cannot have enough elements to matter."""
 
 MAX_VALUES: Final = 1 << 21
-"""Values of all objects and lists, token ids among them."""
+"""Maximum values of all objects and lists, including token ids."""
 
 MAX_OTHER_VALUES: Final = 1 << 18
-"""Those of them that are not token ids of prompts."""
+"""Maximum values that are not token ids of prompts."""
 
 MAX_STRINGS: Final = 1 << 16
-"""Strings, names of fields among them."""
+"""Maximum strings, including names of fields."""
 
 MAX_CONTAINERS: Final = 1 << 16
-"""Objects and lists."""
+"""Maximum objects and lists."""
 
 MAX_NESTING: Final = 512
+"""Maximum levels of objects and lists."""
 
 _PIECE_BYTES: Final = 64 * 1024
 _BRACKETS: Final = b"[]{}"
@@ -37,9 +37,9 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS
 
 
 class BodyStructure:
-    """Counts the elements of one JSON text. What is not JSON is counted as if it were; the decoder refuses it.
+    """Counts the elements of one JSON text. Invalid JSON is counted, too; the decoder rejects it.
 
-    `num_values` are the values of its objects and lists so far.
+    `num_values` counts the values of objects and lists so far.
     """
 
     def __init__(self, max_values: int = MAX_VALUES) -> None:
@@ -51,14 +51,18 @@ class BodyStructure:
         self._in_string = False
         self._escape = b""
 
-    def add(self, data: bytes) -> None:
-        """Count the next part of the text. Raises APIError 400 once a bound is exceeded."""
-        for start in range(0, len(data), _PIECE_BYTES):
-            self._add_piece(data[start : start + _PIECE_BYTES])
+    def count_elements(self, data: bytes) -> None:
+        """Count the elements of the next part of the text.
 
-    def _add_piece(self, piece: bytes) -> None:
+        Raises:
+            APIError: A limit is exceeded (400).
+        """
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._count_piece(data[start : start + _PIECE_BYTES])
+
+    def _count_piece(self, piece: bytes) -> None:
         piece = (self._escape + piece).replace(b"\\\\", b"")
-        # The character that this escapes is in the next piece.
+        # The character that a final backslash escapes is in the next piece.
         self._escape = b"\\" if piece.endswith(b"\\") else b""
         piece = piece.removesuffix(b"\\").replace(b'\\"', b"")
         parts = piece.split(b'"')
@@ -82,10 +86,10 @@ class BodyStructure:
                 raise _too_much(f"be nested at most {MAX_NESTING} levels deep", "more")
 
 
-def verify_count(what: str, count: int, limit: int) -> None:
-    """Raise APIError 400 for a body that has more than the `limit`."""
+def verify_count(kind: str, count: int, limit: int) -> None:
+    """Raise APIError 400 if a body has more than `limit` elements of a kind."""
     if count > limit:
-        raise _too_much(f"have at most {limit} {what}", f"at least {count}")
+        raise _too_much(f"have at most {limit} {kind}", f"at least {count}")
 
 
 def _too_much(limit: str, got: str) -> APIError:

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions/batch`: several conversations with one set of parameters, one choice each."""
+"""`POST /v1/chat/completions/batch`: several conversations with one set of parameters and one choice each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .chat_completions import ChatCompletions
 
 
 class ChatBatch(ChatCompletions):
-    """Answers whole, without tools. A batch with one bad conversation is refused."""
+    """Answers conversations without streaming or tools. One invalid conversation fails the whole batch."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, BatchChatCompletionRequest)
@@ -45,7 +45,7 @@ class ChatBatch(ChatCompletions):
                 raise _located(error, i) from None
             prompts.append(prompt)
             new_answers.append(new_answer)
-            # Many short conversations must not hold up the streams of others.
+            # A batch of many conversations must not block other streams.
             await asyncio.sleep(0)
         return prompts, partial(_Answer, self._serving, request, prompts, new_answers)
 
@@ -63,7 +63,7 @@ def _verify(request: ChatCompletionRequest) -> None:
 
 
 def _located(error: APIError, index: int) -> APIError:
-    """Return the error of a conversation with that conversation's place in the batch."""
+    """Return the error of one conversation, with `messages` replaced by `messages[index]`."""
     if error.param is None or not error.param.startswith("messages"):
         return error
     param = error.param.replace("messages", f"messages[{index}]", 1)
@@ -81,7 +81,7 @@ class _Conversation:
 
 
 class _Answer(Answer[ChatCompletionRequest]):
-    """The answers to the conversations, each as the chat endpoint writes it, in one list of choices."""
+    """The answers to the conversations, in the chat endpoint's format, in one list of choices."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class _Answer(Answer[ChatCompletionRequest]):
             conversation = _Conversation(self._group.sequences[part])
             answer = new_answer(conversation, self.envelope).whole(outputs[part])
             [choice] = answer["choices"]
-            of_prompt = {name: answer[name] for name in ("prompt_logprobs", "prompt_token_ids")}
-            choices.append(choice | {"index": i} | of_prompt)
+            prompt = {name: answer[name] for name in ("prompt_logprobs", "prompt_token_ids")}
+            choices.append(choice | {"index": i} | prompt)
         return self.envelope | {"choices": choices, "usage": self.usage()}
 
     def chunks(self) -> ChunkEncoder:

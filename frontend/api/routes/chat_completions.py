@@ -28,13 +28,15 @@ from ..schema import ChatCompletionRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
-from ..structured.constraint import Constraint, constraint_of, or_calls
+from ..structured.constraint import Constraint, allow_calls, parse_constraint
 from ..tools.call_writer import CallWriter
 from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
+    """The chat completions endpoint."""
+
     def __init__(
         self,
         serving: Serving,
@@ -53,7 +55,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         serving.verify_tokenizer("messages")
         run = serving.grammar_checks.run
         tools = await run(body_size, parse_tool_choice, request)
-        asked_for = await run(body_size, constraint_of, request)
+        asked_for = await run(body_size, parse_constraint, request)
         constraint, shown_tools = tools.constraint or asked_for, tools.shown
         if tools.mode is ToolMode.AUTO:
             constraint = self._constrain_auto(tools, asked_for)
@@ -86,7 +88,9 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         params = msgspec.structs.replace(
             params,
             max_tokens=max_tokens,
-            structured_output=serving.leave_reasoning_free(params.structured_output, chat.text),
+            structured_output=serving.constrain_after_reasoning(
+                params.structured_output, chat.text
+            ),
         )
         predicted = await encode_prediction(serving, request.prediction)
         prompt = PreparedPrompt(token_ids, params, chat.text, predicted if len(predicted) else None)
@@ -95,10 +99,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     def _constrain_auto(
         self, tools: ToolChoice, constraint: Constraint | None
     ) -> Constraint | None:
-        """Return the constraint of an answer that may be calls instead."""
+        """Return the constraint on an answer that may be text or calls."""
         if constraint is not None:
             rules = self._serving.call_rules(tools.names, parallel=tools.is_parallel)
-            return or_calls(constraint, rules)
+            return allow_calls(constraint, rules)
         if tools.is_limited:
             return self._serving.limit_calls(tools.names, parallel=tools.is_parallel)
         return None
@@ -121,8 +125,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             constraint=constraint,
         )
         if tools.mode is ToolMode.AUTO:
-            # There must be a parser. What it looks for are special tokens of some models.
-            self._serving.new_tool_parser()
+            self._serving.new_tool_parser()  # Raises APIError if there is none.
+            # Some models mark calls with special tokens, which the parser must see.
             params.skip_special_tokens = False
         if self._serving.has_special_reasoning_marks:
             params.skip_special_tokens = False
@@ -135,7 +139,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
 
 
 def _reasoning_kwargs(request: ChatCompletionRequest) -> Json:
-    """How much reasoning is asked for, in the names that templates know."""
+    """Return the requested reasoning effort under the names that chat templates use."""
     effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
     kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none" or thinking in ("enabled", "disabled"):
@@ -151,7 +155,7 @@ def _max_tokens_param(request: ChatCompletionRequest) -> str:
 
 
 class _Choice:
-    """One sequence on its way to the client."""
+    """One sequence and the parsers of its output."""
 
     def __init__(self, answer: _Answer, index: int) -> None:
         serving, prompt = answer.serving, answer.prompt
@@ -182,7 +186,7 @@ class _Choice:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """None where reasoning is not told from content."""
+        """The number of reasoning tokens; None if reasoning is not separated from content."""
         if self._reasoning is None:
             return None
         return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
@@ -194,6 +198,7 @@ class _Choice:
         return self._finish(message, delta, is_end=is_end)
 
     def read_whole(self, delta: Delta) -> MessageDelta:
+        """Return the whole message."""
         message = self._parser.parse(delta.text, is_cut=_is_cut(delta))
         return self._finish(message, delta, is_end=True)
 
@@ -211,7 +216,7 @@ class _Choice:
         return message
 
     def ending(self, delta: Delta) -> Json:
-        """Everything of a choice but its message or delta."""
+        """Return all fields of a choice except its message or delta."""
         request = self._answer.request
         reason = delta.finish_reason
         if (
@@ -231,7 +236,7 @@ class _Choice:
 
 
 def _is_cut(delta: Delta) -> bool:
-    """Return whether a text may end in the middle: at `max_tokens`, a deadline, or a stop of the request."""
+    """Return whether a text may end anywhere: at `max_tokens`, a deadline, or a stop string of the request."""
     return delta.finish_reason == "length" or delta.stop_reason is not None
 
 
@@ -255,7 +260,7 @@ class _Answer(Answer[ChatCompletionRequest]):
         self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
 
     def usage(self) -> Json:
-        """The final count, reasoning included."""
+        """Return the final usage, including reasoning tokens."""
         counts = [choice.num_reasoning_tokens for choice in self.choices]
         known = [count for count in counts if count is not None]
         return self._count_usage(
@@ -293,18 +298,21 @@ class _Answer(Answer[ChatCompletionRequest]):
         if delta.tool_calls:
             message["content"] = content or None
             message |= choice.calls.whole(delta.tool_calls)
-        # Clients that know of reasoning read it whether there was any or not.
-        return message | (_reasoning(delta) if self.serving.tells_reasoning else {})
+        # Clients that support reasoning read these fields even if there is none.
+        return message | (_reasoning(delta) if self.serving.separates_reasoning else {})
 
 
 def _reasoning(delta: MessageDelta) -> Json:
-    """Under both names that clients look for."""
+    """Return the reasoning under both names that clients read."""
     reasoning = delta.reasoning or None
     return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _echoed(request: ChatCompletionRequest, role: str) -> str:
-    """Return the text that `echo` puts before the answer: that of the last message, if its role is the answer's."""
+    """Return the text that `echo` puts before the answer.
+
+    It is the text of the last message, if that has the role of the answer.
+    """
     if not (request.echo and request.messages) or request.messages[-1].get("role") != role:
         return ""
     return text_of_content(request.messages[-1].get("content"))
@@ -330,20 +338,20 @@ class _Chunks(Chunks[_Answer]):
             return super().encode(update)
         begun = self._without_role.intersection(sequence.position for sequence in update)
         self._without_role -= begun
-        # Made first, so that continuous usage does not count tokens that come after it.
+        # Count before any output is read, so that continuous usage excludes tokens of later chunks.
         self.count_usage()
         openings = b"".join(map(self._opening, sorted(begun)))
         return openings + super().encode(update)
 
     def _render(self, sequence: Sequence) -> bytes:
-        """The chunk of what parsers make of the news, b"" while they hold it back."""
+        """Return the chunk with the new output; b"" while the parsers hold it back."""
         delta = self.read(sequence)
         index = sequence.position
         choice = self._answer.choices[index]
         message = choice.read(delta)
         ending = choice.ending(delta)
-        is_heard = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
-        if not is_heard:
+        has_output = message or delta.finish_reason or ending["logprobs"] or "token_ids" in ending
+        if not has_output:
             return b""
         content: Json = {"content": message.content} if message.content else {}
         if message.reasoning:
@@ -353,7 +361,7 @@ class _Chunks(Chunks[_Answer]):
         return self.chunk({"index": index, "delta": content} | ending)
 
     def _opening(self, index: int) -> bytes:
-        """Return the chunk with the role, and the one with the text that is echoed."""
+        """Return the chunk with the role, and the chunk with the echoed text if there is one."""
         answer = self._answer
         delta = {"role": answer.role, "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -27,15 +27,18 @@ from ..schema import UNLIMITED, CompletionRequest
 from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
-from ..structured.constraint import Constraint, constraint_of
+from ..structured.constraint import Constraint, parse_constraint
 
 DEFAULT_MAX_TOKENS = 16
+"""The `max_tokens` of requests without one, as in OpenAI's API."""
 
 PROMPTS_AT_ONCE: Final = 128
-"""Prompts that are prepared before other tasks get their turn: about 2 ms."""
+"""Prompts that are prepared before other tasks run; takes about 2 ms."""
 
 
 class Completions(Endpoint[CompletionRequest]):
+    """The completions endpoint."""
+
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, CompletionRequest, "cmpl")
 
@@ -51,7 +54,7 @@ class Completions(Endpoint[CompletionRequest]):
         prompts = await serving.executor.run(
             body_size // BYTES_PER_TOKEN_ID, parse_prompts, request.prompt, model.vocab_size
         )
-        constraint = await serving.grammar_checks.run(body_size, constraint_of, request)
+        constraint = await serving.grammar_checks.run(body_size, parse_constraint, request)
         if constraint is not None:
             serving.verify_tokenizer(constraint.param, "use allowed_token_ids")
         params = self._params(request, constraint)
@@ -107,16 +110,17 @@ class Completions(Endpoint[CompletionRequest]):
         return params
 
 
-_UNASKED: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
+_ALWAYS_PRESENT: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
+"""Fields that clients of vLLM read in every whole answer."""
 
 
 def _only_scores_prompt(request: CompletionRequest) -> bool:
-    """`echo` with `max_tokens` 0 asks for the prompt's log-probabilities alone."""
+    """Return whether only the prompt's log-probabilities are requested: `echo` with `max_tokens` 0."""
     return bool(request.echo) and request.max_tokens == 0
 
 
 class _Choice:
-    """One sequence on its way to the client."""
+    """One sequence and the state of its rendering."""
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class _Choice:
         )
 
     def render(self, delta: Delta) -> Json:
-        """This choice with what `delta` adds to it."""
+        """Return this choice with the output in `delta`."""
         request, is_first = self._request, self._is_first
         self._is_first = False
         text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs or []
@@ -164,8 +168,7 @@ class _Choice:
                 self._sequence.iterate_prompt_logprobs()
             )
         if not request.stream:
-            # Clients of vLLM read these fields of a whole answer whether they asked for them or not.
-            for name in _UNASKED:
+            for name in _ALWAYS_PRESENT:
                 choice.setdefault(name, None)
         return choice
 
@@ -201,7 +204,7 @@ class _Answer(Answer[CompletionRequest]):
         self._choices: dict[int, _Choice] = {}
 
     def choice(self, position: int) -> _Choice:
-        """Return the choice of a sequence. It is made when it is first needed, since there may be thousands."""
+        """Return the choice of a sequence, created on first use because there may be thousands."""
         choice = self._choices.get(position)
         if choice is None:
             prompt = self._prompts[position // self._prompts[0].params.n]

@@ -1,4 +1,4 @@
-"""`POST /invocations`, the one route of an Amazon SageMaker container: a completion or a chat completion."""
+"""`POST /invocations`, the generation route of Amazon SageMaker containers: a completion or a chat completion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .completions import Completions
 
 
 class Invocations(Endpoint[GenerationRequest]):
-    """Answers as the endpoint does that the body is for."""
+    """An endpoint that passes each body to the chat or the completions endpoint."""
 
     def __init__(
         self,

@@ -10,20 +10,24 @@ from starlette.responses import Response
 
 from .... import __version__
 from ....protocol.errors import EngineError
-from ...http.errors import APIError, json_response, public, retry_after, unavailable
+from ...http.errors import APIError, json_response, redact, retry_after, unavailable
 from ..serving import Serving
 
 
 class Management:
+    """Routes for operators, probes and load balancers."""
+
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
+        """List the served model names."""
         cards = [self._card(name) for name in self._serving.config.model.served_names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
+        """Describe one served model."""
         name = request.path_params["name"]
         self._serving.verify_model(name)
         return json_response(self._card(name))
@@ -41,13 +45,13 @@ class Management:
         }
 
     async def livez(self, request: Request) -> Response:
-        """Return 200 while this process responds, because the supervisor restarts processes that crash or hang."""
+        """Return 200 until the engine fails for good: the supervisor restarts processes that crash or hang."""
         engine = self._serving.engine
         is_alive = engine.watch is None or not engine.watch.is_supervisor_silent
         return self._status(is_alive and engine.dead_reason is None)
 
     async def readyz(self, request: Request) -> Response:
-        """Respond as `health`, but only while there is room for one more request."""
+        """Return 200 while the server is healthy and has room for one more request."""
         return self._status(self._is_healthy and not self._serving.engine.find_overload())
 
     async def health(self, request: Request) -> Response:
@@ -77,7 +81,7 @@ class Management:
         body = {
             "state": "ready" if self._is_healthy and not overload else "not ready",
             "stage": "failed" if dead else serving.stage,
-            "detail": public(dead)
+            "detail": redact(dead)
             if dead
             else serving.detail or str(overload or serving.degraded_replicas),
         }
@@ -87,11 +91,13 @@ class Management:
         return json_response(body, 503, retry_after(retry_after_s))
 
     async def metrics(self, request: Request) -> Response:
+        """Return Prometheus metrics."""
         accept = request.headers.get("accept", "")
         body, content_type = self._serving.engine.metrics.render(accept)
         return Response(body, headers={"content-type": content_type})
 
     async def version(self, request: Request) -> Response:
+        """Return the version of Engine."""
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
@@ -99,29 +105,33 @@ class Management:
         return json_response({"server_load": self._serving.engine.num_inflight})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
+        """Empty the prefix caches of all replicas."""
         self._serving.verify_serving()
         reset_running = request.query_params.get("reset_running_requests", "false") == "true"
         try:
             is_reset = await self._serving.engine.reset_prefix_cache(reset_running)
         except EngineError as error:
-            message = f"Some prefix caches were not reset: {public(str(error))}"
+            message = f"Some prefix caches were not reset: {redact(str(error))}"
             raise unavailable(message, self._serving.retry_after_s) from error
         if not is_reset:
             raise APIError(
                 409,
-                "The prefix cache is in use; wait until no request runs, "
+                "The prefix cache is in use; wait until no request is running, "
                 "or use ?reset_running_requests=true",
                 type="conflict_error",
             )
         return json_response({"success": True})
 
     async def dump_event_logs(self, request: Request) -> Response:
-        """Every core stops scheduling while it writes, so only servers that were started with --dump-dir do this."""
+        """Write the event log of every core.
+
+        Every core stops scheduling while it writes, so this route needs --dump-dir.
+        """
         if self._serving.config.frontend.dump_dir is None:
             raise APIError(
                 403,
-                "This server was started without --dump-dir DIR. "
-                "SIGUSR1 to an engine core dumps its event log, too",
+                "This server was started without --dump-dir DIR; restart it with that flag, "
+                "or send SIGUSR1 to an engine core to dump its event log",
                 type="permission_error",
             )
         self._serving.verify_serving()

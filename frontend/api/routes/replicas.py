@@ -1,4 +1,4 @@
-"""Routes that drain, restart and undrain replicas one by one while the others serve."""
+"""Routes that drain, restart and undrain replicas one at a time while the others serve."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from ..serving import Serving
 
 
 class Replicas:
+    """Routes that list and control replicas."""
+
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     async def list(self, request: Request) -> Response:
-        """Every replica's state, lives and load."""
+        """Return the state, restarts and load of every replica."""
         return json_response({"replicas": msgspec.to_builtins(self._watch().status.replicas)})
 
     async def command(self, request: Request) -> Response:
-        """Answers as soon as the supervisor says that the replica is to get no new requests, or gets them again."""
+        """Execute an action; answer once the supervisor reports whether the replica gets new requests."""
         index = parse_rank(request.path_params["index"], "replica", self._serving.num_replicas)
         wanted = request.path_params["action"]
         if wanted not in set(ReplicaAction):
@@ -36,7 +38,7 @@ class Replicas:
             raise APIError(
                 409,
                 f"Replica {index} is the only serving replica; undrain another first, wait until one is up, "
-                "or start the server with more (--data-parallel-size)",
+                "or start the server with more replicas (--data-parallel-size)",
                 type="conflict_error",
             )
         try:
@@ -49,7 +51,11 @@ class Replicas:
         return json_response(msgspec.to_builtins(info))
 
     def _watch(self) -> EngineWatch:
-        """Raises APIError 503 before the supervisor has said that the engine is ready."""
+        """Return the connection to the supervisor.
+
+        Raises:
+            APIError: The supervisor has not reported any replica yet (503).
+        """
         watch = self._serving.engine.watch
         if watch is None or not watch.status.replicas:
             raise unavailable("The server is starting", self._serving.retry_after_s)
@@ -57,7 +63,11 @@ class Replicas:
 
 
 def parse_rank(text: str, param: str, num_replicas: int) -> int:
-    """Return the number of a replica. Raise APIError 400 if it is invalid."""
+    """Return the number of a replica.
+
+    Raises:
+        APIError: It is invalid (400).
+    """
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas:
         return int(text)
     raise bad_request(

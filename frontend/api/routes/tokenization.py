@@ -20,10 +20,12 @@ from ..serving import Serving
 from ..tools.tool_definitions import tools_for_template
 
 MAX_CHARACTERS: Final = 1 << 22
-"""Characters of a text, each of which takes up to 80 bytes of memory while it is tokenized."""
+"""Maximum characters of a text; tokenizing takes up to 80 bytes of memory per character."""
 
 
 class Tokenization:
+    """Routes that tokenize and detokenize."""
+
     def __init__(self, serving: Serving, intake: Intake) -> None:
         self._serving = serving
         self._intake = intake
@@ -33,7 +35,7 @@ class Tokenization:
 
     @accepts(TokenizeRequest)
     async def tokenize(self, http: Request) -> Response:
-        """A text, or a conversation as its prompt would be written."""
+        """Return the token ids of a text, or of the prompt for a conversation."""
         with self._intake.lease() as lease:
             request, body_size = await self._intake.receive(
                 http.scope, http.receive, self._tokenize_decoder, lease
@@ -81,6 +83,7 @@ class Tokenization:
 
     @accepts(DetokenizeRequest)
     async def detokenize(self, http: Request) -> Response:
+        """Return the text of token ids."""
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._detokenize_decoder, lease
@@ -104,7 +107,7 @@ class Tokenization:
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, http: Request) -> Response:
-        """The tokenizer's configuration, with the chat template in use."""
+        """Return the tokenizer's configuration, with the chat template in use."""
         serving = self._serving
         if not serving.config.frontend.enable_tokenizer_info:
             raise APIError(404, "This server was started without --enable-tokenizer-info-endpoint")

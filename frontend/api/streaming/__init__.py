@@ -1,0 +1,1 @@
+"""Streamed responses as server-sent events."""

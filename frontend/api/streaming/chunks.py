@@ -1,4 +1,4 @@
-"""The events of a stream, as far as completions and chat completions share them."""
+"""The part of a stream's events that completions and chat completions share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
 
 class Chunks(ABC, Generic[AnswerT]):
-    """Writes the chunks of an answer, with usage as the request asks for it.
+    """Writes the chunks of an answer, with usage if the request asks for it.
 
-    Where a piece of text is all that is new (`is_plain`) it goes through templates that are made once for a request: in
-    its choice it stands between `before` and `after`.
+    If only text is new (`is_plain`), a chunk is a template, made once per request, with the text between `before` and
+    `after` in its choice.
     """
 
     __slots__ = (
@@ -60,7 +60,11 @@ class Chunks(ABC, Generic[AnswerT]):
         self._usage: Json | None = None
 
     def encode(self, update: list[Sequence]) -> bytes:
-        """Events of what is new of these sequences. Raises APIError."""
+        """Return the events for the new output of these sequences.
+
+        Raises:
+            APIError: A sequence failed.
+        """
         if self._continuous_usage:
             self.count_usage()
         if len(update) == 1:
@@ -77,14 +81,22 @@ class Chunks(ABC, Generic[AnswerT]):
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:
-        """Events of what a template does not fit. Raises APIError for a sequence that failed."""
+        """Return the events for output that does not fit the template.
+
+        Raises:
+            APIError: The sequence failed.
+        """
 
     def count_usage(self) -> None:
-        """Count all that has been read. It takes long for many sequences, so `read` only adds to it."""
+        """Count all tokens read so far. This is slow for many sequences, so `read` only adds to the count."""
         self._usage = self._answer.usage_so_far() if self._continuous_usage else None
 
     def read(self, sequence: Sequence) -> Delta:
-        """Return what is new of a sequence. Raises APIError for one that failed."""
+        """Return the new output of a sequence.
+
+        Raises:
+            APIError: The sequence failed.
+        """
         num_before = sequence.num_read_tokens
         delta = sequence.read_some()
         if self._usage is not None:
@@ -93,13 +105,14 @@ class Chunks(ABC, Generic[AnswerT]):
         return delta
 
     def chunk(self, choice: Json, **more: object) -> bytes:
+        """Return the event with one choice."""
         chunk = self._answer.envelope | {"choices": [choice]} | more
         if self._include_usage:
             chunk["usage"] = self._usage
         return event(chunk)
 
     def closing(self) -> bytes:
-        """Events after the last news, before `[DONE]`."""
+        """Return the events between the last output and `[DONE]`."""
         if not self._include_usage:
             return b""
         answer = self._answer
@@ -108,6 +121,6 @@ class Chunks(ABC, Generic[AnswerT]):
 
 @cache
 def _plain_tail(after: bytes, include_usage: bool) -> bytes:
-    """One object for all requests: it is in the processor's cache when the next one needs it."""
+    """Return the end of a plain chunk. It is one object for all requests, which stays in the processor's cache."""
     end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
     return after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end

@@ -1,0 +1,1 @@
+"""Constraints on the response, such as JSON schemas."""

@@ -1,4 +1,4 @@
-"""Constraints on the response: `response_format`, `structured_outputs` and other servers' fields."""
+"""Parses constraints on the response: `response_format`, `structured_outputs` and other servers' fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from ....protocol.grammars.grammar import lark_expression
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
-from ...http.errors import APIError, bad_request, echo, nesting_refused
+from ...http.errors import APIError, bad_request, echo, reject_deep_nesting
 from ...http.shown_values import cut
 from ..schema import GenerationRequest
 from .json_schema import lenient, prepare_schema
@@ -28,16 +28,17 @@ _FIELDS = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Fields of other servers, and of earlier releases of vLLM, that are constraints of `structured_outputs`."""
+"""Fields of other servers and earlier releases of vLLM, with their names in `structured_outputs`."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be, and the field of the request that says so.
+    """A constraint on an answer, with the request field that sets it.
 
-    `owner` is the tool that has the field. `parts` are checked by themselves first, so that an error names the part.
+    `owner` is the tool that the field belongs to. `parts` are checked separately first, so that an error names the
+    part.
     """
 
     param: str
@@ -46,12 +47,16 @@ class Constraint:
     parts: tuple[Constraint, ...] = ()
 
 
-def constraint_of(request: GenerationRequest) -> Constraint | None:
-    """Raises APIError 400 for one that cannot be read."""
-    of_format = request.response_format and _from_response_format(request.response_format)
+def parse_constraint(request: GenerationRequest) -> Constraint | None:
+    """Return the constraint of a request; None if it has none.
+
+    Raises:
+        APIError: It is invalid, or there are several (400).
+    """
+    response_format = request.response_format and _from_response_format(request.response_format)
     wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
-    of_outputs = _from_structured_outputs(wanted) if wanted else None
-    found = {"response_format": of_format, "structured_outputs": of_outputs}
+    structured_outputs = _from_structured_outputs(wanted) if wanted else None
+    found = {"response_format": response_format, "structured_outputs": structured_outputs}
     for field, name in _FIELDS.items():
         value = getattr(request, field)
         # Clients without a constraint send "".
@@ -63,10 +68,10 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
     return constraints[0] if constraints else None
 
 
-def or_calls(constraint: Constraint, call_rules: str | None) -> Constraint | None:
-    """The constraint where the model may call tools instead of answering; None if `call_rules` cannot tell how.
+def allow_calls(constraint: Constraint, call_rules: str | None) -> Constraint | None:
+    """Return a constraint that also permits tool calls; None if `call_rules` is None.
 
-    A grammar of the client's own stays: it can say what calls are.
+    A grammar of the client's own is returned unchanged, because it can describe calls itself.
     """
     answer = lark_expression(constraint.structured_output)
     if answer is None:
@@ -79,8 +84,12 @@ def or_calls(constraint: Constraint, call_rules: str | None) -> Constraint | Non
 
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:
-    """A JSON schema given as an object, as a boolean, or as a string that contains one."""
-    with nesting_refused(param):
+    """Return the constraint to a JSON schema, given as an object, as a boolean, or as a string that contains one.
+
+    Raises:
+        APIError: It is not a schema (400).
+    """
+    with reject_deep_nesting(param):
         if isinstance(schema, str):
             schema = _decode(schema, param)
         if not isinstance(schema, dict | bool):
@@ -92,7 +101,7 @@ def json_schema(schema: object, param: str, *, is_strict: bool = False) -> Struc
 
 
 def _decode(text: str, param: str) -> Any:
-    """Raises APIError 400."""
+    """Return decoded JSON; raise APIError 400 if the text is not valid."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -100,8 +109,8 @@ def _decode(text: str, param: str) -> Any:
 
 
 def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
-    """Its schemas are prepared as others are; whether it is one is seen when it is compiled."""
-    with nesting_refused(param):
+    """Return the constraint to a structural tag with prepared schemas. Its form is checked when it is compiled."""
+    with reject_deep_nesting(param):
         tag = _decode(value, param) if isinstance(value, str) else value
         structures = tag.get("structures") if isinstance(tag, dict) else None
         if isinstance(structures, list):
@@ -121,7 +130,7 @@ def _from_response_format(response_format: dict[str, Any]) -> StructuredOutput |
     if kind == "text":
         return None
     if kind == "json_object":
-        # The schema is llama.cpp's; without one, or with an empty one, any object will do.
+        # `schema` is an extension of llama.cpp. Without it, or if it is empty, any object is valid.
         if schema := response_format.get("schema"):
             return json_schema(schema, "response_format.schema")
         return StructuredOutput(GrammarKind.JSON_OBJECT)
@@ -148,7 +157,7 @@ def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
     for name in constraints:
         if name not in _KINDS and name not in _OPTIONS:
             param = f"structured_outputs.{cut(name)}"
-            raise bad_request(param, f"{param} is not known; use one of {', '.join(_KINDS)}")
+            raise bad_request(param, f"{param} is unknown; use one of {', '.join(_KINDS)}")
     for name in _REFUSED_OPTIONS:
         if constraints.get(name):
             param = f"structured_outputs.{name}"
@@ -166,7 +175,7 @@ def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
 
 
 def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
-    """The constraint that `structured_outputs` calls `name`, from the field `param`."""
+    """Return the constraint called `name` in `structured_outputs`, from the field `param`."""
     if name == "json":
         return json_schema(value, param)
     if name == "json_object":

@@ -14,7 +14,7 @@ from ....protocol.grammars.grammar import MAX_SPEC_LENGTH
 Schema: TypeAlias = dict[str, Any]
 
 MAX_PATTERNS: Final = 256
-"""Patterns of a schema that are tried out; what is wrong with further ones is an error."""
+"""Maximum patterns of a schema that are test-compiled; a bad one after these is an error."""
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _NESTED = (
@@ -37,23 +37,25 @@ _NESTED = (
 _OPENNESS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")
 _PARTS = ("properties", "required", *_OTHER_PARTS)
-"""Keywords that say what an object or an array is made of."""
+"""Keywords that describe the contents of an object or an array."""
 _KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 
 
 def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
-    """A copy with closed objects, less what only narrows and cannot be enforced.
+    """Return a copy with closed objects, without keywords that only narrow it and cannot be enforced.
 
-    Of a strict schema that is unknown formats and `uniqueItems`, which clients send without asking. Of others it is
-    everything (`lenient`), also patterns that cannot be compiled. Raises RecursionError.
+    A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. Any other schema
+    loses patterns that cannot be compiled; `lenient` makes the compiler ignore the rest.
+
+    Raises:
+        RecursionError: The schema is nested too deeply.
     """
     text = msgspec.json.encode(schema)
     prepared: Schema = msgspec.json.decode(text)
     if len(text) > MAX_SPEC_LENGTH:
-        # It will be refused.
-        return prepared
+        return prepared  # Too long; it is rejected when it is compiled.
     _close_objects(prepared)
     if is_strict:
         for part in _all_parts(prepared):
@@ -67,7 +69,7 @@ def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
 
 
 def lenient(schema: Schema) -> Schema:
-    """Of a whole document: what cannot be enforced in it is passed over, where it would be refused."""
+    """Return a whole document, marked so that the compiler ignores what it cannot enforce."""
     given = schema.get("x-guidance")
     options = given if isinstance(given, dict) else {}
     return schema | {"x-guidance": {"lenient": True} | options}
@@ -99,7 +101,7 @@ def _drop_bad_patterns(root: Schema) -> None:
             del part["pattern"]
         by_pattern = part.get("patternProperties")
         if isinstance(by_pattern, dict) and any(map(is_bad, by_pattern)):
-            # Which properties the bad ones are of is not known, so all may be there.
+            # It is unknown which properties the bad patterns match, so all are allowed.
             del part["patternProperties"]
             part["additionalProperties"] = True
 
@@ -114,11 +116,13 @@ def _compiles(pattern: str) -> bool:
 
 
 def _close_objects(root: Schema) -> None:
-    """Add `additionalProperties: false` to objects that say what properties they have, and not whether there are more.
+    """Add `additionalProperties: false` to objects that list their properties and do not say whether there are more.
 
-    By the specification there may be more, but a model that may invent properties does not stop. An object stays open
-    where other schemas describe the same value (allOf, siblings of $ref or anyOf), for closed they could contradict
-    each other; and so does what is in it. Nothing is closed where a reference leaves the document or its resource.
+    By the JSON Schema specification there may be more, but a model that may invent properties does not stop.
+
+    An object, and everything in it, stays open if other schemas describe the same value (allOf, siblings of $ref or
+    anyOf): closed schemas could contradict each other. Nothing is closed if a reference leaves the document or its
+    resource.
     """
     try:
         document = _Document(root)
@@ -142,7 +146,7 @@ def _close_objects(root: Schema) -> None:
             if describes
             for member in group
         }
-        # Members may narrow, or require, what the object itself has.
+        # Members that only narrow or require the object's own properties do not conflict with closing it.
         is_sole = is_alone and all(
             not document.groups[key] and _is_within(member, own) for key, member in members.items()
         )
@@ -166,10 +170,14 @@ def _close_objects(root: Schema) -> None:
 
 
 class _Document:
-    """Every part that describes a value. Raises LookupError for references that cannot be followed.
+    """All parts of a schema that describe a value.
 
-    `groups` are, for each part, the parts that hold for the same value besides: one of each group or more.
-    `describing` are those that say, themselves or by others, what an object or an array is made of.
+    Raises LookupError for references that cannot be followed.
+
+    Attributes:
+        groups: By part id, the parts that apply to the same value. At least one part of each group applies.
+        describing: The ids of parts that describe the contents of an object or array, themselves or through other
+            parts.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -214,7 +222,10 @@ def _groups(part: Schema, root: Schema) -> Iterator[list[Schema]]:
 
 
 def _children(part: Schema) -> Iterator[tuple[str | None, Schema]]:
-    """The parts that describe what is in a value, with the property's name; None if others may describe it, too."""
+    """Yield the parts that describe the contents of a value, each with its property name.
+
+    The name is "" for contents without one, and None if other parts may describe the same contents.
+    """
     patterns = dict(_items(part.get("patternProperties")))
     for name, child in _items(part.get("properties")):
         yield from ((None if patterns else name, schema) for schema in _schemas(child))
@@ -233,7 +244,7 @@ def _describes(part: Schema) -> bool:
 
 
 def _is_within(part: Schema, own: Schema) -> bool:
-    """Whether `part` says nothing of an object but of its `own` properties."""
+    """Return whether `part` constrains only the `own` properties of an object."""
     named, required = dict(_items(part.get("properties"))), _required(part)
     return (
         not any(keyword in part for keyword in _OTHER_PARTS)
@@ -262,13 +273,17 @@ def _items(value: object) -> list[tuple[str, Any]]:
 
 
 def _schemas(value: object) -> list[Schema]:
-    """Of a schema, or a list of them, those that are objects."""
+    """Return the objects in `value`, which is a schema or a list of schemas."""
     entries = value if isinstance(value, list) else [value]
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _resolve(reference: str, root: Schema) -> Any:
-    """What a JSON pointer in the document points to. Raises LookupError for any other reference."""
+    """Return the target of a JSON pointer in the document.
+
+    Raises:
+        LookupError: It is another kind of reference, or has no target.
+    """
     if reference == "#":
         return root
     if not reference.startswith("#/"):

@@ -1,0 +1,1 @@
+"""Tool definitions, `tool_choice` and tool calls of chat completions."""

@@ -1,4 +1,4 @@
-"""Tool calls as answers have them: calls of functions, of custom tools, and the older `function_call`."""
+"""Writes tool calls in a response: function calls, calls of custom tools, and the older `function_call`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CallWriter:
     ) -> list[ToolCallDelta]:
         """Return the calls with a custom tool's input in place of the arguments that contain it.
 
-        At the end, a call whose arguments are incomplete because the text `is_cut` is left out.
+        At the end of a text that `is_cut`, a call with incomplete arguments is left out.
         """
         if not self._tools.custom:
             return deltas
@@ -35,7 +35,7 @@ class CallWriter:
         return deltas
 
     def whole(self, deltas: list[ToolCallDelta]) -> Json:
-        """Return the fields of a message that hold these calls, all of their pieces."""
+        """Return the message fields that hold these calls, complete."""
         calls: dict[int, Json] = {}
         for delta in deltas:
             kind, field = self._kind_of(delta.index)
@@ -46,7 +46,7 @@ class CallWriter:
         return self._fields(list(calls.values()))
 
     def pieces(self, deltas: list[ToolCallDelta]) -> Json:
-        """Return the fields of a stream's delta, with one piece a call, since some clients read only the first."""
+        """Return the fields of a stream's delta, one piece per call, because some clients read only the first."""
         pieces: dict[int, Json] = {}
         for delta in deltas:
             kind, field = self._kind_of(delta.index)
@@ -70,9 +70,9 @@ class CallWriter:
 
 
 class _CustomInputs:
-    """Reads the inputs of custom tools out of the arguments `{"input": ...}` that models write.
+    """Extracts the inputs of custom tools from the arguments `{"input": ...}` that models write.
 
-    A call is held back until its arguments are complete or another one begins, and given in one piece.
+    A call is held back until its arguments are complete or another call begins, and then returned in one piece.
     """
 
     def __init__(self, tools: ToolChoice) -> None:
@@ -106,7 +106,7 @@ class _CustomInputs:
 
 
 def _input_in(arguments: str) -> str | None:
-    """Return the input in a call's arguments, None where the model wrote something else."""
+    """Return the input in a call's arguments; None if the arguments have another form."""
     try:
         fields = msgspec.json.decode(arguments, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError):

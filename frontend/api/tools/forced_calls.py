@@ -1,6 +1,6 @@
-"""Tool calls that a grammar forces: `required` writes an array of calls, a named choice its arguments.
+"""Parses tool calls that a grammar forces: an array of calls (`required`), or the arguments of a named call.
 
-Both are read as they arrive, so that arguments stream.
+Both are parsed as they arrive, so that arguments stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FIRST_CHARACTERS_OF_JSON: Final = '{["-0123456789tfn'
 
 
 class ForcedCallParser:
-    """The tool parser of a text that is calls and nothing else.
+    """The tool parser for a text that consists of calls only.
 
     A text that ends before its first call begins becomes content.
     """
@@ -25,9 +25,10 @@ class ForcedCallParser:
         self._calls = calls
         self.new_id = calls.new_id
         self._held: list[str] | None = []
-        """The text so far, None once a call has begun."""
+        """The pieces of the text so far; None once a call has begun."""
 
     def feed(self, text: str) -> ToolDelta:
+        """Return the calls that the next piece of text adds."""
         calls = self._calls.read(text)
         if calls:
             self._held = None
@@ -36,14 +37,15 @@ class ForcedCallParser:
         return ToolDelta(tool_calls=calls)
 
     def finish(self) -> ToolDelta:
+        """Return the text as content if no call has begun."""
         held, self._held = self._held, None
         return ToolDelta(content="".join(held or ()).strip())
 
 
 class NamedCall:
-    """The whole text is the arguments of one function, or with `is_input` the input of one custom tool.
+    """A text that is the arguments of one function or, with `is_input`, the input of one custom tool.
 
-    Arguments are JSON. Anything else, such as the beginning of reasoning that was cut, begins no call.
+    Arguments are JSON. Any other text, such as reasoning that was cut off, begins no call.
     """
 
     def __init__(self, name: str, new_id: Callable[[], str], *, is_input: bool = False) -> None:
@@ -53,6 +55,7 @@ class NamedCall:
         self._started = False
 
     def read(self, text: str) -> list[ToolCallDelta]:
+        """Return the calls that the next piece of text adds."""
         if self._started:
             return [ToolCallDelta(0, arguments=text)] if text else []
         if not self._is_input:
@@ -66,7 +69,7 @@ class NamedCall:
 
 
 class RequiredCalls:
-    """The text is `[{"name": ..., "parameters": {...}}, ...]`, with any white space between."""
+    """A text of the form `[{"name": ..., "parameters": {...}}, ...]`, with any white space."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.new_id = new_id
@@ -78,6 +81,7 @@ class RequiredCalls:
         self._in_arguments = False
 
     def read(self, text: str) -> list[ToolCallDelta]:
+        """Return the calls that the next piece of text adds."""
         deltas: list[ToolCallDelta] = []
         piece_start = 0 if self._in_arguments else None
         for position, character in enumerate(text):
@@ -117,6 +121,6 @@ class RequiredCalls:
 
 
 def _name_in(header: str) -> str:
-    """The function's name in `{"name": "f", "parameters":`, which is closed to make it JSON."""
+    """Return the function's name in `{"name": "f", "parameters":`, after completing it to valid JSON."""
     name: str = json.loads(header + "null}")["name"]
     return name

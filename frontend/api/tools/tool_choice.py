@@ -1,4 +1,4 @@
-"""`tool_choice` and the older `function_call`: which calls the model may make, and how they are forced."""
+"""Parses `tool_choice` and the older `function_call`: which calls are allowed, and how they are forced."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ...http.errors import bad_request, echo, nesting_refused
+from ...http.errors import bad_request, echo, reject_deep_nesting
 from ..schema import ChatCompletionRequest
-from ..structured.constraint import Constraint, constraint_of
+from ..structured.constraint import Constraint, parse_constraint
 from .tool_definitions import Tool, encode_schema, parse_tools
 
 _CHOICES: Final = (
@@ -19,7 +19,10 @@ _CHOICES: Final = (
 
 
 class ToolMode(enum.Enum):
-    """NONE: text only. AUTO: the model decides. REQUIRED: one call or more. NAMED: this one call."""
+    """The kinds of tool choice.
+
+    NONE: text only. AUTO: the model decides. REQUIRED: at least one call. NAMED: one call of one tool.
+    """
 
     NONE = enum.auto()
     AUTO = enum.auto()
@@ -29,17 +32,18 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which calls an answer may have.
+    """The tool calls that an answer may have.
 
     Attributes:
+        mode: Whether calls are possible or forced.
         name: The tool of NAMED.
         names: The tools of AUTO.
-        constraint: What the forced modes must write.
-        shown: The tools as the template writes them, in every mode but NONE.
-        custom: The names of custom tools among those that may be called.
+        constraint: The constraint on the text in the forced modes.
+        shown: The tools in the form that templates read, in every mode except NONE.
+        custom: The names of the custom tools that may be called.
         writes_input: Whether the whole text of NAMED is a custom tool's input.
         is_limited: Whether AUTO excludes some of the tools that the model sees.
-        is_legacy: Whether the request has `functions`, which are called one at a time.
+        is_legacy: Whether the request uses `functions`, which allow one call at a time.
         is_parallel: Whether there may be several calls.
     """
 
@@ -56,18 +60,22 @@ class ToolChoice:
 
 
 def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
-    """Raises APIError 400 for tools or a choice that make no sense."""
+    """Return the tool calls that the answer may have.
+
+    Raises:
+        APIError: The tools or the choice are invalid (400).
+    """
     tools = parse_tools(request)
     is_legacy = bool(request.functions)
     param, choice = _choice_of(request, is_legacy)
     if choice is None:
         choice = "auto" if tools else "none"
-    # Frameworks send the list of the user's tools, which may be empty, whatever the choice.
+    # Some frameworks always send tool_choice auto, even with an empty list of tools.
     if choice == "none" or (choice == "auto" and [] in (request.tools, request.functions)):
         return ToolChoice(ToolMode.NONE)
     if not tools:
         needed = "functions" if param == "function_call" else "tools"
-        raise bad_request(param, f"{param} {echo(choice)} needs {needed} to choose from")
+        raise bad_request(param, f"{param} {echo(choice)} needs {needed}, but the request has none")
     allowed, choice = _allowed_tools(tools, choice)
     is_parallel = request.parallel_tool_calls is not False and not is_legacy
     shown = tuple(tool.shown for tool in tools.values())
@@ -84,7 +92,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         )
     _refuse_format(request, param, choice)
     if choice == "required":
-        with nesting_refused("tools"):
+        with reject_deep_nesting("tools"):
             calls = _constrain_calls(allowed, is_parallel)
         return ToolChoice(
             ToolMode.REQUIRED,
@@ -95,9 +103,11 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
         )
     name = _chosen_name(choice, param)
     if name not in tools:
-        raise bad_request(param, f"{param} names {echo(name)}, the tools are {', '.join(tools)}")
+        raise bad_request(
+            param, f"{param} must name one of the tools {', '.join(tools)}, got {echo(name)}"
+        )
     tool = tools[name]
-    with nesting_refused(tool.param):
+    with reject_deep_nesting(tool.param):
         return ToolChoice(
             ToolMode.NAMED,
             name,
@@ -113,7 +123,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
 def _choice_of(
     request: ChatCompletionRequest, is_legacy: bool
 ) -> tuple[str, str | dict[str, Any] | None]:
-    """Return the field that says what to call, and its value."""
+    """Return the field that holds the choice, and its value."""
     if request.function_call is None:
         return "tool_choice", request.tool_choice
     if request.tool_choice is not None:
@@ -134,14 +144,14 @@ def _choice_of(
 
 
 def _refuse_format(request: ChatCompletionRequest, param: str, choice: object) -> None:
-    """Raise APIError 400 for a format of the text beside a choice that leaves no text."""
-    constraint = constraint_of(request)
+    """Raise APIError 400 for a response format with a choice that leaves no room for text."""
+    constraint = parse_constraint(request)
     if constraint is not None:
         field = constraint.param.split(".")[0]
         raise bad_request(
             field,
-            f"{field} cannot be combined with {param} {echo(choice)}, with which the answer is tool calls "
-            f'only; leave {field} out, or use {param} "auto"',
+            f"{field} cannot be combined with {param} {echo(choice)}, which allows tool calls only; "
+            f'omit {field}, or use {param} "auto"',
         )
 
 
@@ -151,7 +161,7 @@ def _allowed_tools(
     """Return the tools that may be called, and the choice among them."""
     if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         return tools, choice
-    # The Responses API writes the same fields without the inner object.
+    # The Responses API has the same fields without the inner object.
     where, wanted = "tool_choice", choice
     if "allowed_tools" in choice:
         where, wanted = "tool_choice.allowed_tools", choice["allowed_tools"]
@@ -195,16 +205,18 @@ def _chosen_name(choice: str | dict[str, Any], param: str) -> str:
 
 
 def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
-    """Return an array of {"name", "parameters"} objects, one shape for each tool."""
+    """Return a constraint to an array of {"name", "parameters"} objects, with one alternative per tool."""
     shapes = []
     for i, tool in enumerate(tools.values()):
         if tool.grammar is not None:
             raise bad_request(
                 f"{tool.param}.grammar.syntax",
-                f"{tool.param}.grammar.syntax of {tool.name} must be regex where tool_choice is required, "
+                f"{tool.param}.grammar.syntax of {tool.name} must be regex if tool_choice is required, "
                 'got "lark"; name the tool in tool_choice, or use tool_choice auto',
             )
-        parameters = _moved_to(f"#/items/anyOf/{i}/properties/parameters", tool.prepared())
+        parameters = _relocate_references(
+            f"#/items/anyOf/{i}/properties/parameters", tool.prepared()
+        )
         properties = {"name": {"const": tool.name}, "parameters": parameters}
         shapes.append(
             {
@@ -217,21 +229,21 @@ def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
     if not is_parallel:
         calls["maxItems"] = 1
-    # A document is lenient as a whole, but as a part a strict tool's schema is not.
+    # Leniency holds for a whole document. The parts are checked alone, so a strict tool's schema stays strict there.
     output = encode_schema(calls, is_strict=all(tool.is_strict for tool in tools.values()))
     parts = tuple(tool.constrain_call() for tool in tools.values())
     return Constraint("tools", output, parts=parts)
 
 
-def _moved_to(place: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema`, changed for that place in a larger document, where its references begin."""
+def _relocate_references(place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return `schema` with its references rewritten for its new place in a larger document."""
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, list):
             parts += part
         elif isinstance(part, dict) and not isinstance(part.get("$id"), str):
-            # References in a part with an identifier of its own begin there already.
+            # References in a part with its own $id are relative to that part and stay valid.
             reference = part.get("$ref")
             if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
                 part["$ref"] = place + reference[1:]

@@ -1,4 +1,4 @@
-"""`tools` and the older `functions`: what the model may call."""
+"""Parses `tools` and the older `functions`: the tools that the model may call."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from ..structured.constraint import Constraint
 from ..structured.json_schema import lenient, prepare_schema
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_SILENT = {"type", "title", "description", "$schema"}
-"""Keywords of a schema that say nothing of a function's parameters."""
+_ANNOTATIONS = {"type", "title", "description", "$schema"}
+"""Schema keywords that do not describe parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function with parameters, or a custom tool: a function whose only parameter is a text.
 
-    `grammar` is what the text must match where a JSON schema cannot say it. `shown` is the function as templates
-    write it.
+    Attributes:
+        name: The name of the tool.
+        param: The request field that errors name.
+        schema: The JSON schema of the parameters.
+        is_strict: Whether the schema must be enforced completely.
+        shown: The function in the form that templates read.
+        is_custom: Whether it is a custom tool.
+        grammar: A Lark grammar for the text of a custom tool; None if `schema` describes it.
     """
 
     name: str
@@ -37,10 +43,11 @@ class Tool:
     grammar: str | None = None
 
     def prepared(self) -> dict[str, Any]:
+        """Return the schema in the form that a grammar enforces."""
         return prepare_schema(self.schema, is_strict=self.is_strict)
 
     def constrain_call(self) -> Constraint:
-        """Return what the model must write to call this tool where no other is possible."""
+        """Return the constraint on a text that must be a call of this tool."""
         if self.grammar is not None:
             output = StructuredOutput(GrammarKind.LARK, self.grammar)
         else:
@@ -49,12 +56,17 @@ class Tool:
 
 
 def encode_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutput:
+    """Return the constraint to a prepared schema."""
     schema = schema if is_strict else lenient(schema)
     return StructuredOutput(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
 
 
 def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
-    """Return the tools by name. Raises APIError 400 for one that makes no sense."""
+    """Return the tools by name.
+
+    Raises:
+        APIError: A tool is invalid (400).
+    """
     if request.functions:
         if request.tools:
             raise bad_request("functions", "functions cannot be combined with tools")
@@ -68,7 +80,7 @@ def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
 
 
 def tools_for_template(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a request that calls none, as templates write them."""
+    """Return the tools of a tokenization request in the form that templates read."""
     return [
         _parse_custom(tool, f"tools[{i}]").shown if tool.get("type") == "custom" else tool
         for i, tool in enumerate(tools or ())
@@ -95,8 +107,8 @@ def _parse_function(
     if parameters is not None and not isinstance(parameters, dict):
         raise _wrong(param, "a JSON schema (an object)", parameters)
     schema: dict[str, Any] = {"type": "object"} | (parameters or {})
-    if schema.keys() <= _SILENT:
-        # A function without parameters; what may have any says so by `additionalProperties`.
+    if schema.keys() <= _ANNOTATIONS:
+        # A function without parameters. One that takes arbitrary parameters sets `additionalProperties`.
         schema["properties"] = {}
     return Tool(
         name,
@@ -138,7 +150,7 @@ def _parse_custom(tool: dict[str, Any], where: str) -> Tool:
 
 
 def _parse_format(form: Any, where: str) -> tuple[str, str]:
-    """Return the syntax and the definition of a custom tool's grammar, twice "" for any text."""
+    """Return the syntax and the definition of a custom tool's grammar; ("", "") if any text is valid."""
     kind = form.get("type") if isinstance(form, dict) else form
     if kind is None or kind == "text":
         return "", ""

@@ -189,8 +189,8 @@ COMPLETION_ONLY = [
     ({"prompt": [1] * 512}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "word " * 600}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "x" * 200_000}, "prompt", "200000 characters"),
-    ({"prompt": ["a"] * 100, "n": 100}, "prompt", "10000 sequences, at most 4096"),
-    ({"prompt": ["a"] * 5000}, "prompt", "5000 sequences, at most 4096"),
+    ({"prompt": ["a"] * 100, "n": 100}, "prompt", "10000 sequences, but at most 4096"),
+    ({"prompt": ["a"] * 5000}, "prompt", "5000 sequences, but at most 4096"),
     ({"logprobs": 21}, "logprobs", "at most 20"),
     ({"logprobs": True}, "logprobs", "an integer"),
     ({"logprobs": -1}, "logprobs", "at most 20 (--max-logprobs), got -1, which means all"),
@@ -290,7 +290,7 @@ CHAT_ONLY = [
     (
         {"function_call": {"name": "g"}, "functions": [{"name": "f"}]},
         "function_call",
-        '"g", the tools are f',
+        'must name one of the tools f, got "g"',
     ),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
     *(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from engine.frontend.api.edge import Edge
 from engine.frontend.http.access import Access
-from engine.frontend.http.errors import echo, public
+from engine.frontend.http.errors import echo, redact
 from engine.frontend.http.shown_values import MAX_SHOWN
 from engine.protocol.config import FrontendConfig
 
@@ -52,7 +52,7 @@ def test_paths_and_addresses_are_taken_out() -> None:
     text = (
         "cannot read /srv/models/a.gguf at 0x7f00deadbeef from ipc:///tmp/run/core0: org/model 3/4"
     )
-    cleaned = public(text)
+    cleaned = redact(text)
     assert cleaned == "cannot read [path] at [address] from [address] org/model 3/4"
 
 

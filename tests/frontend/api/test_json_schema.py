@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine.frontend.api.schema import ChatCompletionRequest
-from engine.frontend.api.structured.constraint import constraint_of
+from engine.frontend.api.structured.constraint import parse_constraint
 from engine.frontend.api.structured.json_schema import prepare_schema
 from engine.frontend.api.tools.tool_choice import parse_tool_choice
 from engine.frontend.http.errors import APIError
@@ -37,7 +37,7 @@ def accepts(tokenizer: LLTokenizer, output: StructuredOutput, text: str) -> bool
 
 
 def constraint(**fields: Any) -> StructuredOutput:
-    found = constraint_of(ChatCompletionRequest(**fields))
+    found = parse_constraint(ChatCompletionRequest(**fields))
     assert found is not None
     return found.structured_output
 
