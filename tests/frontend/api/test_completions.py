@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import msgspec
 import openai
 import pytest
 from engine.frontend.api.answer import find_likeliest
 from engine.frontend.api.logprobs import CompletionLogprobs, LogprobsRenderer
 from engine.frontend.client.logprobs import PositionLogprobs
 from engine.frontend.client.sequence_io import Delta
+from engine.frontend.http.json_pieces import encode_whole
 from support.engine_fixtures import smollm2_tokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
@@ -259,7 +261,8 @@ def test_an_unlikely_token_is_not_taken_for_the_likeliest() -> None:
 
     def top(token_id: int, logprob: float, candidates: list[tuple[int, float]]) -> dict:
         position = PositionLogprobs(token_id, logprob, 3, candidates)
-        [found] = logprobs.piece([token_id], [position])["top_logprobs"]
+        rendered = msgspec.json.decode(encode_whole(logprobs.piece([token_id], [position])))
+        [found] = rendered["top_logprobs"]
         return found
 
     expected = {r"bytes:\xf0\x9f": -0.5, r"bytes:\x98": -1.0, r"bytes:\x80": -9.0}
