@@ -11,7 +11,7 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.process import await_epoch, configure_logging, die_with_parent, name_process
+from ..protocol.process import await_epoch, configure_logging, exit_with_parent, name_process
 from ..protocol.transport import StatusReporter
 from .engine_core import EngineCore
 
@@ -26,7 +26,7 @@ def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
     config = load_config(config_path, epoch)
     name_process(name)
     configure_logging(name, config.frontend.log_level)
-    die_with_parent(config.run_dir)
+    exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)
 

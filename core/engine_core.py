@@ -31,19 +31,21 @@ from ..protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    GrammarOutput,
     LossNoted,
-    ModelRunnerOutput,
     ReplicaLost,
     ResetPrefixCache,
-    SchedulerOutput,
     SchedulerStats,
-    Shutdown,
-    WorkerMemory,
 )
 from ..protocol.process import StopSignal
 from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
+from ..protocol.worker_messages import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Shutdown,
+    WorkerMemory,
+)
 from .message_checks import are_valid_drafts, is_valid_message, is_valid_output
 from .replay.dump import default_directory, write_dump
 from .replay.recorder import RecordedScheduler, Setup, make_core_scheduler
@@ -71,10 +73,8 @@ class EngineCore:
     """The core of one replica.
 
     `run` returns on SIGTERM and raises EngineError if the replica fails: by an error in the core, or when the
-    supervisor
-    reports a lost worker by SIGUSR2. Peers are greeted when they connect, and their messages are dropped until they
-    have
-    answered with the epoch of the greeting: earlier messages may have been meant for a previous core.
+    supervisor reports a lost worker by SIGUSR2. Peers are greeted when they connect, and their messages are dropped
+    until they have answered with the epoch of the greeting: earlier messages may have been meant for a previous core.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class EngineCore:
         self._config = config
         self._core_index = core_index
         self._stop = StopSignal()
-        self._stop.watch(signal.SIGUSR1)
-        self._stop.watch(signal.SIGUSR2)
+        self._stop.add_signal(signal.SIGUSR1)
+        self._stop.add_signal(signal.SIGUSR2)
         self._context = context
         self._status = status
         self._clients: Hub[ClientMessage] = Hub(
@@ -188,7 +188,7 @@ class EngineCore:
             if self._updates is not None:
                 self._send_load_updates(self._updates)
             if self._stop.fd in readable:
-                signals = self._stop.take()
+                signals = self._stop.take_signals()
                 raise_if_worker_lost(signals)
                 if signal.SIGUSR1 in signals:
                     self._dump_event_log("signal")

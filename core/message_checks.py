@@ -20,12 +20,9 @@ from ..protocol.messages import (
     AddRequests,
     ClientHello,
     ClientMessage,
-    DraftTokenIds,
     EngineCoreRequest,
-    HeldRequest,
-    ModelRunnerOutput,
-    RowLogprobs,
 )
+from ..protocol.worker_messages import DraftTokenIds, HeldRequest, ModelRunnerOutput, RowLogprobs
 
 _MAX_INT32: Final = 2**31 - 1
 _UINT32: Final = np.dtype("<u4")

@@ -14,7 +14,10 @@ from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
-from ..protocol.messages import (
+from ..protocol.process import StopSignal
+from ..protocol.step_log import StepLog
+from ..protocol.transport import Hub, encode
+from ..protocol.worker_messages import (
     AllocateKVCache,
     CoreHello,
     DraftTokenIds,
@@ -26,9 +29,6 @@ from ..protocol.messages import (
     WorkerMessage,
     WorkerReady,
 )
-from ..protocol.process import StopSignal
-from ..protocol.step_log import StepLog
-from ..protocol.transport import Hub, encode
 from .message_checks import is_valid_held_request
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,7 @@ class WorkerGroup:
         """Wait until every worker has allocated its KV cache.
 
         This can take as long as a download, or until a machine joins. `beat` is called meanwhile so that the wait does
-        not
-        count as a hang.
+        not count as a hang.
 
         Returns:
             The memory that every worker has, or None if a stop was requested.
@@ -91,7 +90,7 @@ class WorkerGroup:
         while len(self._ready) < self._num_workers and not stop.requested:
             poller.poll(int(BEAT_INTERVAL_S * 1000))
             beat()
-            raise_if_worker_lost(stop.take())
+            raise_if_worker_lost(stop.take_signals())
             while (received := self._hub.receive()) is not None:
                 self._handle_startup_message(*received)
         if stop.requested:

@@ -8,7 +8,7 @@ import sys
 import zmq
 
 from ..protocol.config import load_config
-from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import StatusReporter
 
@@ -21,7 +21,7 @@ def main() -> int:
     name = f"frontend {client_index}"
     name_process(name)
     uds = config.frontend.uds
-    die_with_parent(config.run_dir, *([uds] if uds else []))
+    exit_with_parent(config.run_dir, *([uds] if uds else []))
     configure_logging(name, config.frontend.log_level)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, name)

@@ -1,0 +1,1 @@
+"""Messages, configuration and other definitions that frontends, cores, workers and the supervisor share."""

@@ -1,7 +1,6 @@
 """Integer and float arrays as raw little-endian bytes inside messages.
 
-A message carries an array as `bytes`; these are the only conversions. Decoding is a view,
-not a copy, and therefore read-only.
+Messages carry arrays as `bytes`; these functions are the only conversions. Decoding returns a read-only view.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 if sys.byteorder != "little":
-    raise ImportError("engine messages are little-endian and this machine is not")
+    raise ImportError("engine messages are little-endian, but this machine is big-endian")
 
 _INT32 = np.dtype("<i4")
 _UINT64 = np.dtype("<u8")
@@ -32,14 +31,14 @@ def int32_bytes(values: npt.ArrayLike) -> bytes:
 
 
 def int32_view(data: bytes | memoryview) -> Int32Array:
-    """View int32 bytes as a flat array. Raises ValueError when the length is not a multiple of 4."""
+    """View int32 bytes as a flat array. Raise ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, dtype=_INT32)
 
 
 def int32_list(data: bytes) -> list[int]:
-    """The numbers of a flat int32 array. Raises ValueError when the length is not a multiple of 4.
+    """Return the numbers of a flat int32 array. Raise ValueError if the length is not a multiple of 4.
 
-    Cheaper than a view where the numbers are wanted one by one.
+    This is faster than a view if the numbers are needed one by one.
     """
     return array("i", data).tolist()
 
@@ -50,7 +49,7 @@ def uint64_bytes(values: npt.ArrayLike) -> bytes:
 
 
 def uint64_view(data: bytes | memoryview) -> UInt64Array:
-    """View uint64 bytes as a flat array. Raises ValueError when the length is not a multiple of 8."""
+    """View uint64 bytes as a flat array. Raise ValueError if the length is not a multiple of 8."""
     return np.frombuffer(data, dtype=_UINT64)
 
 
@@ -60,5 +59,5 @@ def float32_bytes(values: npt.ArrayLike) -> bytes:
 
 
 def float32_view(data: bytes | memoryview) -> Float32Array:
-    """View float32 bytes as a flat array. Raises ValueError on a length that is no multiple of 4."""
+    """View float32 bytes as a flat array. Raise ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, dtype=_FLOAT32)

@@ -1,9 +1,9 @@
 """Content hashes of full KV-cache blocks.
 
-A block's hash covers its parent's hash, its tokens and whatever else decides its content (cache
-salt, LoRA, multimodal inputs), so equal hashes mean equal KV entries of the whole prefix. The
-chain is that of vLLM's automatic prefix caching. sha256, the default, keeps a tenant from forging a collision; where
-all are trusted, xxh3 takes half the time.
+A block's hash covers its parent's hash, its tokens and everything else that determines its content (cache salt, LoRA,
+multimodal inputs). Equal hashes therefore mean equal KV entries of the whole prefix. The chain is that of vLLM's
+automatic prefix caching. The default, sha256, prevents tenants from forging collisions. xxh3 takes half the time, for
+servers whose users are all trusted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .arrays import Int32Array, uint64_view
 from .config import PrefixHash
 
 HASH_BYTES: Final = 32
-"""Of every algorithm; shorter digests end in zeros."""
+"""Size of a hash in bytes for every algorithm; shorter digests end in zeros."""
 
 PlacedInput: TypeAlias = tuple[int, int, bytes]
 """(position, number of tokens, content hash) of a multimodal input; it may begin before position 0."""
 
 HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes]
-"""`hash_blocks` with an algorithm, or what stands for it where there are no tokens."""
+"""`hash_blocks` with an algorithm, or its replacement where there are no tokens."""
 
 ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
 """The parent of every first block."""
@@ -35,9 +35,9 @@ ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
 def root_hash(
     *, cache_salt: str | None = None, lora_name: str | None = None, owner: bytes = b""
 ) -> bytes:
-    """The parent hash of a request's first block; distinct extra keys never share a block.
+    """Return the parent hash of a request's first block. Requests with different keys never share a block.
 
-    An `owner` has blocks of its own, whatever salts others give.
+    With an `owner`, blocks are not shared with other owners, even for equal salts.
     """
     if owner:
         return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_name, owner))).digest()
@@ -53,9 +53,14 @@ def hash_blocks(
     inputs: Iterable[PlacedInput] = (),
     algorithm: PrefixHash = PrefixHash.SHA256,
 ) -> bytes:
-    """Hash every full block of `token_ids` (int32[T]); `inputs` are in the place of some of them.
+    """Return the concatenated digests, `HASH_BYTES` each, of all full blocks of `token_ids`.
 
-    Returns the concatenated digests, `HASH_BYTES` each, of the T // block_size full blocks.
+    Args:
+        token_ids: int32[T]; T // block_size blocks are full.
+        block_size: Tokens per block.
+        parent: The hash of the block before the first one.
+        inputs: Multimodal inputs that replace some of the tokens.
+        algorithm: The hash function.
     """
     stride = block_size * 4
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
@@ -73,13 +78,13 @@ def hash_blocks(
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """The first 8 bytes of each of the concatenated `hashes`, little-endian: enough to find a block by."""
+    """Return the first 8 bytes of each of the concatenated `hashes` as little-endian integers: short keys of blocks."""
     keys: list[int] = uint64_view(hashes)[:: HASH_BYTES // 8].tolist()
     return keys
 
 
 def block_hasher(algorithm: PrefixHash) -> HashBlocks:
-    """`hash_blocks` with one algorithm."""
+    """Return `hash_blocks` with a fixed algorithm."""
 
     def hash_with(
         token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
@@ -101,14 +106,13 @@ def _hash_function(algorithm: PrefixHash) -> Callable[[bytes], _Hash]:
         case PrefixHash.SHA256:
             return sha256
         case PrefixHash.XXH3:
-            # An optional dependency.
-            from xxhash import xxh3_128
+            from xxhash import xxh3_128  # an optional dependency
 
             return xxh3_128
 
 
 def _input_keys(block_size: int, inputs: Iterable[PlacedInput]) -> dict[int, bytes]:
-    """What each block with inputs in it is hashed with: their content, length, and where in the block they begin."""
+    """Return, for each block with inputs, what is added to its hash: content, length and offset of each input."""
     keys: dict[int, bytes] = {}
     for position, num_tokens, content_hash in inputs:
         end = position + num_tokens

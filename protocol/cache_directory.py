@@ -1,4 +1,4 @@
-"""Where this package keeps what would be slow to make or fetch again."""
+"""The directory for files that are expensive to create or download again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_directory(kind: str) -> Path:
-    """`kind` in `$ENGINE_CACHE`, else in `engine` in the user's cache directory."""
+    """Return the directory `kind` in `$ENGINE_CACHE`, by default in `engine` in the user's cache directory."""
     if configured := os.environ.get("ENGINE_CACHE"):
         return Path(configured).expanduser() / kind
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,23 +1,23 @@
-"""Errors that every process of the engine raises and understands."""
+"""Errors that are common to all processes of the engine."""
 
 from os import PathLike
 from typing import Final
 
 POISON_REQUEST: Final = (
-    "this request was being computed when a process of the engine died, and alone when another one did: "
-    "it is not tried again"
+    "this request was running when a process of the engine crashed, and alone when another one crashed; "
+    "it is not retried"
 )
-"""The error of a request that is taken to have caused crashes."""
+"""Error message of a poison request."""
 
 
 class EngineError(Exception):
-    """Base of the errors that the engine raises on purpose; the message is fit for a user."""
+    """Base class of errors raised on purpose; the message is meant for users."""
 
 
 class CheckpointError(EngineError, ValueError):
-    """A checkpoint that is missing, damaged or not supported.
+    """Raised for a checkpoint that is missing, damaged or not supported.
 
-    The message names the file, then what is wrong with it and, where there is one, the remedy.
+    The message names the file, the problem and, if there is one, the remedy.
     """
 
     def __init__(self, path: str | PathLike[str], problem: str) -> None:
@@ -25,20 +25,23 @@ class CheckpointError(EngineError, ValueError):
 
 
 class ConfigError(EngineError, ValueError):
-    """A start that cannot succeed as configured; the message ends with the remedy."""
+    """Raised for a configuration with which the engine cannot start; the message ends with the remedy."""
 
 
 class RunDirectoryError(ConfigError):
-    """A file in the run directory that cannot be written; the message names it, the reason and the remedy."""
+    """Raised for a file in the run directory that cannot be written.
+
+    The message names the file, the reason and the remedy.
+    """
 
     def __init__(self, path: str | PathLike[str], reason: str | None) -> None:
         super().__init__(
-            f"cannot write {path}: {reason}; make room there, or set XDG_RUNTIME_DIR to another directory"
+            f"cannot write {path}: {reason}; free some space there, or set XDG_RUNTIME_DIR to another directory"
         )
 
 
 class ParameterError(EngineError, ValueError):
-    """A request parameter out of its range. `param` names the field, the message the value and the limit."""
+    """Raised for an invalid request parameter. `param` names the field; the message has the value and the limit."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param} {problem}")

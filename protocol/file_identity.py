@@ -1,4 +1,4 @@
-"""What a file on disk was when the server started, so that a process that reads it later gets the same."""
+"""The identity of a file when the server started, so that a process that reads it later gets the same content."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from .errors import CheckpointError
 
 HEAD_BYTES: Final = 1 << 20
-"""The header of a safetensors or GGUF file begins here; smaller files are hashed as a whole."""
+"""Bytes at the beginning of a file that are hashed; they contain the header of a safetensors or GGUF file."""
 
 
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """Size, time of the last change, and hash of the first `HEAD_BYTES` of a file.
+    """Size in bytes, modification time, and hash of the first `HEAD_BYTES` of a file.
 
-    `modified_ns` 0 stands for any time: that of a copy on another machine says nothing.
+    `modified_ns` 0 matches any time, because the time of a copy on another machine is meaningless.
     """
 
     path: str
@@ -29,45 +29,57 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 def identify_files(paths: Iterable[str | PathLike[str]]) -> tuple[FileIdentity, ...]:
-    """Return what these files are now. Raises CheckpointError for one that cannot be read."""
+    """Return the current identities of files.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
     return tuple(_identify(Path(path)) for path in paths)
 
 
 def identify_copies(
     paths: Sequence[str | PathLike[str]], originals: Sequence[FileIdentity]
 ) -> tuple[FileIdentity, ...]:
-    """Return what these files are now. Raises CheckpointError unless they are copies of others, in the same order."""
+    """Return the current identities of files that must be copies of `originals`, in the same order.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is not a copy.
+    """
     found = identify_files(paths)
     for copy, original in zip(found, originals, strict=False):
         if (copy.size, copy.head_sha256) != (original.size, original.head_sha256):
             raise CheckpointError(
                 copy.path,
-                f"this is no copy of {original.path} on node 0; copy the model from there",
+                f"differs from {original.path} on node 0; copy the model from there",
             )
     if len(found) != len(originals):
         raise CheckpointError(
             paths[0] if paths else "the model",
-            f"{len(found)} files of the model are here and {len(originals)} on node 0; copy it from there",
+            f"the model has {len(found)} files here and {len(originals)} on node 0; copy it from there",
         )
     return found
 
 
 def verify_files(files: Iterable[FileIdentity]) -> None:
-    """Raise CheckpointError, with what has changed, unless every file is what it was."""
+    """Check that every file is unchanged.
+
+    Raises:
+        CheckpointError: A file has changed; the message says how.
+    """
     for expected in files:
         found = _identify(Path(expected.path))
         if found.size != expected.size:
-            change = f"it has {found.size} bytes and had {expected.size}"
+            change = f"its size was {expected.size} bytes and is {found.size}"
         elif expected.modified_ns not in (0, found.modified_ns):
-            change = "it was written again"
+            change = "its modification time is new"
         elif found.head_sha256 != expected.head_sha256:
-            change = "its beginning is another"
+            change = "its first bytes are different"
         else:
             continue
         raise CheckpointError(
             expected.path,
-            f"this file changed after the server started ({change}), and what runs has the former content; put that "
-            "back with its time, or restart the server to serve the new one",
+            f"this file changed after the server started ({change}), but running processes use the old content; "
+            "restore the file with its modification time, or restart the server to use the new one",
         )
 
 

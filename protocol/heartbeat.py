@@ -1,4 +1,4 @@
-"""Signs of life from a thread of its own, for processes that spend long in one call."""
+"""Heartbeats from a separate thread, for processes that spend a long time in one call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .supervisor_messages import Heartbeat
 from .transport import StatusReporter
 
 BEAT_INTERVAL_S: Final = 0.5
+"""Seconds between two heartbeats."""
 
 
 class Pulse:
-    """Beats until the process ends.
+    """Sends heartbeats until the process ends.
 
-    What it works on calls `begin_step` and `end_step`, and may set `count_dropped_frames`.
+    The main thread calls `begin_step` and `end_step`, and may set `count_dropped_frames`.
     """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
@@ -30,9 +31,11 @@ class Pulse:
         threading.Thread(target=self._beat, args=arguments, name="pulse", daemon=True).start()
 
     def begin_step(self) -> None:
+        """Record that a step begins."""
         self._step_began = time.monotonic()
 
     def end_step(self) -> None:
+        """Record that the current step ended."""
         self._step_began = None
         self._num_steps += 1
 

@@ -1,8 +1,8 @@
-"""Which layers share a block table, and how much of a sequence they need to see.
+"""KV-cache groups: layers that share a block table because they need the same part of a sequence.
 
-A model's layers are divided into groups of equal size, so that a block of any group takes the same memory and
-all groups draw on one pool: what is unequal (a state larger than a block, five windowed layers to a full one)
-becomes a number of groups, and so a number of blocks.
+A model's layers are divided into groups of equal size, so that a block of any group takes the same memory and all
+groups share one pool. A state larger than a block, or five windowed layers for each full one, becomes several groups
+and thereby several blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ Position = TypeVar("Position", int, "Int64Array")
 
 
 class AttentionKind(enum.IntEnum):
+    """The part of a sequence that a layer needs."""
+
     FULL = 0
     SLIDING_WINDOW = 1
     CHUNKED_LOCAL = 2
@@ -29,16 +31,17 @@ class AttentionKind(enum.IntEnum):
 class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
     """Layers that read the same blocks.
 
-    `size` counts tokens: those a token of a sliding window sees, itself included; a chunk, whose tokens see only
-    each other; the most that an encoder hands to cross attention. A state-space layer sees its state after the token
-    before, and a block holds the state after the last computed of the block's tokens.
+    `size` is in tokens. For a sliding window it is the number of tokens that a token sees, itself included. For chunked
+    attention it is the length of a chunk, whose tokens see only each other. For cross attention it is the maximum
+    length of the encoder's output. A state-space layer sees its state after the previous token; a block holds the state
+    after the last computed of its tokens.
     """
 
     kind: AttentionKind = AttentionKind.FULL
     size: int = 0
 
     def first_visible(self, position: Position) -> Position:
-        """The first token whose block is read when the token at `position` is computed."""
+        """Return the first token whose block is read when the token at `position` is computed."""
         match self.kind:
             case AttentionKind.SLIDING_WINDOW:
                 return _at_least_zero(position - (self.size - 1))
@@ -50,7 +53,10 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
                 return position - position
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int, block_size: int) -> int:
-        """The most blocks that a request of `num_tokens` holds, computed in steps of up to `max_step_tokens`."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds.
+
+        It is computed in steps of at most `max_step_tokens` tokens.
+        """
         num_blocks = -(-num_tokens // block_size)
         match self.kind:
             case AttentionKind.FULL:
@@ -71,7 +77,7 @@ FULL_ATTENTION = (KVCacheGroup(),)
 def max_request_blocks(
     groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int, block_size: int
 ) -> int:
-    """The most blocks that one request of `num_tokens` holds in all groups."""
+    """Return the maximum number of blocks that a request of `num_tokens` tokens holds in all groups."""
     return sum(group.max_blocks(num_tokens, max_step_tokens, block_size) for group in groups)
 
 
@@ -82,7 +88,7 @@ def max_request_tokens(
     block_size: int,
     limit: int,
 ) -> int:
-    """The longest request, up to `limit` tokens, that never holds more than `num_blocks` blocks."""
+    """Return the maximum length of a request, up to `limit` tokens, that holds at most `num_blocks` blocks."""
     fits, too_long = 0, limit + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

@@ -1,8 +1,7 @@
-"""What happens to cached blocks, as routers outside subscribe to it.
+"""KV-cache events that external routers subscribe to.
 
-The encoding is that of vLLM's KV-cache events, so that its subscribers understand it: msgpack maps, an event's
-class in its "type". A published message has three frames: topic, sequence number (8 bytes, big-endian),
-`KVEventBatch`.
+The encoding is that of vLLM's KV-cache events: msgpack maps, with an event's class in "type". A published message has
+three frames: topic, sequence number (8 bytes, big-endian), `KVEventBatch`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Final, TypeAlias
 import msgspec
 
 END_OF_REPLAY: Final = b"\xff" * 8
-"""The sequence number of the last, empty frame of a replay."""
+"""The sequence number of the last, empty message of a replay."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive full blocks became findable; `token_ids` are theirs, `medium` is where they are."""
+    """Consecutive full blocks became findable. `token_ids` are their tokens, and `medium` is where they are stored."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -28,21 +27,21 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks are findable no more."""
+    """Blocks are no longer findable."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """The cache was reset."""
+    """The whole cache was reset."""
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True, gc=False):
-    """Events of one step in order; `ts` is in seconds since the epoch."""
+    """The events of one step, in order. `ts` is in seconds since 1970."""
 
     ts: float
     events: list[KVCacheEvent]

@@ -1,7 +1,7 @@
-"""How an engine process is born and how it ends.
+"""Starting, logging and ending of engine processes.
 
-Every child is started with a pipe from the supervisor as its standard input: end of file means that the supervisor is
-gone, however it died. Only a process that was started before it was needed reads anything from it: its epoch.
+The standard input of every child is a pipe from the supervisor. End of file means that the supervisor has ended, for
+whatever reason. Only a spare process reads anything else from it: its epoch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from types import FrameType
 import setproctitle
 
 ORPHANED_EXIT_CODE = 3
+"""Exit code of a process whose supervisor has ended."""
 
 
 def name_process(name: str) -> None:
-    """Give the process the title that `ps` shows."""
+    """Set the process title that `ps` shows."""
     setproctitle.setproctitle(f"engine: {name}")
 
 
 def await_epoch() -> int:
-    """Wait until the parent says in which epoch this process is to begin, in a line on standard input."""
+    """Read the epoch in which this process is to start, a line on standard input. Wait until it arrives."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(0, 64)
@@ -37,8 +38,8 @@ def await_epoch() -> int:
     return int(line)
 
 
-def die_with_parent(run_dir: str, *sockets: str) -> None:
-    """Exit at once when the parent's end of standard input closes, leaving neither `run_dir` nor `sockets`."""
+def exit_with_parent(run_dir: str, *sockets: str) -> None:
+    """Exit as soon as the parent's end of standard input closes, after removing `run_dir` and `sockets`."""
 
     def wait_for_end_of_file() -> None:
         while os.read(0, 4096):
@@ -53,7 +54,7 @@ def die_with_parent(run_dir: str, *sockets: str) -> None:
 
 
 def configure_logging(name: str, level: str) -> None:
-    """Log to standard error, one line an event, with the process's name."""
+    """Log to standard error, one line per event, with the process's name."""
     logging.basicConfig(
         level=level.upper(),
         format=f"%(asctime)s %(levelname)s {name}: %(message)s",
@@ -64,42 +65,42 @@ def configure_logging(name: str, level: str) -> None:
 
 
 class StopSignal:
-    """Remembers that SIGTERM came, and wakes a poll on `fd`.
+    """Records that SIGTERM arrived, and wakes a poll on `fd`.
 
-    SIGINT is ignored: the terminal sends it to the supervisor, which decides what becomes of the others.
+    SIGINT is ignored: the terminal sends it to the supervisor as well, which decides what the other processes do.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._noted: set[int] = set()
+        self._pending: set[int] = set()
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
         self._wake_writer = wake_writer
         self.fd = self._wake.fileno()
-        """Readable once a signal has come."""
+        """Readable once a signal has arrived."""
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._request)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def watch(self, signum: signal.Signals) -> None:
-        """Let this signal, too, make `fd` readable, and be found by `take`."""
+    def add_signal(self, signum: signal.Signals) -> None:
+        """Make this signal wake `fd` as well, and report it from `take_signals`."""
         signal.signal(signum, self._note)
 
-    def take(self) -> set[int]:
-        """The watched signals that came since the last call; `fd` waits for the next."""
-        noted: set[int] = set()
-        # In this order neither a signal nor its byte can be left behind without the other.
-        while self._noted:
-            found, self._noted = self._noted, set()
-            noted |= found
+    def take_signals(self) -> set[int]:
+        """Return the added signals that arrived since the last call, and rearm `fd`."""
+        arrived: set[int] = set()
+        # In this order, neither a signal nor its byte can remain without the other.
+        while self._pending:
+            found, self._pending = self._pending, set()
+            arrived |= found
             with contextlib.suppress(BlockingIOError):
                 while self._wake.recv(64):
                     pass
-        return noted
+        return arrived
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._noted.add(signum)
+        self._pending.add(signum)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, and where it wants to end."""
+"""Sampling parameters of a request, and their limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_SEED: Final = 2**63 - 1
 
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 8192
-"""Of all stop strings together."""
+"""Maximum characters of all stop strings together."""
 
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORDS_CHARACTERS: Final = 16384
-"""Of all bad words together."""
+"""Maximum characters of all bad words together."""
 
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_N: Final = 128
 
 
 class GrammarKind(StrEnum):
-    """Which language a structured output is written in."""
+    """The language in which a structured output is specified."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -40,10 +40,10 @@ class GrammarKind(StrEnum):
 
 
 class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Reasoning that may come before a constrained text: from one of the starts to the first end.
+    """Unconstrained reasoning before a constrained text: from one of the starts to the first end.
 
-    Starts and ends are texts, and those of the texts that are one token also have its id here.
-    `is_open` means that no start is needed, for the prompt has it or the format implies it; then there must be an end.
+    Starts and ends are texts; those that are a single token are also listed by id. With `is_open` no start is needed,
+    because the prompt contains it or the format implies it. There must then be an end.
     """
 
     starts: tuple[str, ...]
@@ -54,11 +54,10 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A constraint on the generated text, or on what comes after the `reasoning` in it.
+    """A constraint on the generated text, or on the text after its `reasoning`.
 
-    `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the
-    structural tag as JSON; empty for `JSON_OBJECT`. A grammar that `is_isolated` costs so much that
-    it is used in a process of its own.
+    `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the structural tag as JSON.
+    It is empty for `JSON_OBJECT`. A grammar that `is_isolated` is so expensive that it gets its own process.
     """
 
     kind: GrammarKind
@@ -70,12 +69,12 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with OpenAI's and vLLM's names and meanings.
 
-    `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens` are the
-    frontend's business; the core reads the limits and stop tokens; the worker reads the rest.
-    `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token.
-    `typical_p` applies first: the other filters choose among the typical tokens. Greedy requests ignore it.
-    `logprobs`/`prompt_logprobs` count the alternatives to report; -1 means the whole vocabulary.
-    `seed` None or -1 lets the frontend draw one.
+    The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens`.
+    The core reads the limits and stop tokens, and the workers read the rest.
+
+    `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
+    other filters choose among the typical tokens. Greedy requests ignore it. `logprobs` and `prompt_logprobs` are
+    numbers of alternatives to report; -1 means the whole vocabulary. If `seed` is None or -1, the frontend draws one.
     """
 
     max_tokens: int | None = None
@@ -105,12 +104,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     skip_special_tokens: bool = True
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Raise ParameterError for the first parameter that is out of its range."""
+        """Raise ParameterError for the first parameter that is out of range."""
         self.verify_numbers(vocab_size=vocab_size, max_logprobs=max_logprobs)
         self.verify_lists(vocab_size=vocab_size)
 
     def verify_numbers(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """The part of `verify` that takes as long for every request."""
+        """Verify the parameters whose check takes constant time."""
         _integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -135,7 +134,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 _verify_logprobs(name, count, vocab_size, max_logprobs)
 
     def verify_lists(self, *, vocab_size: int) -> None:
-        """The part of `verify` that takes the longer the more was asked for."""
+        """Verify the parameters whose check takes time in proportion to their length."""
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
         _length("stop", sum(map(len, self.stop)), MAX_STOP_CHARACTERS, "characters")
         if "" in self.stop:

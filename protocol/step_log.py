@@ -1,7 +1,7 @@
-"""The last steps that a core has sent, in a file where its workers find them when it has died.
+"""A file with the last steps that a core has sent, which its workers read after the core has crashed.
 
-A step is sent to one worker after the other, and a core may die in between. It is written down before it is sent to the
-first, so that workers that did not get it can catch up with the others, which wait for them in that step.
+A core sends a step to one worker after the other and may crash in between. Each step is written to the file before it
+is sent. Workers that did not receive it then catch up with the others, which wait for them inside that step.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from typing import Final
 import msgspec
 
 from .errors import RunDirectoryError
-from .messages import SchedulerOutput
 from .transport import MAX_FRAME_BYTES
+from .worker_messages import SchedulerOutput
 
 _NUM_PLACES: Final = 16
-"""More than steps are ever in flight."""
+"""Ring capacity in steps; must exceed the number of steps in flight."""
 
 _HEADER: Final = Struct("<QQQ")
-"""Epoch, step, length of the frame. It fits into a page, so that it is there as a whole or not at all."""
+"""Epoch, step, length of the frame. It never crosses a page, so it is written as a whole or not at all."""
 
 _PLACE_BYTES: Final = _HEADER.size + MAX_FRAME_BYTES
-"""What is not written of it takes no room on disk."""
+"""Distance between two entries in bytes. Unwritten parts take no disk space."""
 
 _decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
 
 
 class StepLog:
-    """Written by the core of one epoch."""
+    """Writes the step log of one epoch.
+
+    Raises:
+        RunDirectoryError: The file cannot be created.
+    """
 
     def __init__(self, path: str, epoch: int) -> None:
-        """Raises RunDirectoryError if there is no room for the file."""
         self._epoch = epoch
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
@@ -43,18 +46,23 @@ class StepLog:
             raise RunDirectoryError(path, error.strerror) from error
 
     def append(self, step: int, frame: bytes) -> None:
-        """Raises OSError if the disk is full; then this step is not there."""
+        """Write a step.
+
+        Raises:
+            OSError: The disk is full; the step is not in the log.
+        """
         place = step % _NUM_PLACES * _PLACE_BYTES
         if os.pwrite(self._fd, frame, place + _HEADER.size) < len(frame):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.pwrite(self._fd, _HEADER.pack(self._epoch, step, len(frame)), place)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
 
 def read_steps(path: str, epoch: int, first: int) -> Iterator[SchedulerOutput]:
-    """The steps of that epoch from number `first` on, as far as they were written."""
+    """Yield the logged steps of an epoch, from number `first` on."""
     try:
         file = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:

@@ -1,4 +1,9 @@
-"""What a supervisor hears from every process, and what it tells the frontends."""
+"""Messages from and to the supervisor: processes report, frontends receive the state, nodes run workers.
+
+A node is another machine. It connects, receives a `NodeWelcome` and answers with a `NodeHello`. Then it starts and
+signals processes on command, and forwards the reports of its workers. Both sides send a message at least every half
+second.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ import msgspec
 
 
 class Stage(enum.StrEnum):
+    """The stages of a process's life."""
+
     STARTING = "starting"
     LOADING = "loading"
     WARMING = "warming"
@@ -21,10 +28,11 @@ class Stage(enum.StrEnum):
 
 
 class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, frozen=True):
-    """Progress of one process through its stages.
+    """The progress of one process through its stages.
 
-    `process` is its title without the prefix ("worker 0"). `done` of `total` (bytes, or 0 of 0 when there is nothing to
-    count) draws the progress bar. `detail` is the one line a person reads. `pid` tells it from its predecessors.
+    `process` is its title without the prefix, such as "worker 0". `done` of `total` draws the progress bar, in bytes;
+    both are 0 if there is nothing to count. `detail` is one line for people. `pid` distinguishes a process from its
+    predecessors.
     """
 
     process: str
@@ -36,10 +44,10 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
 
 
 class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
-    """A process is alive, whatever it is doing. `busy_s` says for how long it has been in its present step.
+    """A sign that a process is alive, whatever it is doing. `busy_s` is how long its current step has taken so far.
 
-    `num_tokens` counts what it has generated. `num_dropped_frames` are those that no other message tells of: a
-    worker's, and a frontend's from the supervisor. The rest are a core's gauges.
+    `num_tokens` counts generated tokens. `num_dropped_frames` counts frames that no other message reports: those of a
+    worker, and those that a frontend received from the supervisor. The other fields are gauges of a core.
     """
 
     process: str = ""
@@ -54,16 +62,18 @@ class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=Tr
 
 
 class ReplicaAction(enum.StrEnum):
+    """An action on a replica; see `ReplicaCommand`."""
+
     DRAIN = "drain"
     UNDRAIN = "undrain"
     RESTART = "restart"
 
 
 class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, frozen=True):
-    """What a frontend was asked to have done to a replica.
+    """A request to the supervisor to change the state of a replica, forwarded by a frontend.
 
-    DRAIN lets it get no new requests; RESTART does too, and when the last one has ended all its processes are started
-    anew, after which it serves as after UNDRAIN.
+    DRAIN stops new requests to the replica, and UNDRAIN allows them again. RESTART drains the replica, restarts its
+    processes when its last request has ended, and then undrains it.
     """
 
     replica: int
@@ -71,11 +81,11 @@ class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, f
 
 
 class CauseFound(msgspec.Struct, tag="cause", array_like=True, gc=False, frozen=True):
-    """A frontend has failed a request as the cause of the last deaths of cores or workers."""
+    """A frontend has failed a request as the cause of the last crashes of cores or workers."""
 
 
 ProcessReport: TypeAlias = ProcessStatus | Heartbeat
-"""What every process says of itself."""
+"""Reports that every process sends about itself."""
 
 SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
@@ -84,9 +94,9 @@ SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
 
 class ProcessInfo(msgspec.Struct, gc=False):
-    """What the supervisor knows of one process. `silent_s` have passed since its last heartbeat.
+    """The supervisor's knowledge about one process. `silent_s` is the time since its last heartbeat, in seconds.
 
-    `num_dropped_frames` counts what those before it have told, too.
+    `num_dropped_frames` includes the reports of its predecessors.
     """
 
     name: str
@@ -106,7 +116,7 @@ class ProcessInfo(msgspec.Struct, gc=False):
 
 
 class ReplicaState(enum.StrEnum):
-    """New requests go to a replica that is SERVING only, whether it is up or about to be."""
+    """The state of a replica. Only a SERVING replica gets new requests, even while it is not up yet."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -115,10 +125,10 @@ class ReplicaState(enum.StrEnum):
 
 
 class ReplicaInfo(msgspec.Struct, gc=False):
-    """One replica. `epoch` counts its lives. It `is_up` while its core and workers are ready.
+    """One replica. `epoch` counts its lives. `is_up` is set while its core and workers are ready.
 
-    One that `is_resuming` has lost its core alone, a moment ago: with the next one, streams go on where they were.
-    The core of one that `has_ended` is gone, and there is no next one yet.
+    `is_resuming` is set after a crash of the core alone: its streams continue with the next core. `has_ended` is set
+    while the core has ended and the next one has not started.
     """
 
     replica: int
@@ -132,11 +142,10 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 
 
 class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, the frontends first, and every replica in order once the engine was ready.
+    """Every process of the engine, frontends first, and every replica in order once the engine was ready.
 
-    `num_dropped_frames` are those that the supervisor and the nodes have dropped. `failure` says why the engine cannot
-    go on, in its last status.
-    `poison_bodies` are the digests of request bodies that ended frontends and are refused.
+    `num_dropped_frames` counts frames dropped by the supervisor and the nodes. `failure` says, in the last status, why
+    the engine cannot continue. `poison_bodies` are digests of request bodies that crashed frontends and are rejected.
     """
 
     processes: list[ProcessInfo]
@@ -144,3 +153,91 @@ class EngineStatus(msgspec.Struct, gc=False):
     num_dropped_frames: int = 0
     failure: str = ""
     poison_bodies: list[bytes] = []
+
+
+# supervisor -> node
+
+
+class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, frozen=True):
+    """The answer to a new connection. The node must end what it ran for an earlier one.
+
+    `config` is an encoded `EngineConfig`, which only a node of the same `version` can decode.
+    """
+
+    version: int
+    config: bytes
+
+
+class StartProcess(msgspec.Struct, tag="start", array_like=True, gc=False, frozen=True):
+    """Start the worker `name`, which the configuration assigns to this node.
+
+    The replica's workers connect to each other at `master_addr` and `master_port`.
+    """
+
+    name: str
+    epoch: int
+    master_addr: str
+    master_port: int
+
+
+class SignalProcess(msgspec.Struct, tag="signal", array_like=True, gc=False, frozen=True):
+    """Send a signal to the process `name`."""
+
+    name: str
+    signum: int
+
+
+class NodePing(msgspec.Struct, tag="ping", array_like=True, gc=False, frozen=True):
+    """Keeps the connection alive. `num_dropped_frames` counts frames dropped by a node since its last ping."""
+
+    num_dropped_frames: int = 0
+
+
+class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):
+    """The engine has stopped, or has failed for the given reason."""
+
+    reason: str = ""
+
+
+NodeCommand: TypeAlias = NodeWelcome | StartProcess | SignalProcess | NodePing | EndNode
+
+
+# node -> supervisor
+
+
+class NodeHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
+    """The answer to `NodeWelcome`. `num_nodes` is the number the node was configured with."""
+
+    version: int
+    node_rank: int
+    num_nodes: int
+    host: str
+
+
+class ProcessStarted(msgspec.Struct, tag="started", array_like=True, gc=False, frozen=True):
+    """A process has started."""
+
+    name: str
+    epoch: int
+    pid: int
+
+
+class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, frozen=True):
+    """A process has ended. `returncode` is negative for a signal, as in `subprocess`.
+
+    Without a `pid` the process could not be started.
+    """
+
+    name: str
+    pid: int
+    returncode: int
+    reason: str = ""
+
+
+class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):
+    """The node ends; all its processes have ended."""
+
+
+NodeMessage: TypeAlias = (
+    NodeHello | ProcessStarted | ProcessExited | ProcessStatus | Heartbeat | NodePing | NodeLeft
+)

@@ -1,10 +1,10 @@
-"""Typed messages over ZMQ sockets.
+"""Typed messages over ZeroMQ sockets.
 
-A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive msgspec structs only: a frame
-that does not decode to the expected type is counted and dropped.
+A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive msgspec structs only. A frame that does not decode
+to the expected type is counted and dropped.
 
-A peer dials until its hub is there, and again when the hub was restarted. Each connection begins with a probe
-from the peer, which the hub is told of; nothing crosses from one connection into the next.
+A peer connects as soon as its hub exists, and again after the hub was restarted. Each connection begins with a probe
+from the peer, which the hub reports as a new connection. No frame crosses from one connection to the next.
 """
 
 from __future__ import annotations
@@ -36,45 +36,52 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
-"""A larger frame closes its connection. No process sends one: it would be sent again and close the next one."""
+"""Maximum size of a frame in bytes. A larger one closes its connection. Processes must not send one: it would be sent
+again on the next connection and close that too.
+"""
 
 RECONNECT_MS: Final = 10
-"""How often a peer dials."""
+"""Milliseconds between a peer's attempts to connect."""
 
 REMOTE_RECONNECT_MS: Final = 1000
-"""A peer dials another machine less and less often, but at least this often."""
+"""Maximum milliseconds between attempts to connect to another machine; the interval grows up to this."""
 
 KEEPALIVE_S: Final = 20
-"""How long a connection between machines is silent before the system sends something, so that no firewall forgets it.
-ZMQ's own heartbeats would also close that of a peer that merely stands still, and a new one ends the replica."""
+"""Seconds of silence after which the system sends a TCP keepalive, so that firewalls keep the connection.
+
+ZeroMQ's heartbeats are not used: they would close the connection of a peer that is merely stopped, and a reconnection
+ends the replica.
+"""
 
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _SNDMORE: Final = int(zmq.SNDMORE)
-"""An int: pyzmq's own constants are enumerations, of which every operator runs Python code."""
+"""Plain integers: pyzmq's constants are enumerations, whose operators run Python code."""
 
 _send: Final = zmq.backend.Socket.send
-"""What `zmq.Socket` adds is for other messages, in Python."""
+"""The backend's function: `zmq.Socket.send` adds Python code that these messages do not need."""
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a hostile frame may raise."""
+"""Errors that decoding a malformed frame can raise."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class FrameTooLarge(EngineError):
-    """A message that its receiver would not take."""
+    """Raised for a message larger than `MAX_FRAME_BYTES`. `size` is in bytes."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(
-            f"a message of {size} bytes is larger than one may be ({MAX_FRAME_BYTES} bytes)"
-        )
+        super().__init__(f"a message of {size} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
         self.size = size
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises FrameTooLarge."""
+    """Return the frame of a message.
+
+    Raises:
+        FrameTooLarge: The frame is larger than `MAX_FRAME_BYTES`.
+    """
     frame = _encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(len(frame))
@@ -94,15 +101,15 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would not wait. To be told so by an exception costs several times as much."""
+    """Return whether a receive would not wait. An attempt that raises `zmq.Again` would take several times as long."""
     events: Any = socket.get(_EVENTS)
     return bool(events & _POLLIN)
 
 
 class Peer(Generic[In]):
-    """One end of a conversation with a `Hub`. `identity` names it there.
+    """The connecting end of a connection to a `Hub`, which knows it by `identity`.
 
-    It speaks when spoken to: what is sent while there is no connection is lost.
+    A message that is sent while there is no connection is lost.
     """
 
     def __init__(
@@ -116,24 +123,28 @@ class Peer(Generic[In]):
         self.socket = _open_socket(context, zmq.DEALER)
         self.socket.set(zmq.IDENTITY, identity)
         self.socket.set(zmq.PROBE_ROUTER, 1)
-        # A queue belongs to a connection. Without this, frames for a dead hub would reach the next one.
+        # Each connection has its own queue. Without this, frames for a dead hub would reach the next one.
         self.socket.set(zmq.IMMEDIATE, 1)
         self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         if key is not None:
             self.socket.set(zmq.RECONNECT_IVL_MAX, REMOTE_RECONNECT_MS)
             self.socket.set(zmq.IPV6, int("[" in address))
-            key.present(self.socket)
+            key.secure_client(self.socket)
         self.socket.connect(address)
         self.num_dropped_frames = 0
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises FrameTooLarge, and nothing is sent."""
+        """Send a message.
+
+        Raises:
+            FrameTooLarge: The message is too large; nothing is sent.
+        """
         with contextlib.suppress(zmq.Again):
             _send(self.socket, encode(message), _NOBLOCK)
 
     def receive(self, *, block: bool = False) -> In | None:
-        """The next message; None when there is none (never None if `block`)."""
+        """Return the next message, or None if there is none. With `block`, wait for one."""
         while block or _has_message(self.socket):
             try:
                 return self._decode(self.socket.recv())
@@ -142,13 +153,17 @@ class Peer(Generic[In]):
         return None
 
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()
 
 
 class Hub(Generic[In]):
-    """The bound end of many conversations; peers are known by their identity.
+    """The bound end of many connections. Peers are identified by their identity.
 
-    With a `key` only peers that have it are heard. A context can have one hub with a key.
+    A hub with a `key` admits only peers that have it. A context can have one such hub.
+
+    Raises:
+        ConfigError: The address cannot be bound.
     """
 
     def __init__(
@@ -158,13 +173,12 @@ class Hub(Generic[In]):
         types: Any,
         key: ClusterKey | None = None,
     ) -> None:
-        """Raises ConfigError if the address cannot be bound."""
         self.socket = _open_socket(context, zmq.ROUTER)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
         if key is not None:
             admit_clients(context, key)
             self.socket.set(zmq.IPV6, int("[" in address))
-            key.guard(self.socket)
+            key.secure_server(self.socket)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -173,21 +187,25 @@ class Hub(Generic[In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
-        """Raises FrameTooLarge, and nothing is sent."""
+        """Send a message to a peer.
+
+        Raises:
+            FrameTooLarge: The message is too large; nothing is sent.
+        """
         self.send_frame((identity,), encode(message))
 
     def send_frame(self, identities: Iterable[bytes], frame: bytes) -> None:
-        """Send an encoded message to each."""
+        """Send an encoded message to each of several peers."""
         socket = self.socket
         for identity in identities:
             _send(socket, identity, _SNDMORE)
             _send(socket, frame)
 
     def receive(self) -> tuple[bytes, In | None] | None:
-        """(identity of the sender, message): the next one; None when there is none.
+        """Return the next (identity of the sender, message), or None if there is none.
 
-        The message None is a new connection: what this peer said before counts no more, what was sent to
-        it may be lost.
+        The message None means a new connection. Messages that this peer sent before it are obsolete, and messages sent
+        to it before may be lost.
         """
         while _has_message(self.socket):
             if (received := self.receive_one()) is not None:
@@ -195,7 +213,7 @@ class Hub(Generic[In]):
         return None
 
     def receive_one(self) -> tuple[bytes, In | None] | None:
-        """What `receive` returns, of the one message that a poll has found; None if it does not decode."""
+        """Return the one message that a poll has reported, as `receive` does, or None if it does not decode."""
         try:
             identity = self.socket.recv(_NOBLOCK)
         except zmq.Again:
@@ -214,11 +232,12 @@ class Hub(Generic[In]):
         return None
 
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()
 
 
 class StatusReporter:
-    """Tells the supervisor how far this process has come."""
+    """Reports the progress of this process to the supervisor."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:
         self._process = process
@@ -227,27 +246,28 @@ class StatusReporter:
         self._socket.connect(config.supervisor_address())
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Give a sign of life. Process and pid are filled in."""
+        """Send a heartbeat. Process and pid are filled in."""
         heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
         self._socket.send(encode(heartbeat))
 
-    def command(self, command: ReplicaCommand) -> None:
-        """Ask for something that only the supervisor can do."""
+    def send_command(self, command: ReplicaCommand) -> None:
+        """Request something that only the supervisor can do."""
         self._socket.send(encode(command))
 
-    def cause_found(self) -> None:
-        """A request that has cost lives will cost no more."""
+    def report_cause_found(self) -> None:
+        """Report that a request was found to be the cause of crashes and will not run again."""
         self._socket.send(encode(CauseFound()))
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
+        """Report the stage that this process has reached."""
         self._socket.send(
             encode(ProcessStatus(self._process, stage, detail, done, total, os.getpid()))
         )
 
     def run(self, work: Callable[[], None]) -> int:
-        """Do a process's work and return its exit code.
+        """Run a process's work and return its exit code.
 
-        An error that ends the work is reported. One that is no EngineError is also logged, with its traceback.
+        An error that ends the work is reported. Errors other than EngineError are also logged with their traceback.
         """
         try:
             work()
@@ -263,6 +283,7 @@ class StatusReporter:
         return 0
 
     def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
 
 
@@ -277,7 +298,7 @@ class StatusReceiver:
         self._decode = msgspec.msgpack.Decoder(SupervisorMessage).decode
 
     def receive(self, timeout_ms: int) -> SupervisorMessage | None:
-        """The next message within `timeout_ms`; None when there is none. Garbage is counted and dropped."""
+        """Return the next message within `timeout_ms`, or None. Invalid frames are counted and dropped."""
         while self.socket.poll(timeout_ms):
             try:
                 return self._decode(self.socket.recv())
@@ -287,25 +308,28 @@ class StatusReceiver:
         return None
 
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()
 
 
 class StatusPublisher:
-    """Publishes the state of the whole engine; the supervisor's end of every `StatusSubscriber`."""
+    """Publishes the state of the whole engine to every `StatusSubscriber`."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self._socket = _open_socket(context, zmq.PUB)
         self._socket.bind(config.status_address())
 
     def publish(self, status: EngineStatus) -> None:
+        """Publish a state."""
         self._socket.send(encode(status))
 
     def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
 
 
 class StatusSubscriber:
-    """A frontend's end of the `StatusPublisher`: only the newest state counts."""
+    """A frontend's end of the `StatusPublisher`. Only the newest state is kept."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.SUB)
@@ -316,7 +340,7 @@ class StatusSubscriber:
         self._decode = msgspec.msgpack.Decoder(EngineStatus).decode
 
     def receive(self) -> EngineStatus | None:
-        """The newest state, if it was not read yet."""
+        """Return the newest state, or None if it was read before."""
         try:
             return self._decode(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -326,4 +350,5 @@ class StatusSubscriber:
             return None
 
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()

@@ -11,7 +11,7 @@ import zmq
 
 from ..protocol.config import load_config
 from ..protocol.heartbeat import Pulse
-from ..protocol.process import configure_logging, die_with_parent, name_process
+from ..protocol.process import configure_logging, exit_with_parent, name_process
 from ..protocol.supervisor_messages import Stage
 from ..protocol.transport import StatusReporter
 from .worker import Worker
@@ -23,7 +23,7 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     name_process(name)
     configure_logging(name, config.frontend.log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(config.run_dir)
+    exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)
     status.report(Stage.STARTING)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
-from ..protocol.messages import HeldRequest, SchedulerOutput
+from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
 
 

@@ -19,7 +19,10 @@ from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import EngineError
 from ..protocol.heartbeat import Pulse
-from ..protocol.messages import (
+from ..protocol.step_log import read_steps
+from ..protocol.supervisor_messages import Stage
+from ..protocol.transport import Peer, StatusReporter
+from ..protocol.worker_messages import (
     AllocateKVCache,
     CoreHello,
     GrammarOutput,
@@ -31,9 +34,6 @@ from ..protocol.messages import (
     WorkerMemory,
     WorkerReady,
 )
-from ..protocol.step_log import read_steps
-from ..protocol.supervisor_messages import Stage
-from ..protocol.transport import Peer, StatusReporter
 from .execution.device_watch import DeviceWatch
 from .execution.factory import open_runner
 from .execution.runner import PendingOutput, Runner, StepResult

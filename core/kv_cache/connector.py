@@ -1,8 +1,7 @@
 """The scheduler's half of a KV connector, which loads KV-cache blocks from elsewhere or sends them there.
 
-The half in the workers moves the bytes. The two communicate by
-`SchedulerOutput.kv_connector_metadata` and `ModelRunnerOutput.kv_connector_output`, which identify
-a transfer by its request's `transfer_id`.
+The half in the workers moves the bytes. The two communicate by `SchedulerOutput.kv_connector_metadata` and
+`ModelRunnerOutput.kv_connector_output`, which identify a transfer by its request's `transfer_id`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Final, NamedTuple, TypeAlias
 from ...protocol.config import KVTransferConfig
 from ...protocol.errors import ConfigError
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import FinishReason, SchedulerOutput
+from ...protocol.messages import FinishReason
+from ...protocol.worker_messages import SchedulerOutput
 from ..state.request import Request
 
 

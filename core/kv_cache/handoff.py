@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...protocol.arrays import int32_view
 from ...protocol.kv_cache_groups import AttentionKind
-from ...protocol.messages import HeldRequest
+from ...protocol.worker_messages import HeldRequest
 from ..state.request import Request, RequestKey
 from .block_pool import NULL_BLOCK
 from .manager import KVCacheManager

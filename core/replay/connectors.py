@@ -15,7 +15,8 @@ import msgspec
 
 from ...protocol.errors import EngineError
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import FinishReason, SchedulerOutput
+from ...protocol.messages import FinishReason
+from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..state.external_dependency import ExternalDependency

@@ -7,11 +7,8 @@ from hashlib import blake2b
 
 import msgspec
 
-from ...protocol.messages import (
-    EngineCoreOutputs,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from ...protocol.messages import EngineCoreOutputs, SchedulerStats
+from ...protocol.worker_messages import SchedulerOutput
 from .events import ClientReport
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -11,14 +11,11 @@ from typing import TypeAlias
 import msgspec
 
 from ...protocol.arrays import int32_bytes
-from ...protocol.messages import (
+from ...protocol.messages import EngineCoreRequest, FinishedRequest, FinishReason, RequestEvents
+from ...protocol.worker_messages import (
     DraftTokenIds,
-    EngineCoreRequest,
-    FinishedRequest,
-    FinishReason,
     HeldRequest,
     ModelRunnerOutput,
-    RequestEvents,
     SchedulerOutput,
 )
 from ..state.request import RequestKey

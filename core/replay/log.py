@@ -16,7 +16,8 @@ import numpy as np
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ...protocol.block_hash import HashBlocks, PlacedInput
-from ...protocol.messages import EngineCoreOutputs, SchedulerOutput
+from ...protocol.messages import EngineCoreOutputs
+from ...protocol.worker_messages import SchedulerOutput
 from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency

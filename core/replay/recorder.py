@@ -13,15 +13,12 @@ from ...protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import (
+from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.worker_messages import (
     DraftTokenIds,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
     HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
-    SchedulerStats,
 )
 from ..kv_cache.connector import KVConnector, create_connector
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector

@@ -1,8 +1,7 @@
 """Removes user content from a log in such a way that it still replays exactly.
 
 Block hashes and names become numbers: equal originals get equal numbers. Sampled tokens are replaced unless some
-request
-stops at them. Fields that are not listed here are left out.
+request stops at them. Fields that are not listed here are left out.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ import numpy as np
 from ...protocol.arrays import Int32Array, int32_bytes, int32_view
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
-from ...protocol.messages import (
+from ...protocol.messages import EngineCoreRequest, FinishedRequest
+from ...protocol.sampling_params import SamplingParams
+from ...protocol.worker_messages import (
     DraftTokenIds,
     EncoderWork,
-    EngineCoreRequest,
-    FinishedRequest,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from ...protocol.sampling_params import SamplingParams
 from . import snapshot as state
 from .events import AddRequest, ClientReport, Event, Hashed, Schedule, TakeOutputs, Update
 from .frozen_state import Blank

@@ -13,8 +13,9 @@ import msgspec
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.block_hash import PlacedInput
 from ...protocol.errors import EngineError
-from ...protocol.messages import EngineCoreOutputs, SchedulerOutput
+from ...protocol.messages import EngineCoreOutputs
 from ...protocol.sampling_params import StructuredOutput
+from ...protocol.worker_messages import SchedulerOutput
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
 from ..state.request import RequestKey

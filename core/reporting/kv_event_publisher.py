@@ -21,8 +21,8 @@ class KVEventPublisher:
     """Publishes batches of events, and replays missed ones to subscribers that request them.
 
     A subscriber sends the first sequence number it lacks (8 bytes, big-endian) to the replay endpoint. It gets
-    (sequence
-    number, batch) for each batch kept since then, followed by `END_OF_REPLAY`. Ports are offset by the core's index.
+    (sequence number, batch) for each batch kept since then, followed by `END_OF_REPLAY`. Ports are offset by the core's
+    index.
 
     Raises:
         ConfigError: An endpoint cannot be bound.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...protocol.arrays import float32_bytes, int32_list
-from ...protocol.messages import F32, I32, SchedulerOutput
+from ...protocol.messages import F32, I32
+from ...protocol.worker_messages import SchedulerOutput
 from ..state.request import RequestKey
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.config import SchedulerConfig
-from ...protocol.messages import NewRequestData
+from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.manager import Prefix
 from ..state.batch import ScheduledRow
 from ..state.request import Request

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...protocol.arrays import Int64Array
 from ...protocol.config import SchedulerConfig, SchedulingPolicy
-from ...protocol.messages import SchedulerOutput
+from ...protocol.worker_messages import SchedulerOutput
 from ..state.batch import Batch, StepInFlight
 from .features.encoder_inputs import EncoderInputs
 from .features.speculative import Drafts

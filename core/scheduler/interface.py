@@ -6,15 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import (
+from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.worker_messages import (
     DraftTokenIds,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
     HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
-    SchedulerStats,
 )
 from ..kv_cache.connector import KVConnector
 from ..state.request import RequestKey
@@ -112,8 +109,7 @@ class SchedulerInterface(ABC):
 
         Raises:
             EngineError: The arrays have the wrong shape, or scheduling is asynchronous, which requires drafts to arrive
-                with
-                the output.
+                with the output.
         """
 
     @abstractmethod

@@ -10,12 +10,8 @@ from typing import Final, NamedTuple
 from ...protocol.arrays import int32_view
 from ...protocol.config import KVTransferConfig, LoadFailurePolicy
 from ...protocol.errors import EngineError
-from ...protocol.messages import (
-    FinishReason,
-    KVConnectorOutput,
-    KVConnectorStats,
-    SchedulerOutput,
-)
+from ...protocol.messages import FinishReason, KVConnectorStats
+from ...protocol.worker_messages import KVConnectorOutput, SchedulerOutput
 from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight

@@ -20,9 +20,9 @@ from ...protocol.messages import (
     FinishedRequest,
     FinishReason,
     KVConnectorStats,
-    NewRequestData,
     SchedulerStats,
 )
+from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.connector import RequestEnd
 from ..kv_cache.handoff import KVHandoff
 from ..kv_cache.manager import Claim, KVCacheManager, Prefix

@@ -29,15 +29,12 @@ from ...protocol.kv_cache_groups import (
     KVCacheGroup,
 )
 from ...protocol.kv_events import KVCacheEvent
-from ...protocol.messages import (
+from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from ...protocol.worker_messages import (
     DraftTokenIds,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
     HeldRequest,
     ModelRunnerOutput,
     SchedulerOutput,
-    SchedulerStats,
 )
 from ..kv_cache.connector import KVConnector
 from ..kv_cache.event_log import KVEventLog

@@ -10,16 +10,18 @@ import numpy as np
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.errors import EngineError
 from ...protocol.messages import (
-    DraftTokenIds,
     EngineCoreOutputs,
     EventKind,
     FinishReason,
-    ModelRunnerOutput,
-    RowLogprobs,
-    SchedulerOutput,
     SchedulerStats,
     SpecDecodingStats,
     TokenLogprobs,
+)
+from ...protocol.worker_messages import (
+    DraftTokenIds,
+    ModelRunnerOutput,
+    RowLogprobs,
+    SchedulerOutput,
 )
 from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.request import Request

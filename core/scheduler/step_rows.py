@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...protocol.arrays import Int64Array, int32_view
-from ...protocol.messages import SchedulerOutput
+from ...protocol.worker_messages import SchedulerOutput
 from ..state.slots import SlotArray
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from ...protocol.arrays import int32_view
-from ...protocol.messages import NewRequestData, SchedulerOutput
+from ...protocol.worker_messages import NewRequestData, SchedulerOutput
 from ..kv_cache.block_pool import NULL_BLOCK
 from ..state.request import RequestKey
 from .scheduler import Scheduler

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes
-from ...protocol.messages import SchedulerOutput
+from ...protocol.worker_messages import SchedulerOutput
 from ..kv_cache.manager import KVCacheManager
 from ..state.batch import Batch, ScheduledRow, StepInFlight
 from ..state.running_requests import RunningRequests

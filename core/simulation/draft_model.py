@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...protocol.arrays import int32_list, int32_view
-from ...protocol.messages import ModelRunnerOutput, SchedulerOutput
+from ...protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 from ..replay.dump import Dump
 from ..replay.events import Schedule, Update
 from ..replay.replayer import Replayer
@@ -22,10 +22,8 @@ class DraftModel(NamedTuple):
     """Probabilities of drafts and of their acceptance.
 
     `after_none[k]` is the probability that k drafts are found after a token that had none, and `after_some[k]` after a
-    token
-    that had some: repetitive text tends to go on. `acceptance[i]` is the probability that draft i is right if all
-    before it
-    are; later drafts have that of the last one.
+    token that had some: repetitive text tends to go on. `acceptance[i]` is the probability that draft i is right if all
+    before it are; later drafts have that of the last one.
     """
 
     after_none: Sequence[float]

@@ -13,13 +13,8 @@ import numpy as np
 
 from ...protocol.arrays import int32_bytes, int32_list, int32_view
 from ...protocol.errors import EngineError
-from ...protocol.messages import (
-    DraftTokenIds,
-    EngineCoreOutputs,
-    FinishReason,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from ...protocol.messages import EngineCoreOutputs, FinishReason
+from ...protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from ..replay.recorder import Setup
 from ..scheduler.step_rows import StepRows
 from ..state.request import RequestKey

@@ -35,8 +35,7 @@ class IsolatedGrammar:
     """The grammar of one request, which a thread runs through its own process.
 
     `mask` is None while it is being computed. `error` says why no mask will follow. `report` is called after each
-    answer
-    of the process, but not after `close`.
+    answer of the process, but not after `close`.
     """
 
     def __init__(

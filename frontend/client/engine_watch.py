@@ -64,7 +64,7 @@ class EngineWatch:
         Raises:
             TimeoutError: The supervisor did not execute it.
         """
-        self._reporter.command(ReplicaCommand(replica, action))
+        self._reporter.send_command(ReplicaCommand(replica, action))
         is_to_serve = action is ReplicaAction.UNDRAIN
         async with asyncio.timeout(ANSWER_S):
             while True:
@@ -80,7 +80,7 @@ class EngineWatch:
 
     def report_cause_found(self) -> None:
         """Report that a request was failed as the cause of crashes."""
-        self._reporter.cause_found()
+        self._reporter.report_cause_found()
 
     def is_up(self, replica: int) -> bool:
         """Return whether a replica can compute, according to the latest status."""

@@ -12,7 +12,7 @@ from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
 from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config import GGUFFields, gguf_to_hf_config
-from ...protocol.checkpoint.model_dimensions import UNSAID_BY_GEMMA3, ModelDimensions
+from ...protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3, ModelDimensions
 from ...protocol.config import ModelConfig
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
@@ -134,7 +134,7 @@ def _text_config(config: ConfigFields) -> ConfigFields:
     nested = config.section("text_config")
     text = config if nested is None else config.with_values(nested.config)
     is_gemma3 = text.text("model_type").startswith("gemma3")
-    return text.with_defaults(**UNSAID_BY_GEMMA3) if is_gemma3 else text
+    return text.with_defaults(**DEFAULTS_OF_GEMMA3) if is_gemma3 else text
 
 
 def _dimensions(config: ConfigFields) -> ModelDimensions | None:

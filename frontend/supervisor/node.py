@@ -25,7 +25,7 @@ from ...protocol.config import PROTOCOL_VERSION, Device, EngineConfig
 from ...protocol.errors import EngineError
 from ...protocol.file_identity import identify_copies
 from ...protocol.heartbeat import BEAT_INTERVAL_S
-from ...protocol.node_messages import (
+from ...protocol.supervisor_messages import (
     EndNode,
     NodeCommand,
     NodeHello,

@@ -14,7 +14,7 @@ import zmq
 from ...protocol.cluster_key import cluster_key_of
 from ...protocol.config import PROTOCOL_VERSION, EngineConfig
 from ...protocol.heartbeat import BEAT_INTERVAL_S
-from ...protocol.node_messages import (
+from ...protocol.supervisor_messages import (
     EndNode,
     NodeHello,
     NodeLeft,
@@ -22,11 +22,13 @@ from ...protocol.node_messages import (
     NodePing,
     NodeWelcome,
     ProcessExited,
+    ProcessReport,
     ProcessStarted,
+    ProcessStatus,
     SignalProcess,
+    Stage,
     StartProcess,
 )
-from ...protocol.supervisor_messages import ProcessReport, ProcessStatus, Stage
 from ...protocol.transport import Hub
 from .local_process import ProcessSpec
 

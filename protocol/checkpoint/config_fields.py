@@ -12,15 +12,15 @@ from ..errors import CheckpointError
 
 MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 10_000
-"""Each has something of its own, so a number that is wrong must not fill the memory."""
+"""Upper bound of layer counts. Each layer needs memory, so a wrong number must not exhaust it."""
 MAX_NUMBER = 1e15
-"""What is computed from it still fits into a float32."""
+"""Upper bound of numbers, so that values computed from them fit into a float32."""
 
 
 class ConfigFields:
-    """One object of the file `path`; every error is a `CheckpointError`. `prefix` stands before its fields in errors.
+    """The fields of one object in the file `path`. Every error is a `CheckpointError`.
 
-    A field that is null counts as absent, as it does for transformers.
+    `prefix` is put before field names in errors. A null field counts as absent, as in transformers.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ConfigFields:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFields:
-        """What the file holds, which must be a JSON object."""
+        """Read a file that contains a JSON object."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -40,27 +40,32 @@ class ConfigFields:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(path, f"not valid JSON ({error}); download it again") from error
         if not isinstance(content, dict):
-            raise CheckpointError(path, "must hold a JSON object; download it again")
+            raise CheckpointError(path, "must contain a JSON object; download it again")
         return cls(content, path)
 
     @classmethod
     def read_if_present(cls, path: Path) -> ConfigFields:
+        """Read a file, or return no fields if it does not exist."""
         return cls.read(path) if path.is_file() else cls({}, path)
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigFields:
+        """Return these fields with some values replaced."""
         return ConfigFields({**self.config, **values}, self.path, self.prefix)
 
     def with_defaults(self, **defaults: Any) -> ConfigFields:
-        """The same fields, where those that are not mentioned at all have a default."""
+        """Return these fields with defaults for those that are not mentioned at all."""
         return ConfigFields({**defaults, **self.config}, self.path, self.prefix)
 
     def error(self, problem: str) -> CheckpointError:
+        """Return an error about this file."""
         return CheckpointError(self.path, problem)
 
     def wrong(self, name: str, needed: str, value: Any) -> CheckpointError:
+        """Return an error about a field that is not as `needed`."""
         return self.error(f"{self.prefix}{name} must be {needed}, it is {value!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a field's value, or the default if it is absent."""
         value = self.config.get(name)
         return default if value is None else value
 
@@ -78,6 +83,7 @@ class ConfigFields:
         minimum: int = 1,
         maximum: int = MAX_INTEGER,
     ) -> int:
+        """Return an integer field within bounds."""
         value = self._required(name, default)
         if not _is_integer(value) or not minimum <= value <= maximum:
             needed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
@@ -87,21 +93,26 @@ class ConfigFields:
         return int(value)
 
     def layer_count(self, name: str) -> int:
+        """Return a number of layers."""
         return self.integer(name, maximum=MAX_LAYERS)
 
     def optional_integer(self, name: str) -> int | None:
+        """Return a positive integer, or None if the field is absent."""
         return None if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
+        """Return a number of at least 0."""
         value = self._required(name, default)
         if not _is_number(value) or value < 0:
             raise self.wrong(name, "a number that is not negative", value)
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
+        """Return a number of at least 0, or None if the field is absent."""
         return None if self.get(name) is None else self.number(name)
 
     def positive(self, name: str, default: float | None = None, *, above: float = 0) -> float:
+        """Return a number greater than `above`."""
         value = self._required(name, default)
         if not _is_number(value) or value <= above:
             needed = f"a number above {above:g}" if above else "a positive number"
@@ -109,22 +120,25 @@ class ConfigFields:
         return float(value)
 
     def optional_positive(self, name: str) -> float | None:
+        """Return a positive number, or None if the field is absent."""
         return None if self.get(name) is None else self.positive(name)
 
     def boolean(self, name: str, default: bool) -> bool:
+        """Return a boolean field."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false", value)
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return a string field."""
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, "a string", value)
         return value
 
     def texts(self, name: str) -> list[str]:
-        """The list `name`; empty if absent."""
+        """Return a list of strings; empty if the field is absent."""
         values = self.get(name, [])
         if not isinstance(values, list | tuple) or not all(
             isinstance(value, str) for value in values
@@ -133,7 +147,7 @@ class ConfigFields:
         return list(values)
 
     def token_ids(self, name: str) -> list[int]:
-        """The token that `name` is, or all of them if it is a list; not necessarily of the vocabulary."""
+        """Return one token id or a list of them as a list; empty if absent. They may exceed the vocabulary."""
         value = self.get(name, [])
         values = value if isinstance(value, list | tuple) else [value]
         if not all(_is_integer(value) for value in values):
@@ -141,6 +155,7 @@ class ConfigFields:
         return list(values)
 
     def positives(self, name: str, length: int) -> tuple[float, ...]:
+        """Return a list of `length` positive numbers."""
         values = self._required(name, None)
         if (
             not isinstance(values, list | tuple)
@@ -151,7 +166,7 @@ class ConfigFields:
         return tuple(float(value) for value in values)
 
     def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
-        """The list `name`, one entry a layer; None if absent."""
+        """Return a list with one entry per layer, or None if the field is absent."""
         values = self.get(name)
         if values is None:
             return None
@@ -162,7 +177,7 @@ class ConfigFields:
         return list(values)
 
     def section(self, name: str) -> ConfigFields | None:
-        """The object `name` inside this one; None if absent."""
+        """Return a nested object, or None if the field is absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -171,13 +186,14 @@ class ConfigFields:
         return ConfigFields(value, self.path, f"{self.prefix}{name}.")
 
     def required_section(self, name: str) -> ConfigFields:
+        """Return a nested object, which must be present."""
         section = self.section(name)
         if section is None:
             raise self.error(f"{self.prefix}{name} is missing")
         return section
 
     def first_section(self, *names: str) -> ConfigFields:
-        """The first of these objects that is not empty; an empty one if there is none."""
+        """Return the first of these nested objects that is not empty, or an empty one."""
         sections = (self.section(name) for name in names)
         return next(
             (found for found in sections if found and found.config), ConfigFields({}, self.path)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that processes read again whenever they are started again."""
+"""The files of a checkpoint that processes read each time they start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES: Final = (
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Return what a worker reads of the checkpoint at `path`, a directory or a `.gguf` file."""
+    """Return the files that a worker reads of the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
         names = [path / "config.json", *path.glob("*.safetensors*")]
         return sorted(name for name in names if name.is_file())
@@ -27,7 +27,7 @@ def find_weight_files(path: Path) -> list[Path]:
 
 
 def find_tokenizer_files(directory: Path) -> list[Path]:
-    """Return what frontends and cores read of the tokenizer and chat templates in a directory."""
+    """Return the tokenizer and chat-template files in a directory, which frontends and cores read."""
     names = [directory / name for name in _TOKENIZER_FILES]
     names += directory.glob("additional_chat_templates/*.jinja")
     return sorted(name for name in names if name.is_file())

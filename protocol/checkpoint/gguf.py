@@ -1,7 +1,7 @@
-"""Reader of GGUF files (versions 2 and 3, little-endian, split or whole), by memory map.
+"""A memory-mapped reader of GGUF files (versions 2 and 3, little-endian, split or whole).
 
-Opening costs one pass over the header. Arrays of strings, the vocabulary above all, are only
-stepped over and decoded when first looked up; tensor data is never touched.
+Opening a file takes one pass over its header. Arrays of strings, above all the vocabulary, are skipped and decoded when
+first looked up. Tensor data is never read.
 """
 
 import math
@@ -29,7 +29,7 @@ _DAMAGED = "the file is truncated or damaged; download it again"
 
 
 class GGMLQuantizationType(IntEnum):
-    """The element types of GGUF tensors, by the numbers the file format gives them."""
+    """The element types of GGUF tensors, by their numbers in the file format."""
 
     F32 = 0
     F16 = 1
@@ -105,7 +105,7 @@ BLOCK_SIZES: Mapping[GGMLQuantizationType, tuple[int, int]] = {
     _T.NVFP4: (64, 36),
     _T.Q1_0: (128, 18),
 }
-"""Type -> (elements in a block, bytes of a block). Blocks run along a tensor's last dimension."""
+"""For each type (elements per block, bytes per block). Blocks run along a tensor's last dimension."""
 
 
 class _ValueType(IntEnum):
@@ -144,16 +144,16 @@ _u64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies. ``shape`` is in torch order (GGUF's own order reversed)."""
+    """The location of one tensor. ``shape`` is in torch order (GGUF's own order reversed)."""
 
     name: str
     shape: tuple[int, ...]
     ggml_type: GGMLQuantizationType
     offset: int
-    """First byte, from the start of the file."""
+    """First byte, counted from the start of the file."""
     n_bytes: int
     file_index: int = 0
-    """Which file of a split checkpoint holds it."""
+    """Index of the file of a split checkpoint that contains the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class GGUFMetadata(Mapping[str, Any]):
 
 
 class _HeaderParser:
-    """Walks the header of one file; ``position`` is the next unread byte."""
+    """Parses the header of one file. ``position`` is the next unread byte."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
@@ -207,7 +207,7 @@ class _HeaderParser:
     def need(self, n_bytes: int, what: str) -> None:
         if n_bytes > len(self.buffer) - self.position:
             raise self.fail(
-                f"{what} needs {n_bytes} bytes, {len(self.buffer) - self.position} are left: "
+                f"{what} needs {n_bytes} bytes, but {len(self.buffer) - self.position} are left: "
                 f"{_DAMAGED}"
             )
 
@@ -270,7 +270,7 @@ class _HeaderParser:
         return self.numbers(_SCALAR_DTYPES[kind], count, what)
 
     def counts(self) -> tuple[int, int]:
-        """Check the preamble; return the number of tensors and of key-value pairs."""
+        """Check the preamble. Return the numbers of tensors and of key-value pairs."""
         if self.buffer[:4] != MAGIC:
             raise self.fail(f"not a GGUF file: it starts with {self.buffer[:4]!r}, not {MAGIC!r}")
         self.position = 4
@@ -300,7 +300,7 @@ class _HeaderParser:
             what = f"tensor {name!r}"
             num_dims = self.u32(what)
             if num_dims > MAX_DIMS:
-                raise self.fail(f"{what} has {num_dims} dimensions, at most {MAX_DIMS} are allowed")
+                raise self.fail(f"{what} has {num_dims} dimensions; at most {MAX_DIMS} are allowed")
             shape = tuple(self.u64(what) for _ in range(num_dims))[::-1]
             number, offset = self.u32(what), self.u64(what)
             try:
@@ -322,13 +322,13 @@ class _HeaderParser:
         return [self.placed(tensor, data_start) for tensor in found]
 
     def placed(self, tensor: GGUFTensor, data_start: int) -> GGUFTensor:
-        """The tensor with its offset counted from the start of the file."""
+        """Return the tensor with its offset counted from the start of the file."""
         start = data_start + tensor.offset
         stop = start + tensor.n_bytes
         if stop > len(self.buffer):
             raise CheckpointError(
                 self.path,
-                f"tensor {tensor.name!r} lies in bytes {start} to {stop}, the file has "
+                f"tensor {tensor.name!r} occupies bytes {start} to {stop}, but the file has only "
                 f"{len(self.buffer)}: {_DAMAGED}",
             )
         return replace(tensor, offset=start)
@@ -337,10 +337,12 @@ class _HeaderParser:
 class GGUFFile:
     """An open GGUF checkpoint.
 
-    ``metadata`` holds the key-value pairs, ``tensors`` the directory of tensors by name. For a
-    split checkpoint (``…-00001-of-0000N.gguf``) any of its files may be given: all are opened, the
-    metadata is the first one's. Raises `CheckpointError` if a file is missing, damaged, or not a
-    little-endian GGUF of version 2 or 3.
+    ``metadata`` holds the key-value pairs and ``tensors`` the tensors by name. For a split checkpoint
+    (``…-00001-of-0000N.gguf``) any of its files may be given. All of them are opened, and the metadata is that of the
+    first.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, or not a little-endian GGUF file of version 2 or 3.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -372,23 +374,24 @@ class GGUFFile:
         if count != len(self.paths):
             raise CheckpointError(
                 self.path,
-                f"the checkpoint is split into {count} files, {len(self.paths)} are here: keep all "
-                "of them in one directory under the names they came with",
+                f"the checkpoint is split into {count} files, but {len(self.paths)} are here; keep all "
+                "of them in one directory under their original names",
             )
         expected = self._split_number("split.tensors.count", len(self.tensors))
         if expected != len(self.tensors):
             raise CheckpointError(
-                self.path, f"{expected} tensors are announced, {len(self.tensors)} found"
+                self.path,
+                f"split.tensors.count is {expected}, but there are {len(self.tensors)} tensors",
             )
 
     def _split_number(self, key: str, default: int) -> int:
         number = self.metadata.get(key, default)
         if not isinstance(number, int):
-            raise CheckpointError(self.path, f"{key} is {number!r}, not a number of them")
+            raise CheckpointError(self.path, f"{key} is {number!r}, not an integer")
         return number
 
     def data(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, uint8 ``[n_bytes]``: a read-only view of the memory map."""
+        """Return the tensor's bytes, uint8 ``[n_bytes]``, as a read-only view of the memory map."""
         buffer = self._buffers[tensor.file_index]
         return np.frombuffer(buffer, np.uint8, tensor.n_bytes, tensor.offset)
 

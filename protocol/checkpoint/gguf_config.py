@@ -1,8 +1,8 @@
-"""The Hugging Face ``config.json`` that a GGUF file's metadata stands for.
+"""Translates a GGUF file's metadata into a Hugging Face ``config.json``.
 
-GGUF names hyper-parameters its own way and leaves out those that are constants of an
-architecture. Numbers come back as the shortest decimal that has the stored float32, which is the
-one the model's author wrote (1e-05, not 9.999999747378752e-06).
+GGUF has its own names for hyper-parameters and omits those that are constants of an architecture. Numbers are returned
+as the shortest decimal with the same float32, which is what the model's author wrote (1e-05, not
+9.999999747378752e-06).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from .config_fields import ConfigFields
 from .gguf import GGMLQuantizationType, GGUFFile
 
-# Only tokens that are not ordinary text can end a generation.
+# Token types of GGUF. Only tokens that are not ordinary text can end a generation.
 _CONTROL, _USER_DEFINED = 3, 4
 _END_OF_GENERATION_TEXTS = (
     "<|eot_id|>",
@@ -33,13 +33,13 @@ _END_OF_GENERATION_TEXTS = (
 def gguf_to_hf_config(gguf: GGUFFile) -> dict[str, Any]:
     """Return the config, in the flat field names of Hugging Face configs.
 
-    Rotary settings are ``rope_theta``, ``rope_scaling`` (a dict or None), ``partial_rotary_factor``
-    and, for Gemma 3's sliding layers, ``rope_local_base_freq``. The frequency divisors that
-    converters compute for Llama 3 scaling come back exactly, as ``rope_type`` "longrope" with equal
-    short and long factors and an attention factor of 1. ``eos_token_id`` holds every token that
-    ends a turn, the file's own first: an int if there is one, else a list.
+    Rotary settings are ``rope_theta``, ``rope_scaling`` (a dict or None), ``partial_rotary_factor`` and, for Gemma 3's
+    sliding layers, ``rope_local_base_freq``. The frequency divisors that converters compute for Llama 3 scaling are
+    returned exactly, as ``rope_type`` "longrope" with equal short and long factors and an attention factor of 1.
+    ``eos_token_id`` holds every token that ends a turn, the file's own first: an int if there is one, else a list.
 
-    Raises `CheckpointError` for an architecture that is not supported or a missing key.
+    Raises:
+        CheckpointError: The architecture is not supported, or a key is missing.
     """
     architecture = gguf.metadata.get("general.architecture")
     complete = _ARCHITECTURES.get(str(architecture))
@@ -59,7 +59,7 @@ class GGUFFields(ConfigFields):
     """The keys of a GGUF file's metadata that begin with `prefix`."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A list of equal numbers, one for each layer, is that number."""
+        """Return a value. A list of equal numbers, one for each layer, becomes that number."""
         value = self.config.get(self.prefix + name)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -69,16 +69,16 @@ class GGUFFields(ConfigFields):
         return default if value is None else value
 
     def optional_integer(self, name: str) -> int | None:
-        """None if the key is absent or 0."""
+        """Return an integer, or None if the key is absent or 0."""
         return self.integer(name, 0, minimum=0) or None
 
     def optional_positive(self, name: str) -> float | None:
-        """None if the key is absent or 0."""
+        """Return a number, or None if the key is absent or 0."""
         return self.number(name, 0) or None
 
 
 class _ModelFields(GGUFFields):
-    """The keys of one architecture, and the tensors."""
+    """The metadata keys of one architecture, and the tensors."""
 
     def __init__(self, gguf: GGUFFile, architecture: str) -> None:
         super().__init__(gguf.metadata, gguf.path, f"{architecture}.")
@@ -108,7 +108,8 @@ class _ModelFields(GGUFFields):
         )
         if head_dim == 0:
             raise CheckpointError(
-                self.gguf.path, f"there are {self.num_heads} heads, more than the embedding is wide"
+                self.gguf.path,
+                f"the embedding is narrower than the number of heads, {self.num_heads}",
             )
         return head_dim
 
@@ -179,7 +180,7 @@ def _rope_scaling(fields: _ModelFields) -> dict[str, Any] | None:
         return scaling
     if kind not in ("none", "linear"):
         raise CheckpointError(
-            fields.gguf.path, f"the rope scaling type {kind!r} is not supported here"
+            fields.gguf.path, f"the rope scaling type {kind!r} is not supported in GGUF files"
         )
     return None
 
@@ -201,7 +202,7 @@ def _special_token_ids(fields: _ModelFields) -> dict[str, Any]:
 
 
 def _layer_types(fields: _ModelFields, default_period: int) -> list[str]:
-    """Every ``period``-th layer attends to everything, the others within the window."""
+    """Return the attention type of each layer: full for every ``period``-th layer, sliding for the others."""
     key = "attention.sliding_window_pattern"
     pattern = fields.config.get(fields.prefix + key)
     if isinstance(pattern, np.ndarray):
@@ -236,8 +237,8 @@ def _qwen3(fields: _ModelFields) -> dict[str, Any]:
 
 
 def _gemma(fields: _ModelFields, num_layers_27b: int) -> dict[str, Any]:
-    # The 27B models scale attention by the width of a head of the residual stream, the others by
-    # that of a query head; the file does not say so.
+    # The 27B models scale attention by hidden_size / num_heads, the others by the query head's width. The metadata
+    # does not say which.
     is_27b = fields.num_layers == num_layers_27b
     return {
         "hidden_act": "gelu_pytorch_tanh",

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide among how many workers it can be divided."""
+"""The sizes of a model that determine how it can be divided among workers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from ..config import ParallelConfig
 from ..errors import ConfigError
 
-UNSAID_BY_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
-"""What transformers takes for granted where a Gemma 3's config does not say it."""
+DEFAULTS_OF_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+"""Defaults of transformers for fields that a Gemma 3 config may omit."""
 
 
 class ModelDimensions(msgspec.Struct, frozen=True):
-    """None is a size that the configuration leaves to the model's family."""
+    """Sizes of a model. None means that the model's family determines the size."""
 
     num_layers: int
     num_heads: int
@@ -24,12 +24,16 @@ class ModelDimensions(msgspec.Struct, frozen=True):
 
 
 def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
-    """Raise ConfigError, with the numbers, if the model cannot be divided so."""
+    """Check that the model can be divided as configured.
+
+    Raises:
+        ConfigError: It cannot; the message has the numbers.
+    """
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if stages > model.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: the model has only {model.num_layers} layers, and every stage "
-            f"needs one; use {model.num_layers} or less"
+            f"needs at least one; use at most {model.num_layers}"
         )
     flag = f"--tensor-parallel-size {ranks}"
     for count, what in (
@@ -38,20 +42,20 @@ def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
     ):
         if count % ranks:
             raise ConfigError(
-                f"{flag}: the model's {count} {what} cannot be shared equally; use {_sizes(model)}"
+                f"{flag}: the model's {count} {what} cannot be divided equally; use {_sizes(model)}"
             )
     kv_heads = model.num_kv_heads
     if kv_heads is not None and kv_heads % ranks and ranks % kv_heads:
         raise ConfigError(
-            f"{flag}: the model's {kv_heads} key/value heads can neither be shared equally nor copied equally "
-            f"often; use {_sizes(model)}"
+            f"{flag}: the model's {kv_heads} key/value heads can be neither divided nor replicated equally; "
+            f"use {_sizes(model)}"
         )
     if ranks > model.vocab_size:
         raise ConfigError(f"{flag}: the model has a vocabulary of only {model.vocab_size} tokens")
 
 
 def _sizes(model: ModelDimensions) -> str:
-    """The tensor-parallel sizes that the model allows."""
+    """Return the tensor-parallel sizes that the model allows, as text."""
     kv_heads = model.num_kv_heads or model.num_heads
     sizes = [
         str(size)

@@ -1,6 +1,6 @@
-"""Structured outputs as grammars: the text that llguidance compiles.
+"""Structured outputs as grammars in llguidance's notation.
 
-The frontend checks a grammar at the door and the core compiles it; both must mean the same by it.
+The frontend checks a grammar on arrival and the core compiles it; both use this translation.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ..errors import ParameterError
 from ..sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 
 PARAM: Final = "structured_outputs"
+"""The request parameter that errors name."""
 
 MAX_SPEC_LENGTH: Final = 1 << 20
-"""Characters of a schema, expression or grammar."""
+"""Maximum characters of a schema, expression or grammar."""
 
 MAX_ERROR_LENGTH: Final = 500
-"""Characters of a grammar's error that a client gets to see."""
+"""Maximum characters of a grammar's error that a client gets."""
 
 _LONG_WORD: Final = re.compile(r"(\S{100})\S+")
 
 WHITE_SPACE: Final = r" |\n{1,2}[ \t]{0,20}"
 """White space allowed between two elements of JSON: one space, or a line break with indentation.
 
-Without a bound, a model that prefers blanks writes them until `max_tokens`.
+Without a bound, a model that prefers blanks would write them until `max_tokens`.
 """
 
 _WHITE_SPACE_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern")
@@ -50,7 +51,8 @@ class _StructuralTag(msgspec.Struct, frozen=True):
 def grammar_text(structured_output: StructuredOutput) -> str:
     """Return the grammar in llguidance's notation.
 
-    Raises ParameterError for a specification that cannot be read.
+    Raises:
+        ParameterError: The specification cannot be read.
     """
     spec = structured_output.spec
     if len(spec) > MAX_SPEC_LENGTH:
@@ -65,7 +67,7 @@ def grammar_text(structured_output: StructuredOutput) -> str:
 
 
 def lark_expression(structured_output: StructuredOutput) -> str | None:
-    """What may stand for it in a rule of a Lark grammar, None where that takes more than one rule."""
+    """Return an expression for the structured output in a Lark rule, or None if it needs more than one rule."""
     spec = structured_output.spec
     match structured_output.kind:
         case GrammarKind.JSON_OBJECT:
@@ -81,7 +83,7 @@ def lark_expression(structured_output: StructuredOutput) -> str | None:
 
 
 def bound_white_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return the schema with a bound on white space, unless its own `x-guidance` says what is allowed."""
+    """Return the schema with a bound on white space, unless its own `x-guidance` sets one."""
     if schema is False:
         return schema
     schema = {} if schema is True else schema
@@ -92,7 +94,7 @@ def bound_white_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 
 def json_expression(schema: dict[str, Any] | bool) -> str:
-    """Return the expression of a Lark grammar that stands for the JSON values of a schema."""
+    """Return the Lark expression for the JSON values of a schema."""
     return f"%json {json.dumps(bound_white_space(schema))}"
 
 
@@ -116,7 +118,7 @@ def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
 
 
 def shorten_error(message: str) -> str:
-    """Return a grammar's error without the parser's state, with a bound on its length and on that of each word."""
+    """Return a grammar's error without the parser's state, shortened, with long words cut."""
     message = re.split(r"<state>|<non-verbose/>", message)[0].strip()
     message = re.sub(r" {9,}", " ", _LONG_WORD.sub(r"\1…", message))
     if len(message) <= MAX_ERROR_LENGTH:
@@ -125,9 +127,9 @@ def shorten_error(message: str) -> str:
 
 
 def _after_reasoning(reasoning: FreeReasoning) -> str:
-    """Free text up to the first end, then the answer.
+    """Return rules for free text up to the first end, followed by the answer.
 
-    A mark that is one token, as <think> mostly is, may not match as text. Marks are lazy, so they are not
+    A mark that is one token, as <think> usually is, may not match as text. Marks are lazy, so that they are not
     mistaken for the beginning of an answer.
     """
     starts = ["start_text", *_tokens(reasoning.start_token_ids)]
@@ -161,7 +163,7 @@ def _decode(spec: str, expected: Any) -> Any:
 
 
 def _regex_literal(regex: str) -> str:
-    """The expression between slashes."""
+    """Return the expression between slashes."""
 
     def escape(match: re.Match[str]) -> str:
         character = match[0]
@@ -171,10 +173,10 @@ def _regex_literal(regex: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """A Lark grammar as it is, or a GBNF one (`root ::= …`) as Lark."""
+    """Return a Lark grammar unchanged, and a GBNF one (`root ::= …`) converted to Lark."""
     if "::=" not in grammar or grammar.startswith("%llguidance"):
         return grammar
-    # Only processes that handle grammars pay for the library.
+    # Imported here, so that only processes that handle grammars load the library.
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -184,7 +186,7 @@ def _lark(grammar: str) -> str:
 
 
 def _tags(structural_tag: _StructuralTag) -> str:
-    """Free text in which every occurrence of a trigger begins one of its tags."""
+    """Return rules for free text in which every occurrence of a trigger begins one of its tags."""
     if not structural_tag.structures:
         raise ParameterError(PARAM, "must have at least one entry in structures, got []")
     bodies: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Compiled grammars: their tokenizer, their limits, and the place of one request in its grammar."""
+"""Compiled grammars: their tokenizer, their limits, and the state of one request in its grammar."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ITEMS_IN_ROW: Final = 10_000
-"""Items of a parser's row in the core, about 20,000 of which take 1 ms. The library's default is 2,000."""
+"""Maximum items in a parser's row for grammars in the core. About 20,000 take 1 ms. The library's default is 2,000."""
 
 MAX_ISOLATED_ITEMS: Final = 5_000_000
 MAX_ISOLATED_FUEL: Final = 100_000_000
-"""Lexer fuel, about 50,000 of which take 1 ms: a process's limits on time and memory are reached first."""
+"""Lexer fuel of an isolated grammar, about 50,000 of which take 1 ms. The process's limits on time and memory are
+reached first.
+"""
 
 MAX_ISOLATED_SYMBOLS: Final = 2_000_000
 
 
 class CompileError(EngineError):
-    """A grammar that cannot be compiled within the limits; `reason` is what the library says."""
+    """Raised for a grammar that cannot be compiled within the limits. `reason` is the library's message."""
 
     def __init__(self, structured_output: StructuredOutput, reason: str) -> None:
         self.reason = shorten_error(reason)
@@ -36,9 +38,10 @@ class CompileError(EngineError):
 
 @dataclass(slots=True)
 class GrammarState:
-    """A request's place in its grammar. A stopped matcher does not count the end tokens that follow; this does.
+    """The state of one request in its grammar.
 
-    A matcher that has refused a token, or could not go back, is in error: it accepts nothing any more.
+    A stopped matcher does not count end tokens that follow, so they are counted here. A matcher that has refused a
+    token, or could not roll back, is in error and accepts nothing anymore.
     """
 
     matcher: LLMatcher
@@ -48,7 +51,7 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why the matcher accepts nothing any more; "" while it does."""
+        """The reason why the matcher accepts nothing anymore; "" if it has no error."""
         return shorten_error(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def compute_mask(self) -> bytes:
@@ -58,7 +61,7 @@ class GrammarState:
         return bytes(mask)
 
     def allow_special_texts(self, mask: memoryview) -> None:
-        """Where a computed mask allows a special token in the place of its text, allow the text instead."""
+        """Change a computed mask to allow a special token's text instead of the token where the text is forced."""
         if not (allowed := self.special_tokens.find_allowed(mask)):
             return
         matcher = self.matcher
@@ -106,15 +109,19 @@ class GrammarState:
         return forced if not token_ids or self.rollback(len(token_ids)) else []
 
     def rollback(self, num_tokens: int) -> bool:
-        """Take back the last accepted tokens. Return False if that is not possible."""
+        """Undo the last accepted tokens. Return False if that is impossible."""
         ends = min(num_tokens, self.num_ends_after_stop)
         self.num_ends_after_stop -= ends
         return self.matcher.rollback(num_tokens - ends)
 
 
 def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load a tokenizer.json, or the one of a directory. Raises EngineError if there is none."""
-    # Only processes that handle grammars pay for the library.
+    """Load a tokenizer.json, or the one in a directory.
+
+    Raises:
+        EngineError: There is no tokenizer.json.
+    """
+    # Imported here, so that only processes that handle grammars load the library.
     from llguidance import LLTokenizer
 
     json_path = Path(path)
@@ -131,14 +138,14 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
 
 
 def shared_limits() -> LLParserLimits:
-    """Return the limits of a grammar that is used in the core: no token costs others more than some milliseconds."""
+    """Return the limits of a grammar in the core, where a token may delay others by some milliseconds at most."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
 
 
 def isolated_limits() -> LLParserLimits:
-    """Return the limits of a grammar that has a process to itself, whose time and memory are limited."""
+    """Return the limits of a grammar in its own process, whose time and memory are limited anyway."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -152,7 +159,12 @@ def isolated_limits() -> LLParserLimits:
 
 
 def verify_grammar(structured_output: StructuredOutput) -> None:
-    """Raise CompileError or ParameterError for a grammar that is wrong for any tokenizer."""
+    """Check a grammar without a tokenizer.
+
+    Raises:
+        CompileError: The grammar is invalid for any tokenizer.
+        ParameterError: The specification cannot be read.
+    """
     from llguidance import LLMatcher
 
     grammar = grammar_text(structured_output)
@@ -164,9 +176,11 @@ def verify_grammar(structured_output: StructuredOutput) -> None:
 def compile_grammar(
     tokenizer: LLTokenizer, structured_output: StructuredOutput, limits: LLParserLimits
 ) -> LLMatcher:
-    """Compile a grammar and compute its first mask, which is much of the work of a large one.
+    """Compile a grammar and compute its first mask, which is much of the work for a large grammar.
 
-    Raises CompileError, or ParameterError for a specification that cannot be read.
+    Raises:
+        CompileError: The grammar cannot be compiled within the limits.
+        ParameterError: The specification cannot be read.
     """
     from llguidance import LLMatcher
 

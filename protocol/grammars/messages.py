@@ -1,4 +1,4 @@
-"""Messages between a process that uses grammars and the disposable processes that compile them."""
+"""Messages between a process that uses grammars and the grammar processes that compile them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import msgspec
 from ..sampling_params import StructuredOutput
 
 LENGTH_BYTES: Final = 4
-"""Bytes of the big-endian length before each message."""
+"""Size of the big-endian length before each message, in bytes."""
 
 MAX_CPU_S: Final = 5
-"""Seconds of processor time that one request to such a process may take."""
+"""Maximum processor time of one request to a grammar process, in seconds."""
 
 MAX_WALL_S: Final = 60
-"""Seconds after which a process that has stopped making progress is killed."""
+"""Seconds after which a grammar process that makes no progress is killed."""
 
 MAX_MEMORY_BYTES: Final = 512 << 20
-"""Memory of a grammar beside that of the tokenizer."""
+"""Maximum memory of a grammar, not counting the tokenizer, in bytes."""
 
 CHECK_STACK_BYTES: Final = 8 << 20
-"""Stack in which a grammar is checked. It bounds the depth of rules, references and nesting."""
+"""Stack for checking a grammar. It bounds the depth of rules, references and nesting."""
 
 ISOLATED_STACK_BYTES: Final = 32 << 20
-"""Stack in which an isolated grammar is used: what passed the check must not overflow it."""
+"""Stack for an isolated grammar; large enough for every grammar that passed the check."""
 
 SHARED_STACK_BYTES: Final = 64 << 20
-"""Stack in which the core compiles a grammar that it shares a process with."""
+"""Stack for compiling a grammar in the core."""
 
 
 class Check(msgspec.Struct, tag=0, array_like=True):
-    """Compile a grammar, and try how much its tokens cost. Answered by a Verdict.
+    """Compile a grammar and measure the cost of its tokens. Answered by a Verdict.
 
-    The `parts` of it are compiled before it, so that an error names the part.
+    Its `parts` are compiled first, so that an error can name the part.
     """
 
     structured_output: StructuredOutput
@@ -41,19 +41,23 @@ class Check(msgspec.Struct, tag=0, array_like=True):
 
 
 class Compile(msgspec.Struct, tag=1, array_like=True):
-    """Compile the grammar that the process is for. Answered by a Mask or by Failed."""
+    """Compile the grammar of this process. Answered by Mask or Failed."""
 
     structured_output: StructuredOutput
 
 
 class Advance(msgspec.Struct, tag=2, array_like=True):
-    """Accept tokens. Answered by a Mask or by Failed."""
+    """Accept tokens. Answered by Mask or Failed."""
 
     token_ids: list[int]
 
 
 class Verdict(msgspec.Struct, tag=3, array_like=True):
-    """`problem` says why the grammar, or one of its parts, cannot be used; `is_isolated`, that it needs a process."""
+    """The result of a Check.
+
+    `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it needs its own
+    process.
+    """
 
     problem: str = ""
     is_isolated: bool = False
@@ -67,11 +71,13 @@ class Mask(msgspec.Struct, tag=4, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=5, array_like=True):
+    """The grammar cannot be used, for the given reason."""
+
     reason: str
 
 
 class Exited(msgspec.Struct, tag=6, array_like=True):
-    """The process has ended by a signal (0: by none), which its parent reports."""
+    """The process ended by this signal, or by none (0). Its parent sends this message."""
 
     signal: int
 

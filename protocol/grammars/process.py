@@ -1,4 +1,4 @@
-"""Disposable processes for grammars, as the process that uses them sees them."""
+"""Starts grammar processes on behalf of a process that uses grammars."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _MIB = 1 << 20
 
 
 class GrammarProcesses:
-    """Starts processes, by a nursery that has the tokenizer loaded. Used by any thread.
+    """Starts grammar processes through a fork server that has the tokenizer loaded. Thread-safe.
 
-    The tokenizer's path may be a function that returns it. The nursery starts with the first process, or by `start`.
+    The tokenizer's path may be a function that returns it. The fork server starts with the first process, or by
+    `start`.
     """
 
     def __init__(
@@ -36,17 +37,17 @@ class GrammarProcesses:
         self._tokenizer_path = tokenizer_path
         self._numbers = [str(vocab_size), *map(str, eos_token_ids)]
         self._lock = threading.Lock()
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the nursery if it does not run. Raises OSError if the system refuses."""
+        """Start the fork server if it is not running. Raise OSError if the system refuses."""
         with self._lock:
             self._start()
 
     def spawn(self) -> socket.socket:
-        """Return a socket to a new process. It ends when the socket is closed. Raises OSError."""
+        """Return a socket to a new process, which ends when the socket is closed. Raise OSError on failure."""
         own, other = socket.socketpair()
         with other:
             try:
@@ -62,23 +63,23 @@ class GrammarProcesses:
         return own
 
     def close(self) -> None:
-        """End the nursery and every process."""
+        """End the fork server and every grammar process."""
         with self._lock:
             self._is_closed = True
             self._stop()
 
     def _start(self) -> socket.socket:
         if self._is_closed:
-            raise BrokenPipeError("no process is started any more")
+            raise BrokenPipeError("the fork server is closed")
         if self._control is None:
             path = self._tokenizer_path
             control, other = socket.socketpair()
             with other:
-                self._nursery = subprocess.Popen(
+                self._fork_server = subprocess.Popen(
                     [
                         sys.executable,
                         "-m",
-                        f"{__package__}.nursery",
+                        f"{__package__}.fork_server",
                         str(other.fileno()),
                         path() if callable(path) else path,
                         *self._numbers,
@@ -93,14 +94,14 @@ class GrammarProcesses:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._nursery is not None:
-            self._nursery.kill()
-            self._nursery.wait()
-            self._nursery = None
+        if self._fork_server is not None:
+            self._fork_server.kill()
+            self._fork_server.wait()
+            self._fork_server = None
 
 
 def describe_exit(exited: Exited | None) -> str:
-    """Return which limit a grammar exceeded when its process was lost; None stands for an unknown cause."""
+    """Return which limit a grammar exceeded when its process was lost. None means an unknown cause."""
     match exited.signal if exited is not None else None:
         case signal.SIGPROF:
             return f"takes more than {MAX_CPU_S} s of processor time; use a smaller one"
@@ -118,4 +119,4 @@ def describe_exit(exited: Exited | None) -> str:
 
 
 class ProcessLost(EngineError):
-    """A grammar has ended its process; the message says which limit it exceeded."""
+    """Raised if a grammar has ended its process; the message says which limit it exceeded."""

@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_TOKEN_BYTES: Final = 1024
-"""Bytes of a text in which its first token is looked for."""
+"""Number of bytes of a text that are searched for its first token."""
 
 
 class SpecialTokens:
     """The special tokens of a tokenizer.
 
-    The library tokenizes a text that must follow as if it were a prompt, so the text of a special token becomes that
-    token. It then allows no other token, and refuses this one once it is sampled.
+    The library tokenizes a forced text like a prompt, so that the text of a special token becomes that token. It then
+    allows no other token, but refuses this one once it is sampled.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self.ids = frozenset(filter(tokenizer.is_special_token, range(tokenizer.vocab_size)))
-        # Special tokens are mostly neighbors, so this is a small part of a mask.
+        # Special tokens usually have consecutive ids, so this is a small part of a mask.
         self._start = min(self.ids, default=0) // 8
         self._end = max(self.ids, default=-8) // 8 + 1
         self._bits = sum(1 << token_id - 8 * self._start for token_id in self.ids)
@@ -38,12 +38,12 @@ class SpecialTokens:
         return allowed
 
     def find_first_token(self, text: bytes) -> int | None:
-        """Return the longest token other than a special one with which a text begins."""
+        """Return the longest ordinary token with which a text begins, or None."""
         token_ids = self._tokenizer.greedy_tokenize(text[:MAX_TOKEN_BYTES].decode(errors="ignore"))
         return token_ids[0] if token_ids else None
 
 
 @lru_cache(maxsize=1)
 def special_tokens_of(tokenizer: LLTokenizer) -> SpecialTokens:
-    """Return the special tokens of a tokenizer, which takes a few milliseconds the first time."""
+    """Return the special tokens of a tokenizer. The first call takes a few milliseconds."""
     return SpecialTokens(tokenizer)

@@ -28,14 +28,9 @@ from engine.core.replay.recorder import RecordedScheduler, Setup
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.block_hash import hash_blocks, root_hash
 from engine.protocol.config import CacheConfig, SchedulerConfig
-from engine.protocol.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from engine.protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000

@@ -23,8 +23,8 @@ from engine.frontend.model_source.options import ModelOptions
 from engine.frontend.supervisor.console import Console
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint

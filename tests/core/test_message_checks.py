@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from engine.core.message_checks import are_below, is_valid_output
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
+from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -27,18 +27,23 @@ from engine.protocol.config import (
 )
 from engine.protocol.messages import (
     AddRequests,
-    AllocateKVCache,
     ClientHello,
-    CoreHello,
     CoreMessage,
     CoreReady,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
     FinishReason,
+    ReplicaLost,
+)
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, Stage
+from engine.protocol.transport import Peer, StatusReceiver
+from engine.protocol.worker_messages import (
+    AllocateKVCache,
+    CoreHello,
     HeldRequest,
     ModelRunnerOutput,
-    ReplicaLost,
     RowLogprobs,
     SchedulerOutput,
     WorkerCommand,
@@ -46,9 +51,6 @@ from engine.protocol.messages import (
     WorkerMemory,
     WorkerReady,
 )
-from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.supervisor_messages import Heartbeat, ProcessStatus, Stage
-from engine.protocol.transport import Peer, StatusReceiver
 from support.engine_fixtures import engine_config
 
 SABOTAGE = """

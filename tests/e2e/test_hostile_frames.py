@@ -33,25 +33,27 @@ from engine.protocol.config import (
 from engine.protocol.messages import (
     AbortRequests,
     AddRequests,
-    AllocateKVCache,
     ClientHello,
-    CoreHello,
     CoreMessage,
     CoreReady,
-    DraftTokenIds,
     EngineCoreOutputs,
     EngineCoreRequest,
-    ModelRunnerOutput,
     ReplicaLost,
+)
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import Heartbeat
+from engine.protocol.transport import Peer
+from engine.protocol.worker_messages import (
+    AllocateKVCache,
+    CoreHello,
+    DraftTokenIds,
+    ModelRunnerOutput,
     SchedulerOutput,
     WorkerCommand,
     WorkerHello,
     WorkerMemory,
     WorkerReady,
 )
-from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.supervisor_messages import Heartbeat
-from engine.protocol.transport import Peer
 from engine.workers.execution.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -45,8 +45,8 @@ def open_stream(
 
 
 def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> None:
-    # The nursery gets its title after the server is ready.
-    for title in ("core 0", "frontend 0", "worker 0", "grammar nursery"):
+    # The fork server gets its title after the server is ready.
+    for title in ("core 0", "frontend 0", "worker 0", "grammar fork server"):
         server.child(title)
     assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
     for title in ("core 0", "frontend 0"):

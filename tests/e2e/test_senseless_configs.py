@@ -214,7 +214,7 @@ def test_files_beside_it(directory: Path, name: str) -> None:
     for wrong in (w for w in WRONG if not isinstance(w, dict)):
         file.write_text(json.dumps(wrong))
         message = refusal(read_others, directory)
-        assert message is not None and message.startswith(f"{file}: must hold a JSON object")
+        assert message is not None and message.startswith(f"{file}: must contain a JSON object")
 
 
 KINDS = {

@@ -79,7 +79,7 @@ def test_who_does_not_have_the_key_is_not_heard_and_hears_nothing(
         stranger.set(zmq.IDENTITY, b"worker0")
         stranger.set(zmq.PROBE_ROUTER, 1)
         if (false_key := strangers(key)[who]) is not None:
-            false_key.present(stranger)
+            false_key.secure_client(stranger)
         stranger.connect(address_of(hub))
         stranger.send(msgspec.msgpack.encode(HELLO))
         friend: Peer[AbortRequests] = Peer(elsewhere, address_of(hub), b"f", AbortRequests, key)

@@ -30,13 +30,13 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
     path.write_bytes(content[:-1])
-    refused(f"has {len(content) - 1} bytes and had {len(content)}")
+    refused(f"its size was {len(content)} bytes and is {len(content) - 1}")
     path.write_bytes(content[:-1] + b"x")
     os.utime(path, ns=(time, time + 1))
-    refused("written again")
+    refused("its modification time is new")
     path.write_bytes(b"HEAD" + content[4:])
     os.utime(path, ns=(time, time))
-    refused("its beginning is another")
+    refused("its first bytes are different")
     path.unlink()
     refused("cannot be read")
     path.write_bytes(content)
@@ -52,9 +52,9 @@ def test_another_machine_must_have_a_copy(tmp_path: Path) -> None:
     files = identify_files([original])
     assert identify_copies([copy], files) == identify_files([copy])
     copy.write_bytes(b"Model")
-    with pytest.raises(CheckpointError, match=r"b\.gguf: this is no copy of .*a\.gguf"):
+    with pytest.raises(CheckpointError, match=r"b\.gguf: differs from .*a\.gguf"):
         identify_copies([copy], files)
-    with pytest.raises(CheckpointError, match="0 files of the model are here and 1"):
+    with pytest.raises(CheckpointError, match="the model has 0 files here and 1"):
         identify_copies([], files)
 
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from engine.protocol.arrays import float32_bytes, float32_view, int32_bytes, int32_view
 from engine.protocol.config import PROTOCOL_VERSION, EngineConfig, ModelConfig, load_config
-from engine.protocol.messages import (
-    EngineCoreOutputs,
-    FinishReason,
+from engine.protocol.messages import EngineCoreOutputs, FinishReason
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import (
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
     WorkerCommand,
 )
-from engine.protocol.sampling_params import SamplingParams
 
 
 def test_arrays_are_little_endian_views() -> None:

@@ -10,20 +10,20 @@ import os, select, signal
 from engine.protocol.process import StopSignal
 
 stop = StopSignal()
-stop.watch(signal.SIGUSR1)
+stop.add_signal(signal.SIGUSR1)
 
 def readable():
     return bool(select.select([stop.fd], [], [], 0)[0])
 
-assert stop.take() == set() and not readable()
+assert stop.take_signals() == set() and not readable()
 for _ in range(3):
     os.kill(os.getpid(), signal.SIGUSR1)
     assert readable() and not stop.requested
-    assert stop.take() == {signal.SIGUSR1}
-    assert stop.take() == set() and not readable(), "an idle process would spin"
+    assert stop.take_signals() == {signal.SIGUSR1}
+    assert stop.take_signals() == set() and not readable(), "an idle process would spin"
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGTERM)
-assert stop.take() == {signal.SIGUSR1} and stop.requested
+assert stop.take_signals() == {signal.SIGUSR1} and stop.requested
 """
 
 

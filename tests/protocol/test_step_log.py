@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from engine.protocol import step_log
 from engine.protocol.errors import RunDirectoryError
-from engine.protocol.messages import SchedulerOutput
 from engine.protocol.step_log import StepLog, read_steps
 from engine.protocol.transport import encode
+from engine.protocol.worker_messages import SchedulerOutput
 
 EPOCH = 3
 
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> 
     path = tmp_path / "file" / "core0.steps"
     path.parent.touch()
     with pytest.raises(
-        RunDirectoryError, match=r"core0\.steps: Not a directory; make room"
+        RunDirectoryError, match=r"core0\.steps: Not a directory; free some space"
     ) as error:
         StepLog(str(path), EPOCH)
     assert str(path) in str(error.value)

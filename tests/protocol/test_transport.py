@@ -106,7 +106,7 @@ def test_what_a_receiver_would_refuse_is_not_sent_and_the_connection_stays(
     peer: Peer[CoreMessage] = Peer(context, address, b"a", CoreMessage)
     connect(hub, peer, b"a")
     for size in (2000, 996):
-        with pytest.raises(FrameTooLarge, match=rf"of {size + 10} bytes .* \(1000 bytes\)"):
+        with pytest.raises(FrameTooLarge, match=rf"of {size + 10} bytes .* 1000 bytes"):
             peer.send(AbortRequests(bytes(size)))
     peer.send(AbortRequests(bytes(990)))
     assert receive(hub) == (b"a", AbortRequests(bytes(990)))

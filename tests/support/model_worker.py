@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
-from engine.protocol.messages import (
+from engine.protocol.worker_messages import (
     DraftTokenIds,
     GrammarOutput,
     HeldRequest,

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.scheduler.interface import SchedulerInterface
 from engine.core.scheduler.scheduler import Scheduler
-from engine.protocol.messages import SchedulerOutput
+from engine.protocol.worker_messages import SchedulerOutput
 
 
 class EverySecondCall(Scheduler):

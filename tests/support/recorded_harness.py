@@ -11,7 +11,7 @@ from engine.core.replay.log import EventLog
 from engine.core.replay.recorder import RecordedScheduler
 from engine.core.replay.replayer import Replayer
 from engine.core.scheduler.scheduler import Scheduler
-from engine.protocol.messages import SchedulerOutput
+from engine.protocol.worker_messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
 

@@ -23,8 +23,8 @@ from engine.protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.execution.parallel_state import join_replica, leave_replica
 from engine.workers.loaders import open_checkpoint

@@ -35,12 +35,11 @@ from engine.protocol.messages import (
     EventKind,
     FinishedRequest,
     FinishReason,
-    GrammarOutput,
     RequestEvent,
-    SchedulerOutput,
     SchedulerStats,
 )
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import GrammarOutput, SchedulerOutput
 from support.fingerprints import extend, fingerprints
 from support.model_connector import ModelConnector
 from support.model_grammar import ModelGrammar, allowed_tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 from engine.protocol.config import EngineConfig, load_config
-from engine.protocol.process import StopSignal, die_with_parent
+from engine.protocol.process import StopSignal, exit_with_parent
 from engine.protocol.supervisor_messages import Heartbeat, ReplicaAction, ReplicaCommand, Stage
 from engine.protocol.transport import StatusReporter
 
@@ -27,7 +27,7 @@ def beat(config: EngineConfig, name: str, heartbeat: Heartbeat) -> None:
 def main() -> int:
     config_path, name, behaviour, *args = sys.argv[1:]
     config = load_config(config_path)
-    die_with_parent(config.run_dir)
+    exit_with_parent(config.run_dir)
     stop = StopSignal()
     if behaviour == "deaf":
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -58,7 +58,7 @@ def main() -> int:
         os.kill(os.getpid(), signal.Signals[args[0]])
     elif behaviour in ("starting", "restarts-a-replica"):
         if behaviour == "restarts-a-replica":
-            reporter.command(ReplicaCommand(int(args[0]), ReplicaAction.RESTART))
+            reporter.send_command(ReplicaCommand(int(args[0]), ReplicaAction.RESTART))
             reporter.report(Stage.WARMING, "has asked for a restart")
         while not stop.requested:
             time.sleep(0.005)

@@ -14,13 +14,13 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from engine.protocol.messages import (
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import (
     GrammarOutput,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from engine.protocol.sampling_params import SamplingParams
 from engine.workers.device.accelerator import Accelerator
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.execution.runner import StepResult

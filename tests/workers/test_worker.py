@@ -18,7 +18,10 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.protocol.messages import (
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.supervisor_messages import Heartbeat
+from engine.protocol.transport import Hub, StatusReceiver
+from engine.protocol.worker_messages import (
     AllocateKVCache,
     CoreHello,
     ModelRunnerOutput,
@@ -30,9 +33,6 @@ from engine.protocol.messages import (
     WorkerMessage,
     WorkerReady,
 )
-from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.supervisor_messages import Heartbeat
-from engine.protocol.transport import Hub, StatusReceiver
 
 WORKER = b"worker0"
 TIMEOUT_MS = 20_000

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ...protocol.config import SpeculativeConfig
-from ...protocol.messages import DraftTokenIds, NewRequestData
+from ...protocol.worker_messages import DraftTokenIds, NewRequestData
 from ..batch import PersistentBatch
 from .library import DraftLookup, native_library
 

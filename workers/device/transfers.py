@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...protocol.messages import ModelRunnerOutput
+from ...protocol.worker_messages import ModelRunnerOutput
 from .errors import explaining_device_errors
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ...protocol.config import EngineConfig
-from ...protocol.messages import ModelRunnerOutput, SchedulerOutput
 from ...protocol.sampling_params import SamplingParams
+from ...protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 from ..batch import StepPlan, even_requests, mixed_requests
 from ..device.accelerator import Accelerator
 from ..device.cpu_offload import staging_bytes

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ...protocol.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from ...protocol.file_identity import verify_files
-from ...protocol.messages import WorkerMemory
+from ...protocol.worker_messages import WorkerMemory
 from .runner import Runner
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.config import SpeculativeConfig
-from ...protocol.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ...protocol.worker_messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..batch import StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding

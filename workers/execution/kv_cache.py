@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...protocol.messages import SchedulerOutput
+from ...protocol.worker_messages import SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache

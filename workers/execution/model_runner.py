@@ -9,7 +9,7 @@ import torch
 
 from ...protocol.config import EngineConfig
 from ...protocol.kv_cache_groups import KVCacheGroup
-from ...protocol.messages import HeldRequest, SchedulerOutput
+from ...protocol.worker_messages import HeldRequest, SchedulerOutput
 from ..device.accelerator import Accelerator, CUDAAccelerator
 from ..device.errors import explaining_device_errors
 from ..device.memory_profile import MemoryProfile

@@ -14,7 +14,7 @@ import numpy as np
 from ...protocol.arrays import Int32Array, Int64Array, float32_bytes, int32_bytes, int32_view
 from ...protocol.config import EngineConfig
 from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
-from ...protocol.messages import HeldRequest, ModelRunnerOutput, RowLogprobs, SchedulerOutput
+from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, RowLogprobs, SchedulerOutput
 from .runner import GrammarSource
 
 

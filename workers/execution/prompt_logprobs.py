@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ...protocol.messages import RowLogprobs
+from ...protocol.worker_messages import RowLogprobs
 from ..batch import PersistentBatch, StepPlan
 from ..sampling import prompt_logprobs
 

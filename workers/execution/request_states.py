@@ -13,7 +13,7 @@ import torch
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError
-from ...protocol.messages import HeldRequest, NewRequestData, SchedulerOutput
+from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
 from ..sampling import Grammar, SamplerOutput
 from .model_loader import Model

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from ...protocol.messages import (
+from ...protocol.worker_messages import (
     GrammarOutput,
     HeldRequest,
     ModelRunnerOutput,

@@ -5,7 +5,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from ...protocol.checkpoint.config_fields import ConfigFields
-from ...protocol.checkpoint.model_dimensions import UNSAID_BY_GEMMA3
+from ...protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
 from ..layers.rope import RopeSpec
 from ..layers.spec import LayerSpec, ModelSpec, NormNames
 from .rope_config import read_rope, read_rope_of_layer_type
@@ -197,7 +197,7 @@ def _gemma2(fields: ConfigFields) -> ModelSpec:
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
     # The configs on the hub leave out whatever is their class's default.
-    fields = fields.with_defaults(**_GEMMA_DEFAULTS, **UNSAID_BY_GEMMA3)
+    fields = fields.with_defaults(**_GEMMA_DEFAULTS, **DEFAULTS_OF_GEMMA3)
     local_rope = read_rope_of_layer_type(
         fields,
         "sliding_attention",

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from ...protocol.arrays import float32_bytes, int32_bytes
-from ...protocol.messages import RowLogprobs
+from ...protocol.worker_messages import RowLogprobs
 from ..device.transfers import Download
 from .distribution import (
     WEIGHT_SCALE,

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array, Int64Array, int32_bytes
-from ...protocol.messages import I32, ModelRunnerOutput, RowLogprobs
+from ...protocol.messages import I32
 from ...protocol.sampling_params import SamplingParams
+from ...protocol.worker_messages import ModelRunnerOutput, RowLogprobs
 from ..device.transfers import Download
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from .logprobs import Logprobs

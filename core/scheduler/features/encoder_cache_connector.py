@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ....protocol.messages import SchedulerOutput
+from ....protocol.worker_messages import SchedulerOutput
 from ...state.request import Request
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ....protocol.arrays import Int64Array, int32_bytes
 from ....protocol.config import SchedulerConfig
-from ....protocol.messages import EncoderInput, EncoderWork, SchedulerOutput
+from ....protocol.messages import EncoderInput
+from ....protocol.worker_messages import EncoderWork, SchedulerOutput
 from ...state.request import Request
 from .encoder_cache import EncoderCacheManager
 from .encoder_cache_connector import EncoderCacheConnector

@@ -16,8 +16,7 @@ class GrammarBackend(Protocol):
 
     The end of a compilation is reported by `SchedulerInterface.grammar_ready`. For an isolated grammar, the mask after
     each token is reported in the same way. A grammar that has refused tokens, or that could not undo them, accepts
-    nothing
-    anymore.
+    nothing anymore.
     """
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
@@ -107,10 +106,8 @@ class Grammars:
         """Return the allowed next tokens of each row and after each of its drafts.
 
         All tokens are allowed where the sample is dropped anyway: for a row whose request has ended, and after a
-        forbidden
-        draft. If a grammar refuses a token that it reported as acceptable, or cannot be rolled back before the drafts,
-        it also
-        refuses the tokens of the step, which ends its request.
+        forbidden draft. If a grammar refuses a token that it reported as acceptable, or cannot be rolled back before
+        the drafts, it also refuses the tokens of the step, which ends its request.
         """
         if any(row.num_drafts for row in rows):
             return b"".join(map(self._bitmask_with_drafts, rows))

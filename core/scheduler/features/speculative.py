@@ -9,7 +9,7 @@ import numpy as np
 from ....protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
 from ....protocol.config import SpeculativeConfig
 from ....protocol.errors import EngineError
-from ....protocol.messages import DraftTokenIds
+from ....protocol.worker_messages import DraftTokenIds
 from ...state.batch import Batch, StepInFlight
 from ...state.request import Request
 from ...state.running_requests import RunningRequests
@@ -171,8 +171,7 @@ class Drafts:
 
         Raises:
             EngineError: The arrays do not match each other, or drafts are placeholders. A worker that verified drafts
-                unknown
-                to the core might sample tokens that a grammar forbids.
+                unknown to the core might sample tokens that a grammar forbids.
         """
         if self._uses_placeholders:
             raise EngineError(

@@ -28,8 +28,8 @@ from engine.protocol.config import (
     SchedulerConfig,
 )
 from engine.protocol.config.cache import KVCacheDtype
-from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.workers.device.device import open_device
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import open_checkpoint

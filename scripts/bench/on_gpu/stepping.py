@@ -22,8 +22,8 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.protocol.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.workers.device.device import open_device
 from engine.workers.device.memory import count_kv_blocks
 from engine.workers.device.memory_profile import MemoryProfile

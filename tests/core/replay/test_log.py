@@ -24,16 +24,12 @@ from engine.core.replay.frozen_state import FrozenState, field_names
 from engine.core.replay.replayer import Difference, Replayer
 from engine.core.scheduler.queues.request_queue import FCFSQueue
 from engine.core.scheduler.scheduler import Scheduler
-from engine.protocol import messages, sampling_params
+from engine.protocol import messages, sampling_params, worker_messages
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import KVTransferConfig, SchedulingPolicy, SpeculativeConfig
-from engine.protocol.messages import (
-    DraftTokenIds,
-    EncoderInput,
-    FinishReason,
-    ModelRunnerOutput,
-)
+from engine.protocol.messages import EncoderInput, FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
 from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
@@ -571,13 +567,13 @@ def test_nothing_of_what_was_said_is_in_a_dump():
     ("struct", "num_fields"),
     [
         (messages.EngineCoreRequest, 20),
-        (messages.ModelRunnerOutput, 11),
-        (messages.SchedulerOutput, 14),
-        (messages.NewRequestData, 12),
+        (worker_messages.ModelRunnerOutput, 11),
+        (worker_messages.SchedulerOutput, 14),
+        (worker_messages.NewRequestData, 12),
         (messages.EngineCoreOutputs, 14),
         (messages.EncoderInput, 5),
-        (messages.EncoderWork, 4),
-        (messages.DraftTokenIds, 4),
+        (worker_messages.EncoderWork, 4),
+        (worker_messages.DraftTokenIds, 4),
         (sampling_params.SamplingParams, 25),
     ],
 )

@@ -9,13 +9,9 @@ from engine.core.reporting.preemption_advice import PreemptionAdvice
 from engine.core.reporting.scheduler_times import SchedulerTimes
 from engine.core.reporting.stats_log import StatsLog
 from engine.protocol.arrays import float32_view, int32_bytes
-from engine.protocol.messages import (
-    NewRequestData,
-    SchedulerOutput,
-    SchedulerStats,
-    SpecDecodingStats,
-)
+from engine.protocol.messages import SchedulerStats, SpecDecodingStats
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from support.scheduler_harness import Harness
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import SchedulerOutput
+from engine.protocol.worker_messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
 SHARED = list(range(1, 17))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
-from engine.protocol.messages import EventKind, FinishReason, SchedulerOutput
+from engine.protocol.messages import EventKind, FinishReason
+from engine.protocol.worker_messages import SchedulerOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recorded_harness import PlanningScheduler, RecordedHarness, replay

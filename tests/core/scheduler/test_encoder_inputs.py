@@ -9,7 +9,8 @@ from engine.core.scheduler.features.encoder_cache import EncoderCacheManager
 from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_view
-from engine.protocol.messages import EncoderInput, FinishReason, SchedulerOutput
+from engine.protocol.messages import EncoderInput, FinishReason
+from engine.protocol.worker_messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
 

@@ -8,13 +8,9 @@ import pytest
 from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from engine.protocol.messages import (
-    EngineCoreRequest,
-    FinishReason,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from engine.protocol.messages import EngineCoreRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import ModelRunnerOutput, SchedulerOutput
 from support.model_connector import ModelConnector
 from support.scheduler_harness import Harness
 

@@ -13,8 +13,8 @@ from engine.protocol.config import (
     SpeculativeConfig,
 )
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind
-from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.worker_messages import SchedulerOutput
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

@@ -8,13 +8,9 @@ import pytest
 from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import (
-    EventKind,
-    FinishReason,
-    ModelRunnerOutput,
-    RowLogprobs,
-)
+from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.worker_messages import ModelRunnerOutput, RowLogprobs
 from support.model_worker import propose_by_chance
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness

@@ -6,14 +6,9 @@ import pytest
 from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import (
-    DraftTokenIds,
-    FinishReason,
-    ModelRunnerOutput,
-    RowLogprobs,
-    SpecDecodingStats,
-)
+from engine.protocol.messages import FinishReason, SpecDecodingStats
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
 from support.fingerprints import extend
 from support.model_worker import Row, choose_token, propose_prediction
 from support.recorded_harness import RecordedHarness, replay

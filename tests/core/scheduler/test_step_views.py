@@ -7,7 +7,7 @@ import random
 import pytest
 from engine.core.scheduler.step_views import StepView, StepViews, req_id
 from engine.protocol.config import SpeculativeConfig
-from engine.protocol.messages import SchedulerOutput
+from engine.protocol.worker_messages import SchedulerOutput
 from support.scheduler_harness import Harness
 from support.traffic import Traffic, random_harness
 

@@ -16,12 +16,7 @@ import pytest
 from engine.frontend.api.generation import raise_if_failed
 from engine.frontend.api.streaming.event_stream import EventStream
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
-from engine.protocol.messages import (
-    AbortRequests,
-    EngineCoreOutputs,
-    FinishedRequest,
-    FinishReason,
-)
+from engine.protocol.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
 from support.engine_fixtures import connected, engine_config, on_event_loop, smollm2_tokenizer
 from support.engine_fixtures import until as advance_until

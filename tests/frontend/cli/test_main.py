@@ -351,7 +351,7 @@ def test_step_limits_are_checked_against_each_other() -> None:
             ["--tensor-parallel-size 5", "12 attention heads", "use 1, 2, 3, 6 or 12"],
         ),
         (["-tp", "8"], ["--tensor-parallel-size 8", "12 attention heads"]),
-        (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use 7 or less"]),
+        (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use at most 7"]),
     ],
 )
 def test_indivisible_model_is_rejected_with_valid_sizes(argv, parts) -> None:

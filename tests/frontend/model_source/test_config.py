@@ -206,7 +206,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         ({"vocab_size": 1}, "config.json: model_type is missing"),
         (LLAMA | {"vocab_size": "big"}, "vocab_size must be a positive integer, it is 'big'"),
         ({"model_type": "llama", "vocab_size": 1}, "set --max-model-len"),
-        ([1], "must hold a JSON object"),
+        ([1], "must contain a JSON object"),
     ],
 )
 def test_a_config_that_cannot_be_served(tmp_path: Path, config: Any, message: str) -> None:

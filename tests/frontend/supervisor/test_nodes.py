@@ -27,16 +27,17 @@ from engine.protocol.config import (
     ModelConfig,
     ParallelConfig,
 )
-from engine.protocol.node_messages import (
+from engine.protocol.supervisor_messages import (
     EndNode,
+    Heartbeat,
     NodeCommand,
     NodeHello,
     NodePing,
     NodeWelcome,
     ProcessExited,
+    ProcessReport,
     ProcessStarted,
 )
-from engine.protocol.supervisor_messages import Heartbeat, ProcessReport
 from engine.protocol.transport import Peer
 from support.machines import Machine, free_ports, program
 from support.processes import is_running
@@ -101,7 +102,7 @@ class NodeZero:
         dealer: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         dealer.set(zmq.LINGER, 0)
         if key is not None:
-            key.present(dealer)
+            key.secure_client(dealer)
         dealer.connect(self.config.parallel.node_address)
         return dealer
 

@@ -94,7 +94,7 @@ def test_full_disk_error_names_the_remedy(runtime_dir: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=f"cannot write {runtime_dir}.*make room there"):
+        with pytest.raises(ConfigError, match=f"cannot write {runtime_dir}.*free some space there"):
             engine_config(runtime_dir).save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

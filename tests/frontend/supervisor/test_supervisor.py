@@ -398,7 +398,7 @@ class Operator:
         self._status = EngineStatus([])
 
     def command(self, replica: int, action: ReplicaAction) -> None:
-        self._reporter.command(ReplicaCommand(replica, action))
+        self._reporter.send_command(ReplicaCommand(replica, action))
 
     def sees(self, *states: str) -> bool:
         return self._sees(lambda status: [r.state for r in status.replicas] == list(states))

@@ -147,7 +147,7 @@ def test_a_missing_part_is_named(split: list[Path]) -> None:
 
 def test_a_renamed_part_is_not_taken_for_the_whole(split: list[Path], tmp_path: Path) -> None:
     split[0].rename(tmp_path / "whole.gguf")
-    with pytest.raises(CheckpointError, match="split into 3 files, 1 are here"):
+    with pytest.raises(CheckpointError, match="split into 3 files, but 1 are here"):
         GGUFFile(tmp_path / "whole.gguf")
 
 
@@ -158,7 +158,7 @@ def test_counts_of_parts_are_numbers(tmp_path: Path, key: str, value: Any) -> No
     writer.add_key_value(key, value, GGUFValueType.get_type(value))
     writer.add_tensor("x.weight", np.zeros((2, 3), np.float32))
     finish(writer)
-    with pytest.raises(CheckpointError, match=f"{key} is .*, not a number of them"):
+    with pytest.raises(CheckpointError, match=f"{key} is .*, not an integer"):
         GGUFFile(tmp_path / "m.gguf")
 
 

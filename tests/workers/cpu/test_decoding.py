@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.decoder import NativeDecoder
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec

@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
-from engine.protocol.messages import DraftTokenIds, ModelRunnerOutput, NewRequestData
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, NewRequestData
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
 from engine.workers.sampling.masks import pack_bitmask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from engine.protocol.messages import ModelRunnerOutput
+from engine.protocol.worker_messages import ModelRunnerOutput
 from engine.workers.execution.device_watch import DeviceWatch
 
 TIMEOUT_S = 20.0

@@ -7,8 +7,8 @@ import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.config import CPUBackend, DeviceConfig
-from engine.protocol.messages import SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import SchedulerOutput
 from engine.workers.execution import model_loader
 from support.capturable_attention import CapturableTorchPaged
 from support.host_accelerator import HostAccelerator

@@ -19,8 +19,8 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.workers.attention import CapturableAttention, DeviceBatch
 from engine.workers.batch import AttentionBatch
 from engine.workers.device.transfers import DownloadedOutput

@@ -7,8 +7,8 @@ import time
 import numpy as np
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.config import DeviceConfig, EngineConfig, ModelConfig
-from engine.protocol.messages import NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
 
 

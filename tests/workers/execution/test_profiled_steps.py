@@ -17,8 +17,8 @@ from engine.protocol.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from engine.protocol.messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.cuda.layers import TritonKernels
 from engine.workers.execution import model_loader

@@ -1,9 +1,9 @@
-"""`python -m engine.protocol.grammars.nursery FD TOKENIZER VOCAB_SIZE EOS…` forks processes for grammars.
+"""`python -m engine.protocol.grammars.fork_server FD TOKENIZER VOCAB_SIZE EOS…`: forks grammar processes.
 
-A grammar can overflow the stack of the library that compiles it, or take any amount of time and memory. So that this
-costs one request, each grammar is handled in a process that may be lost. This program loads the tokenizer once. For
-every socket that arrives at FD it forks a child that serves the socket; when a child was killed, it reports the signal.
-It ends with the process that started it, and so do its children.
+A grammar can overflow the stack of the library that compiles it, or take unlimited time and memory. Each grammar is
+therefore handled in its own process, so that a crash costs one request. This program loads the tokenizer once. For
+each socket that arrives at FD it forks a child that serves the socket. If a child was killed, the program sends the
+signal to the client. It ends with the process that started it, and so do its children.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SHARED_SPEC: Final = 32 << 10
-"""Characters of a grammar that may be used in the core: the core's stack is enough for it however deep it is."""
+"""Maximum characters of a grammar that may run in the core. The core's stack suffices for it at any nesting depth."""
 
 MAX_SHARED_COMPILE_S: Final = 0.1
+"""Maximum processor seconds to compile a grammar that may run in the core."""
 MAX_SHARED_TOKEN_S: Final = 0.01
-"""Processor time of a token above which a grammar does not share the core's process."""
+"""Maximum processor seconds per token of a grammar that may run in the core."""
 
 TRIAL_TOKENS: Final = 12
-"""Tokens of the walk by which the cost of a token is tried."""
+"""Number of tokens in the walk that measures the cost of a token."""
 
 
 class _Child:
-    """Serves one socket. The main thread reads it, so that the process ends with its client; another one works."""
+    """Serves one socket. The main thread reads it, so that the process ends with its client; another thread works."""
 
     def __init__(self, client: socket.socket, tokenizer: LLTokenizer | str, eos: list[int]) -> None:
         self._client = client
@@ -80,6 +81,7 @@ class _Child:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def run(self) -> NoReturn:
+        """Serve requests until the client closes the socket, then exit."""
         received = b""
         is_working = False
         while piece := self._client.recv(1 << 20):
@@ -101,7 +103,7 @@ class _Child:
     def _work(self) -> None:
         while True:
             request = self._requests.get()
-            # The kernel ends a process that takes longer, whatever it is doing.
+            # The kernel kills a process that takes longer, even inside the library.
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
             signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
             reply = self._answer(request)
@@ -120,7 +122,7 @@ class _Child:
                 case Advance(token_ids):
                     assert self._state is not None
                     if not self._state.accept(token_ids):
-                        return Failed(self._state.error or "it forbids a token that was generated")
+                        return Failed(self._state.error or "the grammar forbids a generated token")
             assert self._state is not None
             bits = self._state.compute_mask()
             return Failed(self._state.error) if self._state.error else Mask(bits)
@@ -155,9 +157,9 @@ class _Child:
         return compile_grammar(self._tokenizer, structured_output, limits)
 
     def _is_expensive(self, structured_output: StructuredOutput) -> bool:
-        """Return whether a grammar may not be used in the core. Raises EngineError if it cannot be used at all."""
+        """Return whether a grammar must not run in the core. Raise EngineError if it cannot be used at all."""
         if isinstance(self._tokenizer, str):
-            # The core refuses the request; what is wrong with its grammar is said first.
+            # The core will reject the request, but an error in the grammar is reported first.
             verify_grammar(structured_output)
             return False
         if len(structured_output.spec) <= MAX_SHARED_SPEC:
@@ -176,7 +178,7 @@ class _Child:
 
 
 def _is_cheap(state: GrammarState) -> bool:
-    """Return whether the tokens of a walk through the grammar cost little."""
+    """Return whether the tokens of a walk through the grammar are cheap."""
     matcher = state.matcher
     seed = 1
     for _ in range(TRIAL_TOKENS):
@@ -195,7 +197,7 @@ def _is_cheap(state: GrammarState) -> bool:
 
 
 def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
-    """Return what to say of a parameter that holds the grammar."""
+    """Return the error message for a parameter that contains the grammar."""
     match error:
         case ParameterError():
             return str(error).removeprefix(f"{error.param} ")
@@ -209,7 +211,7 @@ def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
 
 
 def _allowed_token(bits: bytes, seed: int) -> int:
-    """Return the first allowed token from a position on, or from the start."""
+    """Return the first allowed token at or after a position derived from `seed`, wrapping around."""
     start = seed % len(bits)
     for index in itertools.chain(range(start, len(bits)), range(start)):
         if byte := bits[index]:
@@ -243,7 +245,7 @@ def _fork(
         for signum in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
         name_process("grammar")
-        # What a library prints before it aborts is of no use to anyone.
+        # Discard what the library prints before it aborts.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _limit_memory()
         _Child(client, tokenizer, eos).run()
@@ -252,7 +254,7 @@ def _fork(
 
 
 def _reap(clients: dict[int, socket.socket]) -> None:
-    """Report to their clients the children that have ended."""
+    """Report ended children to their clients."""
     while clients:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -265,8 +267,9 @@ def _reap(clients: dict[int, socket.socket]) -> None:
 
 
 def main() -> None:
+    """Serve sockets until the process that started this one ends."""
     fd, path, vocab_size, *eos = sys.argv[1:]
-    name_process("grammar nursery")
+    name_process("grammar fork server")
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     eos_token_ids = list(map(int, eos))
