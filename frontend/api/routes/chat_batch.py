@@ -33,14 +33,14 @@ class ChatBatch(ChatCompletions):
     async def _prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
-        conversations = request.messages
         _verify(request)
+        plan = await self._plan(request, body_size, receive)
         prompts: list[PreparedPrompt] = []
         new_answers: list[NewAnswer[ChatCompletionRequest]] = []
-        for i, messages in enumerate(conversations or ()):
+        for i, messages in enumerate(request.messages or ()):
             one = msgspec.structs.replace(request, messages=messages)
             try:
-                [prompt], new_answer = await super()._prepare(one, body_size, receive)
+                prompt, new_answer = await self._prepare_conversation(plan, one, body_size)
             except APIError as error:
                 raise _located(error, i) from None
             prompts.append(prompt)
@@ -56,8 +56,11 @@ def _verify(request: ChatCompletionRequest) -> None:
     verify_num_sequences(len(request.messages), "messages")
     if request.stream:
         raise bad_request("stream", "stream is not supported for batches; use /v1/chat/completions")
-    if request.tools:
-        raise bad_request("tools", "tools is not supported for batches; use /v1/chat/completions")
+    for name in ("tools", "functions"):
+        if getattr(request, name):
+            raise bad_request(
+                name, f"{name} is not supported for batches; use /v1/chat/completions"
+            )
     if request.num_outputs != 1:
         raise bad_request("n", f"n must be 1 for batches, got {request.num_outputs}")
 
@@ -106,6 +109,9 @@ class _Answer(Answer[ChatCompletionRequest]):
             prompt = {name: answer[name] for name in ("prompt_logprobs", "prompt_token_ids")}
             choices.append(choice | {"index": i} | prompt)
         return self.envelope | {"choices": choices, "usage": self.usage()}
+
+    def usage_so_far(self) -> Json:
+        return self._count_usage(predicts=self.request.prediction is not None)
 
     def chunks(self) -> ChunkEncoder:
         raise NotImplementedError("batches are not streamed")

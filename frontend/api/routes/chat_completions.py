@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
@@ -34,6 +37,19 @@ from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """What a request asks for beside its conversation.
+
+    `params` are verified, but their `max_tokens` depends on the prompt. `shown_tools` are those that the model sees.
+    """
+
+    tools: ToolChoice
+    shown_tools: tuple[dict[str, Any], ...]
+    params: SamplingParams
+    predicted_token_ids: npt.NDArray[np.int32] | None
+
+
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
     """The chat completions endpoint."""
 
@@ -51,6 +67,19 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     async def _prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        plan = await self._plan(request, body_size, receive)
+        prompt, new_answer = await self._prepare_conversation(plan, request, body_size)
+        return [prompt], new_answer
+
+    async def _plan(
+        self, request: ChatCompletionRequest, body_size: int, receive: Receive
+    ) -> ChatPlan:
+        """Verify everything but the conversation.
+
+        Raises:
+            APIError: A field cannot be used (400).
+            ClientDisconnected: The client left while its constraint was checked.
+        """
         serving = self._serving
         serving.verify_tokenizer("messages")
         run = serving.grammar_checks.run
@@ -67,11 +96,19 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         params = self._params(request, tools, constraint)
         self._verify(params, request)
         params.structured_output = await serving.verify_constraint(constraint, receive)
+        predicted = await encode_prediction(serving, request.prediction)
+        return ChatPlan(tools, shown_tools, params, predicted if len(predicted) else None)
+
+    async def _prepare_conversation(
+        self, plan: ChatPlan, request: ChatCompletionRequest, size: int
+    ) -> tuple[PreparedPrompt, NewAnswer[ChatCompletionRequest]]:
+        """Encode a conversation, whose length in characters is about `size`. Raises APIError 400."""
+        serving, params = self._serving, plan.params
         chat = await render_chat(
             serving,
             request,
-            body_size,
-            tools=shown_tools,
+            size,
+            tools=plan.shown_tools,
             add_special_tokens=bool(request.add_special_tokens),
             template_kwargs=_reasoning_kwargs(request),
         )
@@ -92,9 +129,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
                 params.structured_output, chat.text
             ),
         )
-        predicted = await encode_prediction(serving, request.prediction)
-        prompt = PreparedPrompt(token_ids, params, chat.text, predicted if len(predicted) else None)
-        return [prompt], partial(_Answer, serving, request, tools, prompt)
+        prompt = PreparedPrompt(token_ids, params, chat.text, plan.predicted_token_ids)
+        return prompt, partial(_Answer, serving, request, plan.tools, prompt)
 
     def _constrain_auto(
         self, tools: ToolChoice, constraint: Constraint | None

@@ -677,6 +677,7 @@ def test_batch_of_conversations_has_a_choice_for_each(frontend: FrontendProcess)
         ({"messages": conversations, "stream": True}, "stream"),
         ({"messages": conversations, "n": 2}, "n"),
         ({"messages": conversations, "tools": [TIME]}, "tools"),
+        ({"messages": conversations, "functions": [TIME["function"]]}, "functions"),
         ({"messages": []}, "messages"),
         ({"messages": conversations[0]}, "messages[0]"),
         ({"messages": [*conversations, []]}, "messages[3]"),

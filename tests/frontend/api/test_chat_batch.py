@@ -1,0 +1,67 @@
+"""Batches of conversations, prepared without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from engine.frontend.api.bodies.intake import Intake
+from engine.frontend.api.routes import chat_completions
+from engine.frontend.api.routes.chat_batch import ChatBatch
+from engine.frontend.api.schema import BatchChatCompletionRequest
+from engine.frontend.api.serving import Serving
+from engine.frontend.chat.model_templates import ModelTemplates
+from engine.frontend.client.engine_client import EngineClient
+from engine.protocol.config import SchedulerConfig, SpeculativeConfig
+from support.engine_fixtures import engine_config, on_event_loop, opened, smollm2_tokenizer
+
+
+async def never() -> dict[str, Any]:
+    raise AssertionError("the client sends nothing more")
+
+
+@on_event_loop
+async def test_conversations_share_one_constraint_and_one_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = smollm2_tokenizer()
+    scheduler = SchedulerConfig(speculative=SpeculativeConfig(8))
+    config = engine_config(tmp_path, scheduler=scheduler)
+    engine = opened(EngineClient(config, 0, tokenizer))
+    serving = Serving(config, tokenizer, ModelTemplates(tokenizer), engine)
+    opened(serving.grammar_checks)
+    calls: list[str] = []
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    async def accept(constraint: Any, receive: Any) -> Any:
+        return constraint.structured_output
+
+    monkeypatch.setattr(serving, "verify_constraint", accept)
+    count(serving, "verify_constraint")
+    for name in ("constraint_of", "parse_tool_choice", "encode_prediction"):
+        count(chat_completions, name)
+    request = BatchChatCompletionRequest(
+        messages=[[{"role": "user", "content": text}] for text in ("One", "Two", "Three")],
+        response_format={"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+        prediction={"content": "4"},
+    )
+    batch = ChatBatch(serving, cast(Intake, None))
+    prompts, _ = await batch._prepare(request, 100, cast(Any, never))
+    assert len({id(prompt.params.structured_output) for prompt in prompts}) == 1
+    assert len({id(prompt.predicted_token_ids) for prompt in prompts}) == 1
+    assert len({prompt.token_ids.tobytes() for prompt in prompts}) == 3
+    assert sorted(calls) == [
+        "constraint_of",
+        "encode_prediction",
+        "parse_tool_choice",
+        "verify_constraint",
+    ]
