@@ -260,7 +260,8 @@ class Serving:
             wrong = constraint if verdict.part is None else parts[verdict.part]
             subject = f"{wrong.param} of {wrong.owner}" if wrong.owner else wrong.param
             raise bad_request(wrong.param, f"{subject} {verdict.problem}")
-        return msgspec.structs.replace(output, is_isolated=verdict.is_isolated)
+        spec = output.spec if verdict.spec is None else verdict.spec
+        return msgspec.structs.replace(output, spec=spec, is_isolated=verdict.is_isolated)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text."""

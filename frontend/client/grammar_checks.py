@@ -97,7 +97,8 @@ class GrammarChecks:
                 verdict = await self._check(request)
         else:
             verdict = await self._check(request)
-        self._verdicts[digest] = verdict
+        if len(verdict.spec or "") <= LONG_SPEC:
+            self._verdicts[digest] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict

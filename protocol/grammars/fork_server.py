@@ -19,12 +19,14 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from ..errors import EngineError, ParameterError
 from ..process import name_process
 from ..sampling_params import StructuredOutput
 from .grammar import shorten_error
+from .json_schema import drop_bad_patterns
 from .matcher import (
     CompileError,
     GrammarState,
@@ -57,6 +59,8 @@ from .special_tokens import special_tokens_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 MAX_SHARED_SPEC: Final = 32 << 10
 """Maximum characters of a grammar that may run in the core. The core's stack suffices for it at any nesting depth."""
@@ -138,11 +142,13 @@ class _Child:
     def _check(self, check: Check) -> Verdict:
         for index, part in enumerate(check.parts):
             try:
-                verify_grammar(part)
+                _without_bad_patterns(verify_grammar, part)
             except Exception as error:
                 return Verdict(_problem(part, error), part=index)
         try:
-            return Verdict(is_isolated=self._is_expensive(check.structured_output))
+            used, is_isolated = _without_bad_patterns(self._is_expensive, check.structured_output)
+            spec = None if used is check.structured_output else used.spec
+            return Verdict(is_isolated=is_isolated, spec=spec)
         except MemoryError:
             os.kill(os.getpid(), signal.SIGABRT)
             raise
@@ -175,6 +181,19 @@ class _Child:
     def _new_state(self, matcher: LLMatcher) -> GrammarState:
         assert not isinstance(self._tokenizer, str)
         return GrammarState(matcher, self._eos, special_tokens_of(self._tokenizer))
+
+
+def _without_bad_patterns(
+    use: Callable[[StructuredOutput], T], structured_output: StructuredOutput
+) -> tuple[StructuredOutput, T]:
+    """Use a grammar, or what is left of it without patterns that may be dropped. Return which, and the result."""
+    try:
+        return structured_output, use(structured_output)
+    except CompileError:
+        rest = drop_bad_patterns(structured_output)
+        if rest is None:
+            raise
+        return rest, use(rest)
 
 
 def _is_cheap(state: GrammarState) -> bool:

@@ -56,12 +56,13 @@ class Verdict(msgspec.Struct, tag=3, array_like=True):
     """The result of a Check.
 
     `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it needs its own
-    process.
+    process. `spec` is the grammar's own without the patterns that were dropped, None if none was.
     """
 
     problem: str = ""
     is_isolated: bool = False
     part: int | None = None
+    spec: str | None = None
 
 
 class Mask(msgspec.Struct, tag=4, array_like=True):

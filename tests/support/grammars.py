@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import msgspec
 import uvloop
 from engine.frontend.client.executor import ThreadExecutor
 from engine.frontend.client.grammar_checks import GrammarChecks
@@ -30,8 +31,14 @@ def _checks() -> tuple[asyncio.Runner, GrammarChecks]:
 
 def verify_structured_output(structured_output: StructuredOutput) -> bool:
     """Return whether a grammar needs a process to itself. Raises ParameterError if it cannot be used."""
+    return usable(structured_output).is_isolated
+
+
+def usable(structured_output: StructuredOutput) -> StructuredOutput:
+    """Return what the core gets of a grammar. Raises ParameterError if it cannot be used."""
     runner, checks = _checks()
     verdict = runner.run(checks.check(structured_output))
     if verdict.problem:
         raise ParameterError(PARAM, verdict.problem)
-    return verdict.is_isolated
+    spec = structured_output.spec if verdict.spec is None else verdict.spec
+    return msgspec.structs.replace(structured_output, spec=spec, is_isolated=verdict.is_isolated)

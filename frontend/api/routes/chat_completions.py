@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         asked_for = await run(body_size, parse_constraint, request)
         constraint, shown_tools = tools.constraint or asked_for, tools.shown
         if tools.mode is ToolMode.AUTO:
-            constraint = self._constrain_auto(tools, asked_for)
+            constraint = await self._constrain_auto(tools, asked_for, receive)
             if tools.is_limited and constraint is None:
                 # No grammar can exclude the other tools, so the model does not see them.
                 shown_tools = tuple(
@@ -132,11 +132,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         prompt = PreparedPrompt(token_ids, params, chat.text, plan.predicted_token_ids)
         return prompt, partial(_Answer, serving, request, plan.tools, prompt)
 
-    def _constrain_auto(
-        self, tools: ToolChoice, constraint: Constraint | None
+    async def _constrain_auto(
+        self, tools: ToolChoice, constraint: Constraint | None, receive: Receive
     ) -> Constraint | None:
         """Return the constraint on an answer that may be text or calls."""
-        if constraint is not None:
+        verified = await self._serving.verify_constraint(constraint, receive)
+        if constraint is not None and verified is not None:
+            verified = msgspec.structs.replace(verified, is_isolated=False)
+            constraint = replace(constraint, structured_output=verified)
             rules = self._serving.call_rules(tools.names, parallel=tools.is_parallel)
             return allow_calls(constraint, rules)
         if tools.is_limited:

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from ....protocol.grammars.grammar import lark_expression
+from ....protocol.grammars.json_schema import lenient
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...http.errors import APIError, bad_request, echo, reject_deep_nesting
 from ...http.shown_values import cut
 from ..schema import GenerationRequest
-from .json_schema import lenient, prepare_schema
+from .json_schema import prepare_schema
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -80,7 +81,7 @@ def allow_calls(constraint: Constraint, call_rules: str | None) -> Constraint | 
         return None
     grammar = f"%llguidance {{}}\nstart: answer | calls\nanswer: {answer}\n{call_rules}"
     output = StructuredOutput(GrammarKind.LARK, grammar)
-    return Constraint(constraint.param, output, parts=(constraint,))
+    return Constraint(constraint.param, output)
 
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:

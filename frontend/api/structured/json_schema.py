@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 
 from ....protocol.grammars.grammar import MAX_SPEC_LENGTH
+from ....protocol.grammars.json_schema import Schema, all_parts, items_of, schemas_of
 
-Schema: TypeAlias = dict[str, Any]
-
-MAX_PATTERNS: Final = 256
-"""Maximum patterns of a schema that are test-compiled; a bad one after these is an error."""
-
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_NESTED = (
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "items",
-    "prefixItems",
-    "additionalItems",
-    "unevaluatedItems",
-    "contains",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-)
 _OPENNESS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")
 _PARTS = ("properties", "required", *_OTHER_PARTS)
@@ -46,8 +23,8 @@ _KNOWN_FORMATS = frozenset(
 def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
     """Return a copy with closed objects, without keywords that only narrow it and cannot be enforced.
 
-    A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. Any other schema
-    loses patterns that cannot be compiled; `lenient` makes the compiler ignore the rest.
+    A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. For any other
+    schema, `lenient` makes the compiler ignore what it cannot enforce.
 
     Raises:
         RecursionError: The schema is nested too deeply.
@@ -58,61 +35,12 @@ def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
         return prepared  # Too long; it is rejected when it is compiled.
     _close_objects(prepared)
     if is_strict:
-        for part in _all_parts(prepared):
+        for part in all_parts(prepared):
             part.pop("uniqueItems", None)
             kind = part.get("format")
             if isinstance(kind, str) and kind not in _KNOWN_FORMATS:
                 del part["format"]
-    else:
-        _drop_bad_patterns(prepared)
     return prepared
-
-
-def lenient(schema: Schema) -> Schema:
-    """Return a whole document, marked so that the compiler ignores what it cannot enforce."""
-    given = schema.get("x-guidance")
-    options = given if isinstance(given, dict) else {}
-    return schema | {"x-guidance": {"lenient": True} | options}
-
-
-def _all_parts(root: Schema) -> Iterator[Schema]:
-    parts = [root]
-    while parts:
-        part = parts.pop()
-        yield part
-        for keyword in _MAPS:
-            parts += [s for _, child in _items(part.get(keyword)) for s in _schemas(child)]
-        for keyword in _NESTED:
-            parts += _schemas(part.get(keyword))
-
-
-def _drop_bad_patterns(root: Schema) -> None:
-    verdicts: dict[str, bool] = {}
-
-    def is_bad(pattern: object) -> bool:
-        if not isinstance(pattern, str):
-            return False
-        if pattern not in verdicts:
-            verdicts[pattern] = len(verdicts) < MAX_PATTERNS and not _compiles(pattern)
-        return verdicts[pattern]
-
-    for part in _all_parts(root):
-        if is_bad(part.get("pattern")):
-            del part["pattern"]
-        by_pattern = part.get("patternProperties")
-        if isinstance(by_pattern, dict) and any(map(is_bad, by_pattern)):
-            # It is unknown which properties the bad patterns match, so all are allowed.
-            del part["patternProperties"]
-            part["additionalProperties"] = True
-
-
-def _compiles(pattern: str) -> bool:
-    from llguidance import LLMatcher
-
-    schema = {"type": "string", "pattern": pattern}
-    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
-    is_error, _ = LLMatcher.validate_grammar_with_warnings(grammar)
-    return not is_error
 
 
 def _close_objects(root: Schema) -> None:
@@ -137,7 +65,7 @@ def _close_objects(root: Schema) -> None:
         if (id(part), is_alone) in seen:
             continue
         seen.add((id(part), is_alone))
-        own = dict(_items(part.get("properties")))
+        own = dict(items_of(part.get("properties")))
         groups = document.groups[id(part)]
         describing = [any(id(member) in document.describing for member in g) for g in groups]
         members = {
@@ -152,7 +80,7 @@ def _close_objects(root: Schema) -> None:
         )
         shared: set[str] = set()
         if is_sole:
-            shared.update(*(dict(_items(m.get("properties"))) for m in members.values()))
+            shared.update(*(dict(items_of(m.get("properties"))) for m in members.values()))
         if is_sole and _may_close(part, own):
             closed[id(part)] = part
         else:
@@ -211,14 +139,14 @@ def _groups(part: Schema, root: Schema) -> Iterator[list[Schema]]:
     if "$dynamicRef" in part or "$recursiveRef" in part:
         raise LookupError
     if isinstance(reference := part.get("$ref"), str):
-        yield _schemas(_resolve(reference, root))
-    for member in _schemas(part.get("allOf")):
+        yield schemas_of(_resolve(reference, root))
+    for member in schemas_of(part.get("allOf")):
         yield [member]
-    yield _schemas(part.get("anyOf"))
-    yield _schemas(part.get("oneOf"))
-    yield [*_schemas(part.get("then")), *_schemas(part.get("else"))]
-    for _, member in _items(part.get("dependentSchemas")):
-        yield _schemas(member)
+    yield schemas_of(part.get("anyOf"))
+    yield schemas_of(part.get("oneOf"))
+    yield [*schemas_of(part.get("then")), *schemas_of(part.get("else"))]
+    for _, member in items_of(part.get("dependentSchemas")):
+        yield schemas_of(member)
 
 
 def _children(part: Schema) -> Iterator[tuple[str | None, Schema]]:
@@ -226,17 +154,17 @@ def _children(part: Schema) -> Iterator[tuple[str | None, Schema]]:
 
     The name is "" for contents without one, and None if other parts may describe the same contents.
     """
-    patterns = dict(_items(part.get("patternProperties")))
-    for name, child in _items(part.get("properties")):
-        yield from ((None if patterns else name, schema) for schema in _schemas(child))
+    patterns = dict(items_of(part.get("patternProperties")))
+    for name, child in items_of(part.get("properties")):
+        yield from ((None if patterns else name, schema) for schema in schemas_of(child))
     is_only_pattern = len(patterns) == 1 and "properties" not in part
     for child in patterns.values():
-        yield from (("" if is_only_pattern else None, schema) for schema in _schemas(child))
+        yield from (("" if is_only_pattern else None, schema) for schema in schemas_of(child))
     for keyword in ("additionalProperties", "unevaluatedProperties"):
-        yield from (("", schema) for schema in _schemas(part.get(keyword)))
+        yield from (("", schema) for schema in schemas_of(part.get(keyword)))
     for keyword in ("items", "prefixItems", "additionalItems", "unevaluatedItems"):
         place = None if "contains" in part else ""
-        yield from ((place, schema) for schema in _schemas(part.get(keyword)))
+        yield from ((place, schema) for schema in schemas_of(part.get(keyword)))
 
 
 def _describes(part: Schema) -> bool:
@@ -245,7 +173,7 @@ def _describes(part: Schema) -> bool:
 
 def _is_within(part: Schema, own: Schema) -> bool:
     """Return whether `part` constrains only the `own` properties of an object."""
-    named, required = dict(_items(part.get("properties"))), _required(part)
+    named, required = dict(items_of(part.get("properties"))), _required(part)
     return (
         not any(keyword in part for keyword in _OTHER_PARTS)
         and own.keys() >= named.keys()
@@ -266,16 +194,6 @@ def _required(part: Schema) -> set[str]:
     if not isinstance(required, list):
         return set()
     return {name for name in required if isinstance(name, str)}
-
-
-def _items(value: object) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def _schemas(value: object) -> list[Schema]:
-    """Return the objects in `value`, which is a schema or a list of schemas."""
-    entries = value if isinstance(value, list) else [value]
-    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _resolve(reference: str, root: Schema) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
+from ....protocol.grammars.json_schema import lenient
 from ....protocol.sampling_params import GrammarKind, StructuredOutput
 from ...chat.messages import CUSTOM_INPUT
 from ...http.errors import APIError, bad_request, echo
 from ..schema import ChatCompletionRequest
 from ..structured.constraint import Constraint
-from ..structured.json_schema import lenient, prepare_schema
+from ..structured.json_schema import prepare_schema
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ANNOTATIONS = {"type", "title", "description", "$schema"}

@@ -47,7 +47,7 @@ async def test_conversations_share_one_constraint_and_one_prediction(
 
     monkeypatch.setattr(serving, "verify_constraint", accept)
     count(serving, "verify_constraint")
-    for name in ("constraint_of", "parse_tool_choice", "encode_prediction"):
+    for name in ("parse_constraint", "parse_tool_choice", "encode_prediction"):
         count(chat_completions, name)
     request = BatchChatCompletionRequest(
         messages=[[{"role": "user", "content": text}] for text in ("One", "Two", "Three")],
@@ -60,8 +60,8 @@ async def test_conversations_share_one_constraint_and_one_prediction(
     assert len({id(prompt.predicted_token_ids) for prompt in prompts}) == 1
     assert len({prompt.token_ids.tobytes() for prompt in prompts}) == 3
     assert sorted(calls) == [
-        "constraint_of",
         "encode_prediction",
+        "parse_constraint",
         "parse_tool_choice",
         "verify_constraint",
     ]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from support.engine_fixtures import smollm2_tokenizer
-from support.grammars import verify_structured_output
+from support.grammars import usable, verify_structured_output
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}
@@ -29,8 +29,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def accepts(tokenizer: LLTokenizer, output: StructuredOutput, text: str) -> bool:
-    verify_structured_output(output)
-    matcher = LLMatcher(tokenizer, grammar_text(output))
+    matcher = LLMatcher(tokenizer, grammar_text(usable(output)))
     assert not matcher.is_error(), matcher.get_error()
     token_ids = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
@@ -179,6 +178,47 @@ def test_what_cannot_be_enforced_is_passed_over_unless_strict(
         assert not accepts(tokenizer, output, json.dumps(bad))
     with pytest.raises(ValueError, match="compiled"):
         verify_structured_output(response_format(schema, strict=True))
+
+
+BAD = {"type": "string", "pattern": "^(?!foo)b"}
+
+
+def test_bad_patterns_are_dropped_outside_the_frontends_process(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLMatcher, "validate_grammar_with_warnings", None)
+    schema = object_of(a=BAD, b={"type": "string", "pattern": "^x$"})
+    output = response_format(schema)
+    assert "(?!foo)" in output.spec
+    assert "(?!foo)" not in usable(output).spec
+    monkeypatch.undo()
+    assert accepts(tokenizer, output, '{"a": "foob", "b": "x"}')
+    assert not accepts(tokenizer, output, '{"a": "foob", "b": "y"}')
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_any_number_of_bad_patterns_is_dropped(count: int) -> None:
+    schema = object_of(**{f"p{i}": {"type": "string", "pattern": f"(?={i})"} for i in range(count)})
+    assert 'pattern"' not in usable(response_format(schema)).spec
+
+
+def test_bad_patterns_of_structural_tags_and_tools_are_dropped(tokenizer: LLTokenizer) -> None:
+    tag = {"begin": "<a>", "schema": BAD, "end": "</a>"}
+    tags = {"type": "structural_tag", "structures": [tag], "triggers": ["<a>"]}
+    assert accepts(tokenizer, constraint(response_format=tags), '<a>"foob"</a>')
+    tool = {"name": "f", "parameters": object_of(x=BAD) | {"required": ["x"]}}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        request = ChatCompletionRequest(
+            tools=[{"type": "function", "function": tool}], tool_choice=choice
+        )
+        calls = parse_tool_choice(request).constraint
+        assert calls is not None
+        text = '{"x": "foob"}'
+        if choice == "required":
+            text = f'[{{"name": "f", "parameters": {text}}}]'
+        assert accepts(tokenizer, calls.structured_output, text)
+        for part in calls.parts:
+            assert "(?!foo)" not in usable(part.structured_output).spec
 
 
 @pytest.mark.parametrize("is_strict", [False, True])

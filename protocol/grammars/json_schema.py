@@ -1,0 +1,116 @@
+"""The parts of JSON schemas, and what is passed over in lenient ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from ..sampling_params import GrammarKind, StructuredOutput
+
+Schema: TypeAlias = dict[str, Any]
+
+_MAPS: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NESTED: Final = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "unevaluatedItems",
+    "contains",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+
+
+def all_parts(root: Schema) -> Iterator[Schema]:
+    """Yield a schema and every schema in it."""
+    parts = [root]
+    while parts:
+        part = parts.pop()
+        yield part
+        for keyword in _MAPS:
+            parts += [s for _, child in items_of(part.get(keyword)) for s in schemas_of(child)]
+        for keyword in _NESTED:
+            parts += schemas_of(part.get(keyword))
+
+
+def items_of(value: object) -> list[tuple[str, Any]]:
+    """Return the items of an object, and none of anything else."""
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def schemas_of(value: object) -> list[Schema]:
+    """Return those that are objects of a schema, or of a list of schemas."""
+    entries = value if isinstance(value, list) else [value]
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def lenient(schema: Schema) -> Schema:
+    """Return a document in which what cannot be enforced is passed over instead of refused."""
+    given = schema.get("x-guidance")
+    options = given if isinstance(given, dict) else {}
+    return schema | {"x-guidance": {"lenient": True} | options}
+
+
+def _is_lenient(schema: object) -> bool:
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get("lenient") is True
+
+
+def drop_bad_patterns(structured_output: StructuredOutput) -> StructuredOutput | None:
+    """Return a constraint without the patterns of lenient schemas that cannot be compiled; None if it has none.
+
+    Compiling a pattern can take any time and memory, so this is for processes that may be lost.
+    """
+    match structured_output.kind:
+        case GrammarKind.JSON_SCHEMA:
+            document = msgspec.json.decode(structured_output.spec)
+            schemas = [document]
+        case GrammarKind.STRUCTURAL_TAG:
+            document = msgspec.json.decode(structured_output.spec)
+            schemas = [tag.get("schema") for tag in schemas_of(document["structures"])]
+        case _:
+            return None
+    is_bad = cache(lambda pattern: not _compiles(pattern))
+    has_changed = [_drop(schema, is_bad) for schema in schemas if _is_lenient(schema)]
+    if not any(has_changed):
+        return None
+    spec = msgspec.json.encode(document).decode()
+    return msgspec.structs.replace(structured_output, spec=spec)
+
+
+def _drop(root: Schema, is_bad: Callable[[str], bool]) -> bool:
+    """Drop the bad patterns of a schema. Return whether there were any."""
+    has_changed = False
+    for part in all_parts(root):
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and is_bad(pattern):
+            del part["pattern"]
+            has_changed = True
+        by_pattern = part.get("patternProperties")
+        if isinstance(by_pattern, dict) and any(map(is_bad, by_pattern)):
+            # Which properties the bad ones are of is not known, so all may be there.
+            del part["patternProperties"]
+            part["additionalProperties"] = True
+            has_changed = True
+    return has_changed
+
+
+def _compiles(pattern: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "pattern": pattern}
+    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
+    is_error, _ = LLMatcher.validate_grammar_with_warnings(grammar)
+    return not is_error
