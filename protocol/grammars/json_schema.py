@@ -13,24 +13,13 @@ from ..sampling_params import GrammarKind, StructuredOutput
 
 Schema: TypeAlias = dict[str, Any]
 
-_MAPS: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_NESTED: Final = (
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "items",
-    "prefixItems",
-    "additionalItems",
-    "unevaluatedItems",
-    "contains",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
+_MAPS: Final = frozenset(
+    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 )
+ARRAY_ITEMS: Final = ("items", "prefixItems", "additionalItems", "unevaluatedItems")
+OTHER_PROPERTIES: Final = ("additionalProperties", "unevaluatedProperties")
+_LOGIC: Final = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+_NESTED: Final = frozenset((*ARRAY_ITEMS, *OTHER_PROPERTIES, *_LOGIC, "contains", "propertyNames"))
 
 
 def all_parts(root: Schema) -> Iterator[Schema]:
@@ -39,15 +28,16 @@ def all_parts(root: Schema) -> Iterator[Schema]:
     while parts:
         part = parts.pop()
         yield part
-        for keyword in _MAPS:
-            parts += [s for _, child in items_of(part.get(keyword)) for s in schemas_of(child)]
-        for keyword in _NESTED:
-            parts += schemas_of(part.get(keyword))
+        for keyword, value in part.items():
+            if keyword in _NESTED:
+                parts += schemas_of(value)
+            elif keyword in _MAPS:
+                parts += [s for child in mapping_of(value).values() for s in schemas_of(child)]
 
 
-def items_of(value: object) -> list[tuple[str, Any]]:
-    """Return the items of an object, and none of anything else."""
-    return list(value.items()) if isinstance(value, dict) else []
+def mapping_of(value: object) -> dict[str, Any]:
+    """Return an object itself, and an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def schemas_of(value: object) -> list[Schema]:
@@ -58,9 +48,7 @@ def schemas_of(value: object) -> list[Schema]:
 
 def lenient(schema: Schema) -> Schema:
     """Return a document in which what cannot be enforced is passed over instead of refused."""
-    given = schema.get("x-guidance")
-    options = given if isinstance(given, dict) else {}
-    return schema | {"x-guidance": {"lenient": True} | options}
+    return schema | {"x-guidance": {"lenient": True} | mapping_of(schema.get("x-guidance"))}
 
 
 def _is_lenient(schema: object) -> bool:

@@ -9,12 +9,21 @@ from urllib.parse import unquote
 import msgspec
 
 from ....protocol.grammars.grammar import MAX_SPEC_LENGTH
-from ....protocol.grammars.json_schema import Schema, all_parts, items_of, schemas_of
+from ....protocol.grammars.json_schema import (
+    ARRAY_ITEMS,
+    OTHER_PROPERTIES,
+    Schema,
+    all_parts,
+    mapping_of,
+    schemas_of,
+)
 
-_OPENNESS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_OPENNESS = (*OTHER_PROPERTIES, "patternProperties")
 _OTHER_PARTS = (*_OPENNESS, "items", "prefixItems", "contains")
 _PARTS = ("properties", "required", *_OTHER_PARTS)
 """Keywords that describe the contents of an object or an array."""
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "then", "else", "dependentSchemas")
+"""Keywords that apply other schemas to the same value."""
 _KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -53,99 +62,68 @@ def _close_objects(root: Schema) -> None:
     resource.
     """
     try:
-        document = _Document(root)
+        closed = _find_closed(root)
     except LookupError:
         return
+    for part in closed:
+        part["additionalProperties"] = False
+
+
+def _find_closed(root: Schema) -> list[Schema]:
+    """Return the parts to close, in time proportional to the size of the schema.
+
+    Raises:
+        LookupError: A reference cannot be followed.
+    """
     closed: dict[int, Schema] = {}
     kept_open: set[int] = set()
     seen: set[tuple[int, bool]] = set()
     queue = [(root, True)]
     while queue:
+        # `is_alone` means that no other schema describes the value.
         part, is_alone = queue.pop()
         if (id(part), is_alone) in seen:
             continue
         seen.add((id(part), is_alone))
-        own = dict(items_of(part.get("properties")))
-        groups = document.groups[id(part)]
-        describing = [any(id(member) in document.describing for member in g) for g in groups]
-        members = {
-            id(member): member
-            for group, describes in zip(groups, describing, strict=True)
-            if describes
-            for member in group
-        }
+        if part is not root and "$id" in part:
+            raise LookupError
+        own = _properties(part)
+        groups = list(_groups(part, root))
+        describing = [group for group in groups if any(map(_says_something, group))]
+        members = [member for group in describing for member in group]
         # Members that only narrow or require the object's own properties do not conflict with closing it.
-        is_sole = is_alone and all(
-            not document.groups[key] and _is_within(member, own) for key, member in members.items()
-        )
-        shared: set[str] = set()
-        if is_sole:
-            shared.update(*(dict(items_of(m.get("properties"))) for m in members.values()))
+        is_sole = is_alone and all(_is_within(member, own) for member in members)
         if is_sole and _may_close(part, own):
             closed[id(part)] = part
         else:
             kept_open.add(id(part))
-        num_describing = sum(describing)
         is_bare = is_alone and not _describes(part)
-        for group, describes in zip(groups, describing, strict=True):
-            is_only = is_bare and num_describing == describes
+        for group in groups:
+            is_only = is_bare and all(other is group for other in describing[:2])
             queue += [(member, is_only) for member in group]
+        shared = {name for member in members for name in _properties(member)} if is_sole else set()
         for name, child in _children(part):
             queue.append((child, is_sole and name is not None and name not in shared))
-    for key, part in closed.items():
-        if key not in kept_open:
-            part["additionalProperties"] = False
-
-
-class _Document:
-    """All parts of a schema that describe a value.
-
-    Raises LookupError for references that cannot be followed.
-
-    Attributes:
-        groups: By part id, the parts that apply to the same value. At least one part of each group applies.
-        describing: The ids of parts that describe the contents of an object or array, themselves or through other
-            parts.
-    """
-
-    def __init__(self, root: Schema) -> None:
-        self.groups: dict[int, list[list[Schema]]] = {}
-        self.describing: set[int] = set()
-        owners: dict[int, list[Schema]] = {}
-        describing: list[Schema] = []
-        parts = [root]
-        while parts:
-            part = parts.pop()
-            if id(part) in self.groups:
-                continue
-            if part is not root and "$id" in part:
-                raise LookupError
-            self.groups[id(part)] = groups = [group for group in _groups(part, root) if group]
-            for group in groups:
-                for member in group:
-                    owners.setdefault(id(member), []).append(part)
-                parts += group
-            parts += [child for _, child in _children(part)]
-            if _describes(part):
-                describing.append(part)
-        while describing:
-            part = describing.pop()
-            if id(part) not in self.describing:
-                self.describing.add(id(part))
-                describing += owners.get(id(part), ())
+    return [part for key, part in closed.items() if key not in kept_open]
 
 
 def _groups(part: Schema, root: Schema) -> Iterator[list[Schema]]:
+    """Yield groups of other parts that apply to the same value. At least one part of each group applies.
+
+    Raises:
+        LookupError: A reference cannot be followed.
+    """
     if "$dynamicRef" in part or "$recursiveRef" in part:
         raise LookupError
     if isinstance(reference := part.get("$ref"), str):
-        yield schemas_of(_resolve(reference, root))
+        target = _resolve(reference, root)
+        yield [target] if isinstance(target, dict) else []
     for member in schemas_of(part.get("allOf")):
         yield [member]
     yield schemas_of(part.get("anyOf"))
     yield schemas_of(part.get("oneOf"))
     yield [*schemas_of(part.get("then")), *schemas_of(part.get("else"))]
-    for _, member in items_of(part.get("dependentSchemas")):
+    for member in mapping_of(part.get("dependentSchemas")).values():
         yield schemas_of(member)
 
 
@@ -154,15 +132,15 @@ def _children(part: Schema) -> Iterator[tuple[str | None, Schema]]:
 
     The name is "" for contents without one, and None if other parts may describe the same contents.
     """
-    patterns = dict(items_of(part.get("patternProperties")))
-    for name, child in items_of(part.get("properties")):
+    patterns = mapping_of(part.get("patternProperties"))
+    for name, child in _properties(part).items():
         yield from ((None if patterns else name, schema) for schema in schemas_of(child))
     is_only_pattern = len(patterns) == 1 and "properties" not in part
     for child in patterns.values():
         yield from (("" if is_only_pattern else None, schema) for schema in schemas_of(child))
-    for keyword in ("additionalProperties", "unevaluatedProperties"):
+    for keyword in OTHER_PROPERTIES:
         yield from (("", schema) for schema in schemas_of(part.get(keyword)))
-    for keyword in ("items", "prefixItems", "additionalItems", "unevaluatedItems"):
+    for keyword in ARRAY_ITEMS:
         place = None if "contains" in part else ""
         yield from ((place, schema) for schema in schemas_of(part.get(keyword)))
 
@@ -171,13 +149,17 @@ def _describes(part: Schema) -> bool:
     return any(part.get(keyword, []) != [] for keyword in _PARTS)
 
 
+def _says_something(part: Schema) -> bool:
+    """Return whether a part describes contents, or may do so through other parts."""
+    return _describes(part) or any(keyword in part for keyword in _COMBINING)
+
+
 def _is_within(part: Schema, own: Schema) -> bool:
     """Return whether `part` constrains only the `own` properties of an object."""
-    named, required = dict(items_of(part.get("properties"))), _required(part)
     return (
-        not any(keyword in part for keyword in _OTHER_PARTS)
-        and own.keys() >= named.keys()
-        and own.keys() >= required
+        not any(keyword in part for keyword in (*_OTHER_PARTS, *_COMBINING))
+        and own.keys() >= _properties(part).keys()
+        and _requires_only(part, own)
     )
 
 
@@ -185,15 +167,22 @@ def _may_close(part: Schema, own: Schema) -> bool:
     return (
         isinstance(part.get("properties"), dict)
         and not any(keyword in part for keyword in (*_OPENNESS, "const", "enum", "minProperties"))
-        and own.keys() >= _required(part)
+        and _requires_only(part, own)
     )
 
 
-def _required(part: Schema) -> set[str]:
+def _requires_only(part: Schema, own: Schema) -> bool:
+    """Return whether all properties that `part` requires are `own` ones. (The names in `required` are distinct.)"""
     required = part.get("required")
     if not isinstance(required, list):
-        return set()
-    return {name for name in required if isinstance(name, str)}
+        return True
+    return len(required) <= len(own) and all(
+        name in own for name in required if isinstance(name, str)
+    )
+
+
+def _properties(part: Schema) -> dict[str, Any]:
+    return mapping_of(part.get("properties"))
 
 
 def _resolve(reference: str, root: Schema) -> Any:
@@ -210,7 +199,7 @@ def _resolve(reference: str, root: Schema) -> Any:
     for step in unquote(reference[2:]).split("/"):
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(value, list):
-            if not key.isdecimal():
+            if not (key.isdecimal() and len(key) < 10):
                 raise LookupError
             value = value[int(key)]
         elif isinstance(value, dict):

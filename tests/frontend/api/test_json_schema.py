@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -247,6 +248,23 @@ def test_a_schema_that_is_nested_too_deeply_is_the_clients_error() -> None:
     with pytest.raises(APIError, match="nested too deeply") as error:
         constraint(json_schema=deep)
     assert (error.value.status, error.value.param) == (400, "json_schema")
+
+
+@pytest.mark.parametrize(
+    "target", [object_of(**{f"p{n}": {} for n in range(8000)}), {"required": ["a"] * 12_000}]
+)
+def test_references_to_one_large_schema_take_time_in_proportion_to_the_text(
+    target: dict[str, Any],
+) -> None:
+    uses = [{"properties": {"a": {}}, "$ref": "#/$defs/A"}] * 5000
+    began = time.process_time()
+    prepare_schema({"$defs": {"A": target}, "anyOf": uses}, is_strict=True)
+    assert time.process_time() - began < 5
+
+
+def test_an_index_of_many_digits_is_a_reference_that_leads_nowhere() -> None:
+    schema = A | {"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]}
+    assert prepare_schema(schema, is_strict=True) == schema
 
 
 KEYWORDS = [
