@@ -193,10 +193,9 @@ def is_given(kind: type) -> bool:
 
     These are configuration, functions and external dependencies.
     """
-    return (
-        issubclass(kind, ExternalDependency | FunctionType | BuiltinFunctionType | MethodType)
-        or kind.__module__ == f"{ROOT}.protocol.config"
-    )
+    return issubclass(
+        kind, ExternalDependency | FunctionType | BuiltinFunctionType | MethodType
+    ) or kind.__module__.startswith(f"{ROOT}.protocol.config")
 
 
 def is_engine_class(kind: type) -> bool:

@@ -302,6 +302,12 @@ def test_everything_that_an_object_has_is_part_of_its_state():
         assert vars(instance).keys() - computed <= set(field_names(type(instance)))
 
 
+def test_a_snapshot_leaves_the_configuration_to_the_scheduler_it_is_restored_into():
+    snapshot = record(21, SMALL_SEGMENT).dump().segments[-1].snapshot
+    assert snapshot is not None
+    assert not [layout for layout in snapshot.layouts if ".config" in layout.name]
+
+
 def test_a_state_that_cannot_be_described_leaves_the_events():
     harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
     harness.scheduler.invariant_violations.append(Fraction(1, 3))
