@@ -190,12 +190,9 @@ def without_content(params: SamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        structured_output=None if grammar is None else _without_spec(grammar),
+        structured_output=grammar
+        and StructuredOutput(grammar.kind, is_isolated=grammar.is_isolated),
     )
-
-
-def _without_spec(grammar: StructuredOutput) -> StructuredOutput:
-    return StructuredOutput(grammar.kind, is_isolated=grammar.is_isolated)
 
 
 class _Describer:

@@ -384,11 +384,11 @@ class EngineClient:
         """
         if deadline:
             group.deadline_timer = asyncio.get_running_loop().call_later(
-                deadline + DEADLINE_GRACE_S - time.monotonic(), self._expire_group, group
+                deadline + DEADLINE_GRACE_S - time.monotonic(),
+                self._end_in_turns,
+                group,
+                self._output.expire,
             )
-
-    def _expire_group(self, group: RequestGroup) -> None:
-        self._end_in_turns(group, self._output.expire)
 
     def _abort_at_core(self, sequence: Sequence) -> None:
         self._cores[sequence.core_index].abort_request(sequence.request_index)

@@ -44,17 +44,12 @@ class Logprobs:
         return islice(iterate_logprobs(self._messages), self._num_positions)
 
 
-def decode_logprobs(messages: list[TokenLogprobs]) -> list[PositionLogprobs]:
-    """Decode consecutive messages of one request.
+def iterate_logprobs(messages: list[TokenLogprobs]) -> Iterator[PositionLogprobs]:
+    """Yield the positions of consecutive messages of one request.
 
     Raises:
         ValueError: An array does not have `num_positions` rows.
     """
-    return list(iterate_logprobs(messages))
-
-
-def iterate_logprobs(messages: list[TokenLogprobs]) -> Iterator[PositionLogprobs]:
-    """Yield the positions that `decode_logprobs` returns one by one."""
     for message in messages:
         shape = (message.num_positions, -1)
         all_ids = int32_view(message.token_ids).reshape(shape)

@@ -18,7 +18,7 @@ from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .core_load import CoreLoad
-from .logprobs import Logprobs, PositionLogprobs, decode_logprobs, iterate_logprobs
+from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .sequence_io import Delta
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
@@ -251,7 +251,7 @@ class Sequence:
         """
         if self.params.prompt_logprobs is None:
             return None
-        return [None, *decode_logprobs(self.prompt_logprob_messages)]
+        return list(self.iterate_prompt_logprobs())
 
     def iterate_prompt_logprobs(self) -> Iterator[PositionLogprobs | None]:
         """Yield the entries of `prompt_logprobs` one by one, because the whole list needs much more memory."""

@@ -45,7 +45,7 @@ def count_kv_blocks(
         groups, config.model.max_model_len, max_step_tokens, cache.block_size
     )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
-    remedy = _other_size
+    remedy: Callable[[int], str] = "--kv-cache-memory-bytes {}".format
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
         origin = "--num-gpu-blocks-override"
@@ -74,10 +74,6 @@ def count_kv_blocks(
             f"({remedy(needed)}), or use --max-model-len {fits}"
         )
     return int(num_blocks)
-
-
-def _other_size(needed: int) -> str:
-    return f"--kv-cache-memory-bytes {needed}"
 
 
 def _larger_share(profile: MemoryProfile, needed: int) -> str:

@@ -229,6 +229,7 @@ class DummyWeightReader(WeightReader):
         self._unread = set()
         self._prefix = ""
         self._head = _HEAD
+        self._can_keep = None
 
     def _read(
         self,
@@ -241,11 +242,6 @@ class DummyWeightReader(WeightReader):
         if part is not None:
             shape = (*shape[:dim], len(part), *shape[dim + 1 :])
         return made_up(name, shape, dtype or self.dtype, self.device)
-
-    def _read_matrix(
-        self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0
-    ) -> Tensor:
-        return self._read(name, shape, part, dim)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Accept any name and shape."""
