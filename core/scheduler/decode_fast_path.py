@@ -110,7 +110,7 @@ class DecodeFastPath:
             or self._may_admit()
             or (self._drafts is not None and self._drafts.has_drafts)
             or self._encoders.are_in_use
-            or self._lifecycle.is_deadline_past(now)
+            or self._lifecycle.deadlines.is_any_past(now)
         ):
             return None
         phase = self._num_repeated % self._block_size

@@ -5,7 +5,6 @@ A preempted or finished request loses its slot and blocks in `RequestLifecycle._
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol, TypeAlias
@@ -37,6 +36,7 @@ from .features.grammars import Grammars
 from .features.poison_isolation import PoisonIsolation
 from .limits import Refusal, Requirements
 from .queues.backlog import AdmissionRate, TenantLimits
+from .queues.deadlines import Deadlines, describe_expiry
 from .queues.request_queue import RequestQueue
 
 End: TypeAlias = tuple[Request, FinishReason, int | None, str]
@@ -44,9 +44,6 @@ End: TypeAlias = tuple[Request, FinishReason, int | None, str]
 
 _QUEUED: Final = EventKind.QUEUED
 _SCHEDULED: Final = EventKind.SCHEDULED
-
-_MIN_ENDED = 64
-"""Entries of finished requests are removed when there are this many more of them than of others."""
 
 
 class Start(msgspec.Struct, frozen=True, gc=False):
@@ -115,7 +112,7 @@ class RequestLifecycle:
         self._num_arrivals = 0
         self._num_queued_tokens = 0
         self._rate = AdmissionRate()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self.deadlines = Deadlines()
         self._blocked: Request | None = None
         self._blocked_at = 0, 0
 
@@ -185,8 +182,7 @@ class RequestLifecycle:
         self.clients.record_event(request, _QUEUED, now)
         if message.is_suspect:
             self.poison_isolation.add_suspect(request)
-        if request.deadline:
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        self.deadlines.add_request(request)
         if request.encoder_inputs:
             self._encoders.are_in_use = True
         if request.params.structured_output is not None and self.grammars.start(request):
@@ -230,28 +226,17 @@ class RequestLifecycle:
                 request.status = RequestStatus.WAITING
                 self.queue.requeue(request)
 
-    def is_deadline_past(self, now: float) -> bool:
-        """Return whether `finish_expired` may have something to do."""
-        return bool(self._deadlines) and self._deadlines[0][0] <= now
-
     def finish_expired(self, now: float) -> None:
         """Finish the requests that are past their deadline."""
-        deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
-            deadline, _, request = heapq.heappop(deadlines)
-            if request.is_finished:
-                continue
+        for request, deadline in self.deadlines.pop_expired(now):
+            num_queued = max(len(self.requests) - self._max_num_seqs, 0)
             self.finish_request(
                 request,
                 FinishReason.EXPIRED,
-                message=_describe_expiry(request, deadline),
-                retry_after_s=self._rate.estimate_seconds(
-                    max(len(self.requests) - self._max_num_seqs, 0)
-                ),
+                message=describe_expiry(request, deadline),
+                retry_after_s=self._rate.estimate_seconds(num_queued),
             )
-        if len(deadlines) > 2 * len(self.requests) + _MIN_ENDED:
-            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
-            heapq.heapify(self._deadlines)
+        self.deadlines.remove_finished(len(self.requests))
 
     def wait_for_load(self, request: Request) -> None:
         """Remove the first request from the queue until a KV connector has loaded its blocks."""
@@ -512,13 +497,3 @@ class RequestLifecycle:
             for request in requests:
                 self._encoders.release_request(request)
         self.running.remove_requests(requests)
-
-
-def _describe_expiry(request: Request, deadline: float) -> str:
-    allowed_s = deadline - request.queued_at
-    if allowed_s <= 0:
-        return "the request reached the scheduler after its deadline"
-    state = "still queued" if request.status < RUNNING else "still running"
-    return (
-        f"the request was {state} at its deadline, {max(allowed_s, 0.001):.3f} s after it arrived"
-    )
