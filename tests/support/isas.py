@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from itertools import count, takewhile
+
 from engine.workers.cpu.library import native_library
 
-PORTABLE = 0
-# AVX2 without and with VNNI, and AVX-512. They multiply bf16 as floats.
-FUSED_WITHOUT_BF16 = (1, 2, 3)
-# It sums products of bf16 in an order of its own.
-AMX = 6
-BEST_ISA: int = native_library().engine_isa()
-_MORE_THAN_THERE_ARE = 16
+
+def isa_name(isa: int) -> str | None:
+    """Return the name of the set with this number, or None if the library has none."""
+    name: bytes | None = native_library().engine_isa_name(isa)
+    return None if name is None else name.decode()
 
 
 def select_isa(isa: int) -> bool:
-    """Use it from now on. False, and nothing is changed, where the machine lacks it or there is none such."""
+    """Use it from now on. Return False, and change nothing, if the machine lacks it or there is no such set."""
     return bool(native_library().engine_select_isa(isa))
 
 
-ISAS = [isa for isa in range(_MORE_THAN_THERE_ARE) if select_isa(isa)]
+ISA_NAMES = list(takewhile(bool, map(isa_name, count())))
+"""The names of all sets that the library was compiled for, by number."""
+
+
+def _numbers(*names: str) -> tuple[int, ...]:
+    return tuple(isa for isa, name in enumerate(ISA_NAMES) if name in names)
+
+
+(PORTABLE,) = _numbers("any processor")
+# They multiply bf16 as floats.
+FUSED_WITHOUT_BF16 = _numbers("AVX2", "AVX2 with VNNI", "AVX-512 with VNNI")
+# It sums products of bf16 in an order of its own.
+AMX = next(iter(_numbers("AMX")), None)
+BEST_ISA: int = native_library().engine_isa()
+
+ISAS = [isa for isa in range(len(ISA_NAMES)) if select_isa(isa)]
+"""The sets that this machine supports."""
 select_isa(BEST_ISA)

@@ -77,7 +77,7 @@ def _type_name(kind: Any) -> str:
         return "void"
     if issubclass(kind, ctypes.Array):
         return f"{_type_name(kind._type_)}[{kind._length_}]"
-    if issubclass(kind, ctypes._Pointer) or kind is ctypes.c_void_p:
+    if issubclass(kind, ctypes._Pointer) or kind in (ctypes.c_char_p, ctypes.c_void_p):
         return "pointer"
     bits = 8 * ctypes.sizeof(kind)
     if issubclass(kind, ctypes.Structure):

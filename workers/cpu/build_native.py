@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from setuptools import Extension
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 # More gain little: one source takes a fifth of the time of all. Each needs up to 0.4 GB, and a container may have less
 # memory than that for all processors of its machine.
@@ -16,6 +21,13 @@ MAX_COMPILERS = 4
 
 # Setuptools runs in the root of the project and wants paths relative to it.
 CSRC = Path("workers", "cpu", "csrc")
+
+INSTRUCTION_SETS = CSRC / "isa" / "instruction_sets.inc"
+KERNELS = "kernels.cpp"
+"""The name of the sources that are compiled once per instruction set."""
+
+SUBJECTS = ("linear", "attention", "rows", "sampling")
+"""Folders with such a source, in the order of the columns of `INSTRUCTION_SETS`."""
 
 LIBRARY = "_native.so"
 """One name for every version of Python: ctypes loads the library, and it uses nothing of CPython."""
@@ -28,6 +40,7 @@ class BuildNative(build_ext):
         super().finalize_options()
         (native,) = self.extensions
         native.optional = os.environ.get("ENGINE_REQUIRE_NATIVE", "0") in ("", "0")
+        native.include_dirs = [CSRC.as_posix()]
         files = sorted(path.as_posix() for path in CSRC.rglob("*.*"))
         native.sources = [file for file in files if file.endswith(".cpp")]
         # These complete a source distribution, and a change of one of them compiles all sources again.
@@ -36,16 +49,61 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")[:-1], LIBRARY)
 
-    def build_extensions(self) -> None:
+    def build_extension(self, ext: Extension) -> None:
         compile_one = self.compiler.compile
 
-        def compile_all(sources: list[str], **options: Any) -> list[str]:
+        def compile_all(
+            sources: list[str], *, output_dir: str, macros: list[Any], **options: Any
+        ) -> list[str]:
+            targets = kernel_targets(self.compiler.compiler_so_cxx)
+
+            def compile_for(job: tuple[str, str | None]) -> list[str]:
+                source, target = job
+                if target is None:
+                    return compile_one([source], output_dir=output_dir, macros=macros, **options)
+                return compile_one(
+                    [source],
+                    output_dir=os.path.join(output_dir, target),
+                    macros=[*macros, ("ENGINE_TARGET", target)],
+                    **options,
+                )
+
+            jobs: list[tuple[str, str | None]] = []
+            for source in sources:
+                path = Path(source)
+                if path.name == KERNELS:
+                    jobs += [(source, target) for target in targets[path.parent.name]]
+                else:
+                    jobs.append((source, None))
             with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILERS)) as pool:
-                objects = pool.map(lambda source: compile_one([source], **options), sources)
-                return [path for paths in objects for path in paths]
+                return [path for paths in pool.map(compile_for, jobs) for path in paths]
 
         self.compiler.compile = compile_all
-        super().build_extensions()
+        super().build_extension(ext)
+
+
+def kernel_targets(compiler: Sequence[str]) -> dict[str, list[str]]:
+    """Return the instruction sets that each subject's kernels are compiled for, according to `INSTRUCTION_SETS`.
+
+    The compiler evaluates the conditions of the list: it knows for which machine it compiles, and what it supports.
+
+    Args:
+        compiler: The command that runs it, with arguments.
+
+    Raises:
+        CompileError: The compiler cannot be run.
+    """
+    command = [*compiler, "-E", "-P", "-x", "c++", str(INSTRUCTION_SETS)]
+    try:
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(str(error)) from error
+    columns = ",".join([r"\s*(\w+)\s*"] * len(SUBJECTS))
+    rows = re.findall(rf"ENGINE_ISA\(\w+,{columns},", text)
+    return {
+        subject: sorted(set(column))
+        for subject, column in zip(SUBJECTS, zip(*rows, strict=True), strict=True)
+    }
 
 
 class PlatformWheel(bdist_wheel):

@@ -7,7 +7,7 @@ these mirrors when it is loaded.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -15,16 +15,6 @@ from ...protocol.errors import EngineError
 from .abi import Signature, check_abi, describe_abi
 
 MAX_PARTS = 3
-# By their numbers in `isa.h`.
-INSTRUCTION_SETS = (
-    "any processor",
-    "AVX2",
-    "AVX2 with VNNI",
-    "AVX-512 with VNNI",
-    "AVX-512 with VNNI and BF16",
-    "NEON",
-    "AMX",
-)
 OP_KINDS = (
     "embed",
     "quantize",
@@ -255,6 +245,7 @@ STRUCTS = (
 
 FUNCTIONS: dict[str, Signature] = {
     "engine_isa": (c_int32, []),
+    "engine_isa_name": (c_char_p, [c_int32]),
     "engine_select_isa": (c_int32, [c_int32]),
     "engine_can_pack": (c_int32, [c_int32, c_int32]),
     "engine_packed_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
@@ -313,4 +304,6 @@ def load_library(path: str) -> ctypes.CDLL:
 
 def instruction_set() -> str:
     """Return the name of the instruction set that the kernels in use were compiled for."""
-    return INSTRUCTION_SETS[native_library().engine_isa()]
+    library = native_library()
+    name: bytes = library.engine_isa_name(library.engine_isa())
+    return name.decode()

@@ -3,25 +3,71 @@
 from __future__ import annotations
 
 import platform
+import re
+import shutil
 from pathlib import Path
 
 import pytest
-from engine.workers.cpu.library import INSTRUCTION_SETS, instruction_set
-from support.isas import ISAS, select_isa
+from engine.workers.cpu.build_native import INSTRUCTION_SETS, kernel_targets
+from engine.workers.cpu.library import instruction_set
+from support.isas import ISA_NAMES, ISAS, select_isa
 
+ROOT = Path(__file__).parents[3]
+LIST = ROOT / INSTRUCTION_SETS
+COMPILER = shutil.which("c++") or shutil.which("g++")
 CPU_INFO = Path("/proc/cpuinfo")
 AVX2 = {"avx2", "fma", "f16c"}
 AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "bmi2"}
 
 
-def test_every_set_of_this_machine_has_a_name() -> None:
-    names = []
+def test_selected_set_is_named() -> None:
     for isa in ISAS:
         select_isa(isa)
-        names.append(instruction_set())
-    assert names == [INSTRUCTION_SETS[isa] for isa in ISAS]
-    assert len(set(names)) == len(names)
+        assert instruction_set() == ISA_NAMES[isa]
+    assert len(set(ISA_NAMES)) == len(ISA_NAMES)
+
+
+def test_set_that_does_not_exist_cannot_be_selected() -> None:
+    before = instruction_set()
+    assert not select_isa(-1)
+    assert not select_isa(len(ISA_NAMES))
+    assert instruction_set() == before
+
+
+def test_list_and_target_headers_name_the_same_sets() -> None:
+    sets = re.findall(r"^ENGINE_ISA\((\w+),", LIST.read_text(), re.MULTILINE)
+    headers = sorted(path.stem for path in (LIST.parent / "targets").iterdir())
+    assert sorted(sets) == headers
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["-D__x86_64__"],
+            {
+                "linear": ["avx2", "avx512", "avx512_bf16", "avx_vnni", "portable"],
+                "attention": ["avx2", "avx512", "avx512_bf16", "portable"],
+                "rows": ["avx2", "avx512", "portable"],
+                "sampling": ["avx2", "avx512", "portable"],
+            },
+        ),
+        (
+            ["-D__aarch64__"],
+            dict.fromkeys(("linear", "attention", "rows", "sampling"), ["neon", "portable"]),
+        ),
+        ([], dict.fromkeys(("linear", "attention", "rows", "sampling"), ["portable"])),
+    ],
+    ids=["x86-64 but not Linux", "64-bit ARM", "another machine"],
+)
+def test_kernels_are_compiled_for_the_sets_of_the_compilers_machine(
+    arguments: list[str], expected: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    undefined = ["-U__x86_64__", "-U__aarch64__", "-U__linux__"]
+    assert kernel_targets([str(COMPILER), *undefined, *arguments]) == expected
 
 
 @pytest.mark.skipif(

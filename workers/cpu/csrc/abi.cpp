@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "api.h"
-#include "program.h"
+#include "program/program.h"
 
 namespace engine {
 namespace {
@@ -95,7 +95,7 @@ std::string describe() {
          num_drafts, lookup, tokens, num_sampled, num_verified)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
        head, sum)
-  FOR_EACH(FUNCTION, engine_isa, engine_select_isa, engine_can_pack, engine_packed_bytes,
+  FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,
            engine_program_free, engine_program_add, engine_program_add_rope,

@@ -20,6 +20,7 @@ struct Step;
 ENGINE_API const char* engine_abi();
 
 ENGINE_API int engine_isa();
+ENGINE_API const char* engine_isa_name(int isa);
 ENGINE_API int engine_select_isa(int chosen);
 
 ENGINE_API int engine_can_pack(int32_t type, int32_t format);

@@ -1,0 +1,87 @@
+// Paged attention.
+//
+// A row is one query head of one token. Its keys are taken in chunks of kChunk and partitions of
+// kPartition, both at multiples of their size from the start of the sequence; a partition is one
+// running softmax, and partitions are combined in their order. So the result of a row depends on its query,
+// its keys and values and its window, and not on which rows are computed together or by which thread.
+#pragma once
+
+#include "attention/kv_cache.h"
+#include "runtime/readahead.h"
+
+namespace engine {
+
+constexpr int kChunk = 64;
+constexpr int kPartition = 1024;
+// Rows that are computed together, unless one token's query heads are more.
+constexpr int kTaskRows = 64;
+
+struct AttentionLayer {
+  float scale;
+  float softcap;   // 0 for none
+  int32_t window;  // 0 for none
+};
+
+// The query heads of one key/value head, for consecutive tokens of one sequence.
+struct AttentionTask {
+  const uint32_t* queries;  // [num_tokens][num_heads][query_words]
+  int position;             // of the first token
+  int num_tokens;
+  int num_heads;  // that share the key/value head
+  int kv_head;
+  int first_partition, last_partition;  // which to take, inclusive
+  const int32_t* blocks;                // of the sequence
+  const uint8_t* kv_cache;
+  const AttentionTask* next;  // what this thread does next, or null
+};
+
+// One softmax over some keys of each row.
+struct AttentionState {
+  float* maximum;  // [rows]
+  float* sum;      // [rows][16], in as many parts
+  float* values;   // [rows][padded head_dim], weighted
+};
+
+// What a thread needs to do a task.
+struct AttentionScratch {
+  AttentionScratch(int max_rows, int padded_head_dim);
+  AttentionScratch(const AttentionScratch&) = delete;
+  ~AttentionScratch();
+
+  AttentionState part, total;
+
+ private:
+  float* memory_;
+};
+
+inline int first_key(int position, int window) {
+  return window && position + 1 > window ? position + 1 - window : 0;
+}
+
+struct AttentionKernels {
+  // Words of a query in the kernels' format, which matches that of the keys.
+  int (*query_words)(const KVLayout&);
+  // Begins to fetch the first keys that `task` reads.
+  void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
+  // Computes the task's partitions one after the other and leaves their combination in `total`.
+  void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
+                 const AttentionState& total);
+  // Adds the next partition to those in `total`.
+  void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_head_dim);
+  // Divides by the sums: out[row][head_dim].
+  void (*finish)(const AttentionState& total, int rows, int head_dim, float* out);
+  // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
+  void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
+                          uint32_t* out);
+  // Stores a token's key and value of one head, [head_dim] each.
+  void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
+                const float* key, const float* value);
+};
+
+#define ENGINE_ISA(set, linear, attention, ...)  \
+  namespace attention {                          \
+  const AttentionKernels& attention_kernels(); \
+  }
+#include "isa/instruction_sets.inc"
+
+}  // namespace engine

@@ -1,0 +1,84 @@
+#include "isa/isa.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "attention/attention.h"
+#include "linear/kernels.h"
+#include "rows/kernels.h"
+#include "sampling/kernels.h"
+
+namespace engine {
+namespace {
+
+// What the list may use to tell whether a set is supported.
+
+// __builtin_cpu_supports takes nothing but a literal.
+#define has(feature) bool(__builtin_cpu_supports(feature))
+
+// A process has to ask for the tile registers: a thread's state grows by 8 KiB with them.
+[[maybe_unused]] bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+[[maybe_unused]] bool has_dot_product() {
+#if defined(__aarch64__) && defined(__linux__)
+  return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
+#else
+  // Every 64-bit ARM processor of Apple has it.
+  return true;
+#endif
+}
+
+struct InstructionSet {
+  const char* name;
+  bool (*is_supported)();
+  Kernels (*kernels)();
+};
+
+// In the order of Isa. Functions, because those of a set must not run on a processor that lacks it.
+constexpr InstructionSet kInstructionSets[] = {
+#define ENGINE_ISA(set, linear, attention, rows, sampling, name, is_supported)                              \
+  {name, [] { return is_supported; }, [] {                                                                  \
+     return Kernels{&linear::linear_kernels(), &attention::attention_kernels(), &rows::row_kernels(),       \
+                    &sampling::sampling_kernels()};                                                         \
+   }},
+#include "isa/instruction_sets.inc"
+};
+
+Isa best_isa() {
+  int best = kNumIsas - 1;
+  while (!is_supported(Isa(best))) best--;
+  return Isa(best);
+}
+
+Isa selected = best_isa();
+Kernels selected_kernels = kInstructionSets[int(selected)].kernels();
+
+}  // namespace
+
+bool is_supported(Isa isa) { return kInstructionSets[int(isa)].is_supported(); }
+
+const char* isa_name(Isa isa) { return kInstructionSets[int(isa)].name; }
+
+Isa isa() { return selected; }
+
+const Kernels& kernels() { return selected_kernels; }
+
+bool select_isa(Isa isa) {
+  if (!is_supported(isa)) return false;
+  selected = isa;
+  selected_kernels = kInstructionSets[int(isa)].kernels();
+  return true;
+}
+
+}  // namespace engine

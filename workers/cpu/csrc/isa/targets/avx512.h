@@ -1,0 +1,7 @@
+// AVX-512 with VNNI.
+#include <immintrin.h>
+#define ENGINE_AVX512
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")
+// GCC 12 warns about its own headers, whose undefined vectors are on purpose.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

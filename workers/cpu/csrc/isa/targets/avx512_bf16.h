@@ -1,0 +1,4 @@
+// AVX-512 with VNNI and BF16.
+#include "avx512.h"
+#define ENGINE_BF16
+#pragma GCC target("avx512bf16")

@@ -1,0 +1,1 @@
+// Standard C++: correct everywhere, and what every other set is tested against.

@@ -1,0 +1,27 @@
+// The linear kernels of one instruction set: the set's vector operations, and the products that are made of them.
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <initializer_list>
+
+#include "linear/activation_groups.h"
+#include "linear/kernels.h"
+#include "isa/target.h"
+
+namespace engine::ENGINE_TARGET {
+#if defined(ENGINE_TILES)
+#include "linear/amx.inc"
+#else
+#if defined(ENGINE_AVX512)
+#include "linear/avx512.inc"
+#elif defined(ENGINE_AVX2)
+#include "linear/avx2.inc"
+#elif defined(ENGINE_NEON)
+#include "linear/neon.inc"
+#else
+#include "linear/portable.inc"
+#endif
+
+#include "linear/products.inc"
+#endif
+}  // namespace engine::ENGINE_TARGET

@@ -1,0 +1,33 @@
+// What an instruction set provides to linear.h.
+#pragma once
+
+#include <new>
+
+#include "linear/bf16_block.h"
+#include "linear/packed_layout.h"
+
+#define ENGINE_INLINE inline __attribute__((always_inline))
+#define ENGINE_UNROLL _Pragma("GCC unroll 16")
+
+namespace engine {
+
+struct LinearKernels {
+  size_t pair_bytes;  // of two activations for bf16
+  int rows_at_once[kNumWeightFormats];
+  // x is one row of k floats.
+  void (*quantize_int8)(const float* x, int k, void* out);
+  void (*quantize_int8_split)(const float* x, int k, void* out);
+  void (*quantize_bf16)(const float* x, int k, void* out);
+  // As linear_rows, by weight format.
+  void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,
+                                    int rows, int n_begin, int n_end, float* out,
+                                    ptrdiff_t out_stride, Readahead& readahead);
+};
+
+#define ENGINE_ISA(set, linear, ...)  \
+  namespace linear {                          \
+  const LinearKernels& linear_kernels(); \
+  }
+#include "isa/instruction_sets.inc"
+
+}  // namespace engine

@@ -1,0 +1,124 @@
+#include "sampling/draft_lookup.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "api.h"
+
+namespace engine {
+
+namespace {
+
+// How many tokens before `end` of a passage are the same as those at the end of the request.
+int32_t match_length(const int32_t* passage, int32_t end, const int32_t* tokens, int32_t length) {
+  const int32_t most = std::min({end, length, kLongestMatch});
+  int32_t matched = 0;
+  while (matched < most && passage[end - 1 - matched] == tokens[length - 1 - matched]) matched++;
+  return matched;
+}
+
+// Where in a passage the last tokens of a request came before. `end` is 0 if nowhere.
+struct Match {
+  int32_t length, end;
+};
+
+// The longest match with more than `longest` tokens in the request's own tokens.
+Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
+  Match found{longest, 0};
+  for (int32_t end = length - 1; end > found.length && found.length < kLongestMatch; end--) {
+    if (tokens[end - 1] != tokens[length - 1]) continue;
+    const int32_t matched = match_length(tokens, end, tokens, length);
+    if (matched > found.length) found = {matched, end};
+  }
+  return found;
+}
+
+// The longest match with more than `longest` tokens in the prediction. While all of the output is as predicted it is a
+// match of any length: the prediction follows the prompt.
+Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const int32_t* tokens,
+                         int32_t length, int32_t num_output, int32_t longest) {
+  Match found{longest, 0};
+  for (int32_t end = 1; end < num_predicted; end++) {
+    if (predicted[end - 1] != tokens[length - 1]) continue;
+    int32_t matched = match_length(predicted, end, tokens, length);
+    if (matched == end && end == num_output) matched = kLongestMatch;
+    const bool is_nearer = found.end && std::abs(end - num_output) < std::abs(found.end - num_output);
+    if (matched > found.length || (matched == found.length && is_nearer)) found = {matched, end};
+  }
+  return found;
+}
+
+// Writes drafts behind the tokens, of which there are one or more, and returns how many.
+int32_t draft(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most,
+              int32_t shortest_match) {
+  const int32_t* predicted = lookup.predicted_tokens[slot];
+  const int32_t num_predicted = lookup.num_predicted[slot];
+  const int32_t num_output = length - lookup.num_prompt_tokens[slot];
+  const Match in_prediction = find_in_prediction(predicted, num_predicted, tokens, length, num_output,
+                                                 shortest_match - 1);
+  const Match in_tokens = find_in_tokens(tokens, length, in_prediction.length);
+  if (in_tokens.end) {
+    const int32_t count = std::min(most, in_tokens.length);
+    // One by one: what is copied may reach into what has just been written.
+    for (int32_t k = 0; k < count; k++) tokens[length + k] = tokens[in_tokens.end + k];
+    return count;
+  }
+  if (!in_prediction.end) return 0;
+  const int32_t count = std::min({most, in_prediction.length, num_predicted - in_prediction.end});
+  std::copy_n(predicted + in_prediction.end, count, tokens + length);
+  lookup.num_from_prediction[slot] = count;
+  return count;
+}
+
+// Writes the forced tokens that follow, if the tokens sampled since agree with those before them; returns how many.
+int32_t go_on_as_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
+  int32_t& num_forced = lookup.num_forced[slot];
+  const int32_t num_known = length - lookup.forced_start[slot];
+  const int32_t* forced = lookup.forced_tokens + slot * lookup.forced_width;
+  if (num_known >= num_forced || !std::equal(forced, forced + num_known, tokens + length - num_known)) {
+    num_forced = 0;
+    return 0;
+  }
+  const int32_t count = std::min(num_forced - num_known, most);
+  std::copy_n(forced + num_known, count, tokens + length);
+  return count;
+}
+
+}  // namespace
+
+void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
+                    int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens) {
+  const int32_t share = kMaxDraftsOfStep / std::max(num_slots, 1);
+  const int32_t most = share < kLeastShare ? 0 : std::min(lookup.most, share);
+  const int32_t shortest_match = lookup.shortest_match + num_slots / kRequestsOfMatchedToken;
+  int32_t* found_tokens = lookup.found_tokens;
+  lookup.num_found = 0;
+  for (int32_t i = 0; i < num_slots; i++) {
+    const int64_t slot = slots[i];
+    int32_t* tokens = token_ids + slot * max_model_len;
+    const int32_t length = num_tokens[slot];
+    // The token that is sampled after the last draft needs room, too.
+    const int32_t room = int32_t(max_model_len) - 1 - length;
+    const int32_t limit = std::min(most, room);
+    const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});
+    int32_t count = 0;
+    lookup.num_from_prediction[slot] = 0;
+    if (lookup.num_forced[slot] && forced_limit > 0)
+      count = go_on_as_forced(lookup, slot, tokens, length, forced_limit);
+    if (!count && length && limit > 0)
+      count = draft(lookup, slot, tokens, length, limit, shortest_match);
+    lookup.num_drafts[slot] = count;
+    if (!count) continue;
+    lookup.found_slots[lookup.num_found] = int32_t(slot);
+    lookup.found_counts[lookup.num_found++] = count;
+    found_tokens = std::copy_n(tokens + length, count, found_tokens);
+  }
+}
+
+}  // namespace engine
+
+ENGINE_API void engine_look_up_drafts(engine::DraftLookup* lookup, const int64_t* slots,
+                                      int32_t num_slots, int64_t max_model_len, int32_t* token_ids,
+                                      const int32_t* num_tokens) {
+  look_up_drafts(*lookup, slots, num_slots, max_model_len, token_ids, num_tokens);
+}

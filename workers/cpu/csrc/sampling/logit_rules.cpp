@@ -1,0 +1,67 @@
+#include "sampling/logit_rules.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace engine {
+
+namespace {
+
+constexpr int32_t kIsPenalized = -1;
+
+}  // namespace
+
+void LogitChanger::change(const LogitRules& rules, const History& history, float* logits) {
+  if (rules.allowed) limit(rules.allowed, logits);
+  forbid_ends_of(rules.bad_words, rules.bad_words_size, history, logits);
+  if (history.num_tokens < rules.min_length)
+    for (int i = 0; i < rules.num_end_tokens; i++)
+      if (is_token(rules.end_tokens[i])) logits[rules.end_tokens[i]] = -INFINITY;
+  for (int i = 0; i < rules.num_biases; i++)
+    if (is_token(rules.bias_tokens[i])) logits[rules.bias_tokens[i]] += rules.biases[i];
+  if (rules.has_penalties) penalize(rules, history, logits);
+}
+
+void LogitChanger::limit(const uint32_t* allowed, float* logits) const {
+  for (int first = 0; first < vocab_size_; first += 32, allowed++) {
+    const int count = std::min(32, vocab_size_ - first);
+    if (*allowed == 0) {
+      std::fill_n(logits + first, count, -INFINITY);
+    } else if (~*allowed) {
+      for (int i = 0; i < count; i++)
+        if (!(*allowed >> i & 1)) logits[first + i] = -INFINITY;
+    }
+  }
+}
+
+// The last token of each word whose others the output ends in.
+void LogitChanger::forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const {
+  const int32_t num_output = history.num_tokens - history.num_prompt_tokens;
+  const int32_t* end = history.token_ids + history.num_tokens;
+  for (const int32_t *word = words, *last; word < words + size; word = last + 1) {
+    const int32_t num_before = *word++ - 1;
+    last = word + num_before;
+    if (num_before <= num_output && std::equal(word, last, end - num_before) && is_token(*last))
+      logits[*last] = -INFINITY;
+  }
+}
+
+void LogitChanger::penalize(const LogitRules& rules, const History& history, float* logits) {
+  counts_.resize(vocab_size_);
+  const int32_t* end = history.token_ids + history.num_tokens;
+  for (const int32_t* token = history.token_ids + history.num_prompt_tokens; token < end; token++)
+    if (is_token(*token)) counts_[*token]++;
+  for (const int32_t* token = history.token_ids; token < end; token++) {
+    if (!is_token(*token) || counts_[*token] == kIsPenalized) continue;
+    const float count = float(counts_[*token]);
+    float& x = logits[*token];
+    x = x > 0 ? x / rules.repetition_penalty : x * rules.repetition_penalty;
+    x -= rules.frequency_penalty * count;
+    if (count > 0) x -= rules.presence_penalty;
+    counts_[*token] = kIsPenalized;
+  }
+  for (const int32_t* token = history.token_ids; token < end; token++)
+    if (is_token(*token)) counts_[*token] = 0;
+}
+
+}  // namespace engine

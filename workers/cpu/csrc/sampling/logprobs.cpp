@@ -1,0 +1,49 @@
+// Log-probabilities of a row's tokens, as workers/sampling/logprobs.py has them.
+#include <algorithm>
+#include <cmath>
+
+#include "isa/isa.h"
+#include "sampling/token_chooser.h"
+
+namespace engine {
+
+void LogprobRows::move(int from, int to) const {
+  if (from == to) return;
+  std::copy_n(token_ids + from * width, width, token_ids + to * width);
+  std::copy_n(logprobs + from * width, width, logprobs + to * width);
+  ranks[to] = ranks[from];
+}
+
+// Where something is not a number every probability is 0, of whatever tokens.
+void TokenChooser::write_most_likely(const LogprobRows& logprobs, int row, int64_t count) {
+  int32_t* token_ids = logprobs.token_ids + row * logprobs.width + 1;
+  float* values = logprobs.logprobs + row * logprobs.width + 1;
+  raw_peak_ = peak_;
+  inverse_temperature_ = 1;
+  log_total_ = std::isfinite(peak_) ? std::log(double(weigh_blocks(-INFINITY)) / kWeightScale) : 0;
+  if (!std::isfinite(peak_)) {
+    std::fill_n(token_ids, count, 0);
+    std::fill_n(values, count, -INFINITY);
+  } else if (count) {
+    gather(threshold(int(count)));
+    Candidate* candidates = candidates_.data();
+    std::partial_sort(candidates, candidates + count, candidates + num_candidates_, larger);
+    for (int i = 0; i < count; i++) {
+      token_ids[i] = int32_t(~uint32_t(candidates[i].key));
+      values[i] = logprob(logits_[token_ids[i]]);
+    }
+  }
+}
+
+void TokenChooser::write_chosen(const LogprobRows& logprobs, int row, const float* logits, int32_t token) const {
+  const float logit = logits[token];
+  logprobs.token_ids[row * logprobs.width] = token;
+  logprobs.logprobs[row * logprobs.width] = logprob(logit);
+  logprobs.ranks[row] = 1 + kernels().sampling->count_reaching(logits, vocab_size_, std::nextafter(logit, INFINITY));
+}
+
+float TokenChooser::logprob(float logit) const {
+  return std::isfinite(raw_peak_) ? float(double(logit - raw_peak_) - log_total_) : -INFINITY;
+}
+
+}  // namespace engine

@@ -1,0 +1,320 @@
+#include "sampling/token_chooser.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "isa/isa.h"
+
+namespace engine {
+
+namespace {
+
+// How many of the largest logits are looked at before a nucleus counts as wide.
+constexpr int kNucleusDepth = 64;
+
+// Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
+// of (seed, position): 53 bits as a fraction in [0, 1).
+double uniform(uint64_t seed, uint64_t position) {
+  uint32_t counter[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
+  uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; round++) {
+    const uint64_t even = uint64_t(counter[0]) * 0xD2511F53u;
+    const uint64_t odd = uint64_t(counter[2]) * 0xCD9E8D57u;
+    counter[0] = uint32_t(odd >> 32) ^ counter[1] ^ key[0];
+    counter[1] = uint32_t(odd);
+    counter[2] = uint32_t(even >> 32) ^ counter[3] ^ key[1];
+    counter[3] = uint32_t(even);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  return std::ldexp(double(uint64_t(counter[0]) << 21 | counter[1] >> 11), -53);
+}
+
+// A uniform integer in [0, total). The product of a number just below one may round up to the total.
+int64_t random_target(double uniform, int64_t total) {
+  return std::min(int64_t(uniform * double(total)), total - 1);
+}
+
+// The least weight that a nucleus must hold.
+int64_t share(int64_t total, double top_p) {
+  return std::min(int64_t(std::ceil(double(total) * top_p)), total);
+}
+
+// Unsigned integers in the order of the floats they stand for; both zeros are one.
+uint32_t ordered(float x) {
+  x += 0.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+float from_ordered(uint32_t bits) {
+  bits = bits & 0x80000000u ? bits & 0x7fffffffu : ~bits;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// NaN if one is NaN.
+float largest(const float* x, int n) {
+  float top = -INFINITY;
+  for (int i = 0; i < n; i++) {
+    if (std::isnan(x[i])) return x[i];
+    top = x[i] > top ? x[i] : top;
+  }
+  return top;
+}
+
+}  // namespace
+
+TokenChooser::TokenChooser(int vocab_size)
+    : vocab_size_(vocab_size),
+      num_blocks_(logit_blocks(vocab_size)),
+      block_weights_(num_blocks_),
+      changer_(vocab_size) {}
+
+int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, float* maxima) {
+  const int64_t slot = rows.slots[row];
+  const LogprobRows* logprobs = rows.logprobs && rows.logprobs->is_wanted[slot] ? rows.logprobs : nullptr;
+  const float* raw_logits = logits;
+  look_at(logits, maxima);
+  if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
+  // Changes must not hide that something is not a number.
+  if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
+    if (logprobs) {
+      raw_logits_.assign(logits, logits + vocab_size_);
+      raw_logits = raw_logits_.data();
+    }
+    change(rows, row, logits);
+    kernels().sampling->block_maxima(logits, vocab_size_, maxima);
+    look_at(logits, maxima);
+    if (rows.changes_logits[slot] && rows.typical_p[slot] < 1 && std::isfinite(peak_)) {
+      inverse_temperature_ = rows.inverse_temperature[slot];
+      mask_atypical(rows.typical_p[slot], logits);
+      kernels().sampling->block_maxima(logits, vocab_size_, maxima);
+      look_at(logits, maxima);
+    }
+  }
+  const int32_t token = pick(rows, row);
+  if (logprobs) write_chosen(*logprobs, row, raw_logits, std::max(token, 0));
+  return token;
+}
+
+void TokenChooser::look_at(const float* logits, const float* maxima) {
+  logits_ = logits;
+  maxima_ = maxima;
+  peak_ = largest(maxima, num_blocks_);
+}
+
+void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
+  const int64_t slot = rows.slots[row];
+  if (rows.changes_logits[slot])
+    changer_.change(rows.rules[slot],
+                    {rows.token_ids + slot * rows.max_model_len, rows.num_prompt_tokens[slot], rows.positions[row]},
+                    logits);
+  if (rows.grammar[slot]) {
+    const int64_t num_drafts_before = rows.positions[row] - rows.num_tokens[slot];
+    changer_.limit(rows.grammar[slot] + num_drafts_before * *rows.grammar_words, logits);
+  }
+}
+
+// Keeps the tokens whose surprise is closest to the expected one, as many as hold the share `typical_p`, and those that
+// are as close as the last of them; see workers/sampling/typical.py. Of (logit - peak) / temperature, the distance from
+// its mean is that of a token's surprise from the expected surprise.
+void TokenChooser::mask_atypical(double typical_p, float* logits) {
+  reserve_candidates();
+  kernels().sampling->weigh(logits, vocab_size_, -INFINITY, peak_, inverse_temperature_, weights_.data());
+  int64_t total = 0, depth = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    values_[token] = (logits[token] - peak_) * inverse_temperature_;
+    total += weights_[token];
+    depth += int64_t(std::min(-values_[token], kDeepest) * float(weights_[token]));
+  }
+  const float mean = float(-(double(depth) / double(total)));
+  int n = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    values_[token] = std::abs(values_[token] - mean);
+    // The largest key is that of the token closest to the mean.
+    candidates_[n] = {uint64_t(ordered(-values_[token])) << 32 | ~uint32_t(token), weights_[token]};
+    n += weights_[token] > 0;
+  }
+  num_candidates_ = n;
+  const float farthest = values_[nth_of_candidates(share(total, typical_p) - 1).token];
+  for (int token = 0; token < vocab_size_; token++)
+    if (values_[token] > farthest) logits[token] = -INFINITY;
+}
+
+int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
+  const int64_t slot = rows.slots[row];
+  if (std::isnan(peak_) || peak_ == INFINITY) return kNotANumber;
+  if (peak_ == -INFINITY) return kNothingAllowed;
+  if (rows.is_greedy[slot]) return first_of(peak_);
+  inverse_temperature_ = rows.inverse_temperature[slot];
+  const int64_t top_k = rows.top_k[slot];
+  const double top_p = rows.top_p[slot];
+  const float floor = peak_ + rows.min_p_margin[slot];
+  const double noise = uniform(uint64_t(rows.seed[slot]), uint64_t(rows.positions[row]));
+  if (top_k >= vocab_size_ && top_p >= 1) return draw_in_order(floor, noise);
+
+  int64_t needed;
+  is_wide_ = false;
+  if (top_k < vocab_size_) {
+    gather(std::max(threshold(int(top_k)), floor));
+    // What top-k and min-p leave is the whole of which top-p keeps a share.
+    needed = share(keep_top_k(top_k), top_p);
+  } else {
+    needed = share(weigh_blocks(floor), top_p);
+    is_wide_ = gather(std::max(threshold(kNucleusDepth), floor)) < needed;
+    if (is_wide_) weigh_levels(floor);
+  }
+  const Choice last = nth(needed - 1);
+  return nth(random_target(noise, last.weight)).token;
+}
+
+int32_t TokenChooser::first_of(float logit) const {
+  int block = 0;
+  while (maxima_[block] != logit) block++;
+  int token = block * kLogitBlock;
+  while (logits_[token] != logit) token++;
+  return token;
+}
+
+// By inverse CDF in the vocabulary's order.
+int32_t TokenChooser::draw_in_order(float floor, double uniform) {
+  int64_t target = random_target(uniform, weigh_blocks(floor));
+  int block = 0;
+  while (target >= block_weights_[block]) target -= block_weights_[block++];
+  const int first = block * kLogitBlock, count = std::min(kLogitBlock, vocab_size_ - first);
+  int64_t weights[kLogitBlock];
+  kernels().sampling->weigh(logits_ + first, count, floor, peak_, inverse_temperature_, weights);
+  int i = 0;
+  while (target >= weights[i]) target -= weights[i++];
+  return first + i;
+}
+
+// The sum over all tokens whose logit reaches the floor.
+int64_t TokenChooser::weigh_blocks(float floor) {
+  kernels().sampling->block_weights(logits_, vocab_size_, maxima_, floor, peak_, inverse_temperature_,
+                                   block_weights_.data());
+  return std::accumulate(block_weights_.begin(), block_weights_.end(), int64_t(0));
+}
+
+// A number that at least `count` logits reach, and few more.
+float TokenChooser::threshold(int count) const {
+  const bool by_block = 2 * count < num_blocks_;
+  const float* values = by_block ? maxima_ : logits_;
+  const int n = by_block ? num_blocks_ : vocab_size_;
+  const int enough = count + count / 2;
+  uint32_t low = ordered(-INFINITY), high = ordered(peak_) + 1;
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    const int reached = kernels().sampling->count_reaching(values, n, from_ordered(middle));
+    (reached >= count ? low : high) = middle;
+    if (reached >= count && reached <= enough) break;
+  }
+  return from_ordered(low);
+}
+
+TokenChooser::Candidate TokenChooser::candidate(int32_t token, int64_t weight) const {
+  return {uint64_t(ordered(logits_[token])) << 32 | ~uint32_t(token), weight};
+}
+
+void TokenChooser::reserve_candidates() {
+  tokens_.resize(vocab_size_);
+  values_.resize(vocab_size_);
+  weights_.resize(vocab_size_);
+  candidates_.resize(vocab_size_);
+}
+
+// Makes candidates of all tokens whose logit reaches the floor; returns their weight.
+int64_t TokenChooser::gather(float floor) {
+  reserve_candidates();
+  int n = 0;
+  for (int block = 0; block < num_blocks_; block++) {
+    if (maxima_[block] < floor) continue;
+    const int end = std::min((block + 1) * kLogitBlock, vocab_size_);
+    for (int token = block * kLogitBlock; token < end; token++) {
+      tokens_[n] = token;
+      values_[n] = logits_[token];
+      n += logits_[token] >= floor;
+    }
+  }
+  num_candidates_ = n;
+  kernels().sampling->weigh(values_.data(), n, -INFINITY, peak_, inverse_temperature_,
+                           weights_.data());
+  int64_t total = 0;
+  for (int i = 0; i < n; i++) {
+    candidates_[i] = candidate(tokens_[i], weights_[i]);
+    total += weights_[i];
+  }
+  return total;
+}
+
+// Returns the weight of those that are left.
+int64_t TokenChooser::keep_top_k(int64_t top_k) {
+  Candidate* candidates = candidates_.data();
+  if (num_candidates_ > top_k) {
+    std::nth_element(candidates, candidates + top_k, candidates + num_candidates_,
+                     larger);
+    num_candidates_ = int(top_k);
+  }
+  int64_t total = 0;
+  for (int i = 0; i < num_candidates_; i++) total += candidates[i].weight;
+  return total;
+}
+
+// Sorts the tokens that reach the floor into levels, for want of a better order.
+void TokenChooser::weigh_levels(float floor) {
+  const SamplingKernels& kernels = *engine::kernels().sampling;
+  levels_.resize(vocab_size_);
+  level_weights_.assign(kNumLevels, 0);
+  kernels.weigh(logits_, vocab_size_, floor, peak_, inverse_temperature_, weights_.data());
+  kernels.levels(logits_, vocab_size_, peak_, inverse_temperature_ * (kNumLevels / kDeepest),
+                 levels_.data());
+  for (int i = 0; i < vocab_size_; i++) level_weights_[levels_[i]] += weights_[i];
+}
+
+void TokenChooser::gather_level(int level) {
+  int n = 0;
+  for (int token = 0; token < vocab_size_; token++) {
+    tokens_[n] = token;
+    n += levels_[token] == level;
+  }
+  for (int i = 0; i < n; i++) candidates_[i] = candidate(tokens_[i], weights_[tokens_[i]]);
+  num_candidates_ = n;
+}
+
+// The first token, from the largest, with which the weight exceeds the target.
+TokenChooser::Choice TokenChooser::nth(int64_t target) {
+  if (!is_wide_) return nth_of_candidates(target);
+  int level = 0;
+  int64_t before = 0;
+  while (before + level_weights_[level] <= target) before += level_weights_[level++];
+  gather_level(level);
+  const Choice choice = nth_of_candidates(target - before);
+  return {choice.token, before + choice.weight};
+}
+
+// Moves it and all larger ones to the front, in whatever order.
+TokenChooser::Choice TokenChooser::nth_of_candidates(int64_t target) {
+  Candidate* candidates = candidates_.data();
+  int begin = 0, end = num_candidates_;
+  int64_t before = 0;
+  while (end - begin > 1) {
+    const int middle = begin + (end - begin) / 2;
+    std::nth_element(candidates + begin, candidates + middle, candidates + end, larger);
+    int64_t weight = before;
+    for (int i = begin; i < middle; i++) weight += candidates[i].weight;
+    if (weight > target) {
+      end = middle;
+    } else {
+      before = weight;
+      begin = middle;
+    }
+  }
+  const Candidate& found = candidates[begin];
+  return {int32_t(~uint32_t(found.key)), before + found.weight};
+}
+
+}  // namespace engine
