@@ -17,6 +17,6 @@ namespace engine::ENGINE_TARGET {
 #include "attention/amx.inc"
 #else
 #include "attention/store.inc"
-#include "attention/vectors.inc"
+#include "attention/attend.inc"
 #endif
 }  // namespace engine::ENGINE_TARGET

@@ -1,7 +1,8 @@
-// Where the ranks that share every layer meet, in memory that all of them see.
+// A barrier and buffers in shared memory, for the ranks that share every layer.
 //
-// Each rank writes its part, all meet, each reads the parts of all. There are two sets of parts, used by turns:
-// before a rank writes to one again, it has met the others after they read it.
+// Each rank writes its part, all ranks meet, and each reads the parts of all. There are two sets of parts, used in
+// turn. Before a rank writes to a set again there was another meeting, which the others reached only after they read
+// the set.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +13,17 @@ namespace engine {
 class Exchange {
  public:
   static size_t memory_bytes(int num_ranks, size_t part_bytes);
-  // The memory is aligned to 64 bytes, and zero before the first rank comes.
+  // The memory must be aligned to 64 bytes, and zero before the first rank is constructed.
   Exchange(void* memory, int rank, int num_ranks, size_t part_bytes);
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   size_t part_bytes() const { return part_bytes_; }
-  // This rank's part, to be written before the next meeting.
+  // Returns this rank's part, to be written before the next meeting.
   uint8_t* own_part() const { return part(num_meetings_ + 1, rank_); }
-  // What a rank had written before the last meeting; it stands until this rank comes to the next.
+  // Returns what a rank had written before the last meeting. It is valid until this rank enters the next one.
   const uint8_t* part_of(int rank) const { return part(num_meetings_, rank); }
-  // Waits until all ranks are there: spinning for microseconds, then asleep.
+  // Waits until all ranks have called it. It spins for microseconds and then sleeps.
   void meet();
 
  private:

@@ -8,7 +8,7 @@ namespace engine {
 
 namespace {
 
-// A few times as long as threads wait for each other at the end if all have their processors.
+// A few times as many as a thread needs at the end of a slice if all threads have their processors.
 constexpr int kSpinsBeforeRepeat = 4000;
 
 }  // namespace
@@ -49,7 +49,7 @@ bool PieceQueue::furthest_behind(int thread, bool is_taken, PieceSegment& found)
 bool PieceQueue::take(int thread, PieceSegment& next) {
   for (int spins = 1;; spins++) {
     if (furthest_behind(thread, false, next)) {
-      // Only from that segment: by now another thread may have taken it, and finished it.
+      // It fails if another thread has taken the segment, or even finished it, in the meantime.
       uint32_t now = open(next.segment);
       if (pieces_[next.piece].state.compare_exchange_strong(now, taken(next.segment), std::memory_order_acq_rel))
         return true;
@@ -60,7 +60,7 @@ bool PieceQueue::take(int thread, PieceSegment& next) {
     if (is_done) return false;
     if (spins % kSpinsBeforeRepeat == 0) {
       if (furthest_behind(thread, true, next)) return true;
-      // All that is left is being written, perhaps by a thread that waits for this processor.
+      // Everything that is left is being written, perhaps by a thread that waits for this processor.
       sched_yield();
     }
     pause();

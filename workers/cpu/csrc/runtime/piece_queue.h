@@ -1,9 +1,9 @@
-// Which piece of a step a thread computes next.
+// The order in which threads compute the pieces of a step.
 //
-// A piece goes through segments, one after the other, in any thread. Each thread has pieces of its own, which it
-// prefers because their data is in its caches, and takes those of other threads where these have fallen behind: no
-// thread waits for another as long as there is a piece that no thread has taken. Where all are taken, a thread computes
-// one once more, in case the other one has lost its processor, and the first to be done writes it.
+// A piece goes through segments one after the other, each in any thread. Every thread owns some pieces and prefers
+// them, because their data is in its caches. It takes pieces of other threads that have fallen behind, so no thread
+// waits for another as long as there is a piece that no thread has taken. If all are taken, a thread computes a taken
+// piece once more, in case the other thread was descheduled, and the first to finish writes it.
 #pragma once
 
 #include <atomic>
@@ -19,24 +19,25 @@ struct PieceSegment {
 
 class PieceQueue {
  public:
-  // Not to be called while a thread is in any of the other functions. `in_order`: a segment of a piece needs all
-  // segments before it of the pieces before.
+  // Begins a slice. No thread may be in any of the other functions. With `in_order`, a segment of a piece waits until
+  // the pieces before it have completed all earlier segments.
   void begin(int num_pieces, int num_segments, int num_threads, bool in_order);
 
-  // Waits for what the thread is to compute next; false when there is nothing left for any thread.
+  // Waits for the next segment that the thread should compute. Returns false when nothing is left for any thread.
   bool take(int thread, PieceSegment& next);
-  // Whether it still makes sense to compute it.
+  // Returns whether no thread has committed this segment yet, so that computing it still makes sense.
   bool is_wanted(const PieceSegment& at) const { return state(at.piece) <= taken(at.segment); }
-  // To be asked before the first write outside of the thread's own memory: whether it may write. Then `finish` must
-  // follow.
+  // Returns whether the thread may write the segment's results. It must be called before the first write outside of the
+  // thread's own memory. If it returns true, `finish` must follow the writes.
   bool commit(const PieceSegment& at);
   void finish(const PieceSegment& at);
 
-  // What a thread that has taken `at` takes next, if all threads are equally fast; perhaps past the last segment.
+  // Returns what a thread that has taken `at` takes next if all threads are equally fast. It may be past the last
+  // segment.
   PieceSegment after(const PieceSegment& at) const;
 
  private:
-  // Of a piece, ascending: its segment is open, taken, or committed by a thread that writes it.
+  // The states of a piece, in ascending order: a segment is open, taken, or committed and being written.
   static constexpr uint32_t open(int segment) { return uint32_t(segment) * 3; }
   static constexpr uint32_t taken(int segment) { return open(segment) + 1; }
   static constexpr uint32_t committed(int segment) { return open(segment) + 2; }
@@ -47,7 +48,7 @@ class PieceQueue {
   uint32_t state(int piece) const { return pieces_[piece].state.load(std::memory_order_acquire); }
   bool is_owned(int thread, int piece) const { return piece / pieces_of_thread_ == thread; }
   bool is_possible(int piece, int segment) const;
-  // The piece that is furthest behind of those open, or of those taken, and that it is possible to compute; false if
+  // Finds, of the open or of the taken pieces that can be computed, the one that is furthest behind. Returns false if
   // there is none.
   bool furthest_behind(int thread, bool is_taken, PieceSegment& found) const;
 

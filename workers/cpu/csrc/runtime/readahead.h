@@ -1,4 +1,4 @@
-// Memory that will be read soon, brought into the caches while something else is computed.
+// Prefetching of memory that will be read soon, while something else is computed.
 #pragma once
 
 #include <cstddef>
@@ -20,25 +20,25 @@ struct Runs {
   const Run *next = nullptr, *end = nullptr;
 };
 
-// A thread's way through runs, some lines at a time. Nothing depends on how far it comes.
+// A thread's progress through runs, some cache lines at a time. No result depends on how far it gets.
 class Readahead {
  public:
   static constexpr int kMostLines = 8;
 
   Readahead() = default;
-  // At most kMostLines at a time.
+  // Each step fetches `lines` cache lines, at most kMostLines.
   Readahead(const Runs& first, const Runs& second, int lines) : runs_(first), others_(second), lines_(lines) {}
 
-  // Where the thread reads weights once it is through those of a product; nullptr if that is not known.
+  // Where the thread reads weights after those of the current product, or nullptr if that is not known.
   const uint8_t* next_weights = nullptr;
 
-  // To what is left of the second runs, and from there back to the first.
+  // Goes on with what is left of the other runs, and then with what is left of these.
   void turn() {
     std::swap(runs_, others_);
     line_ = end_of_run_;
   }
 
-  // Straight code without a call: it stands in the innermost loops.
+  // Straight code without a call, because the innermost loops contain it.
   inline __attribute__((always_inline)) void step() {
     if (lines_ == 0) return;
     const uint8_t* line = line_;
@@ -66,7 +66,7 @@ class Readahead {
   }
 
  private:
-  // Into the second cache: the first one has the product's.
+  // To the second-level cache, because the first-level cache holds the data of the product.
   static void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
   Runs runs_, others_;

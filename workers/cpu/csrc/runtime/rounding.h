@@ -1,4 +1,4 @@
-// Scalar conversions that every instruction set shares, or must agree with.
+// Scalar conversions that all instruction sets share, or must agree with bit for bit.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ inline uint16_t load_u16(const uint8_t* p) {
 
 inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
 
-// To the nearest, ties to even; subnormals become zeros, as the bf16 instructions have it.
+// Rounds to the nearest, ties to even. Subnormal numbers become zeros, as in the bf16 instructions.
 inline uint16_t to_bf16(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff;
   if (magnitude < 0x00800000) return uint16_t(bits >> 16 & 0x8000);
@@ -36,7 +36,8 @@ inline uint16_t to_bf16(float x) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// As the sets take activations for bf16 weights that have no instruction for these; one more if k is odd.
+// Rounds activations to bf16, for the sets that multiply bf16 as floats. Appends a zero if k is odd: they come in
+// pairs.
 inline void round_to_bf16(const float* x, int k, float* out) {
   for (int i = 0; i < k; i++) out[i] = from_bf16(to_bf16(x[i]));
   if (k % 2) out[k] = 0;
@@ -45,16 +46,16 @@ inline void round_to_bf16(const float* x, int k, float* out) {
 inline float from_fp16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
   if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // The exponent's bias is made up for by an exact product, which also normalises subnormals.
+  // An exact multiplication corrects the exponent's bias and normalizes subnormal numbers.
   return from_bits(sign | float_bits(from_bits(magnitude << 13) * 0x1p112f));
 }
 
-// To the nearest, ties to even; beyond the largest finite value, that value.
+// Rounds to the nearest, ties to even. Larger numbers than the largest finite value become that value.
 inline uint16_t to_fp16(float x) {
   const uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7bff);
-  // Adding 2^(e + 13) for the exponent e of the last bit kept rounds there.
+  // Adding 0.5 rounds at the last bit of a subnormal fp16 number, which is 2^-24.
   if (magnitude < 0x38800000)
     return uint16_t(sign | (float_bits(from_bits(magnitude) + 0.5f) - float_bits(0.5f)));
   return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
@@ -65,11 +66,11 @@ constexpr int32_t kInfinityBits = 0x7f800000, kNaNBits = 0x7fc00000;
 
 struct GroupScale {
   float scale;
-  float inverse;  // 0: all q of the group are 0
+  float inverse;  // 0 if all q of the group are 0
 };
 
-// From the bits of the largest magnitude of a group. Magnitudes that no product could tell from zero
-// count as zero; a NaN or an infinity makes the scale NaN.
+// Returns the scale of a group of int8 numbers, from the bits of its largest magnitude. Magnitudes too small to affect
+// any product count as zero. A NaN or an infinity makes the scale NaN.
 inline GroupScale group_scale(int32_t amax_bits) {
   if (amax_bits < kTinyBits) return {0.0f, 0.0f};
   if (amax_bits >= kInfinityBits) return {from_bits(kNaNBits), 0.0f};

@@ -9,12 +9,12 @@ namespace engine {
 
 namespace {
 
-// Longer than threads that all have their processors wait for each other at the end of a phase.
+// More spins than a thread needs at the end of a phase if all threads have their processors.
 constexpr int kSpinsBeforeRepeat = 1000;
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-// The phases of a step have different ones. When a number comes again, the phase that had it is long over.
+// The number of serial numbers. They repeat, but a phase is long over when its number is used again.
 constexpr uint32_t kSerials = 1u << (64 - 2 * kTileBits);
 
 inline int claimed(uint64_t state) { return int(state & kMaxTiles); }
@@ -36,7 +36,7 @@ ThreadPool::ThreadPool(int num_threads)
   try {
     for (int i = 1; i < num_threads; i++) threads_.emplace_back([this, i] { worker(i); });
   } catch (const std::system_error&) {
-    // The system allows no more threads: those that have started share the work.
+    // The system allows no more threads. Those that have started share the work.
   }
 }
 
@@ -49,7 +49,7 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// Only one thread is in here at a time.
+// Only one thread runs this at a time: the one that finished the last tile.
 void ThreadPool::open(int phase, int thread) {
   opener_ = thread;
   int tiles;
@@ -57,7 +57,7 @@ void ThreadPool::open(int phase, int thread) {
   const uint32_t serial = (first_serial_ + uint32_t(phase)) % kSerials;
   if (tiles < 0) {
     next_serial_ = (serial + 1) % kSerials;
-    // No tiles: once the step is over none may be claimed.
+    // With no tiles in the state, none can be claimed once the step is over.
     state_.store(uint64_t(serial) << (2 * kTileBits));
     running_.store(false, std::memory_order_release);
     return;
@@ -71,16 +71,16 @@ void ThreadPool::compute(uint32_t serial, int num_tiles, int index, int thread) 
   const int phase = phase_of(serial, first_serial_);
   Tile tile(index, thread, committed_[index], serial);
   phases_->run_tile(phase, tile);
-  // The phase stays open until this thread has counted its tile.
+  // The phase cannot end before this thread has counted its tile.
   if (tile.is_mine() && finished_tiles_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_tiles)
     open(phase + 1, thread);
 }
 
 bool ThreadPool::run_a_tile(int thread) {
-  // Looking first keeps the number of claims from growing past its bits.
+  // This check keeps the number of claims from overflowing its bits.
   uint64_t state = state_.load(std::memory_order_acquire);
   if (claimed(state) >= total(state)) return false;
-  // Set before the claim: a step does not end while a thread may have claimed a tile of it.
+  // It must be set before the claim, because run() returns only when no thread can have claimed a tile.
   std::atomic<bool>& is_computing = is_computing_[thread].is_set;
   is_computing.store(true);
   state = state_.fetch_add(1);

@@ -1,9 +1,9 @@
 // One pool of threads that runs the phases of a step.
 //
-// Threads claim tiles one at a time, and the thread that finishes the last tile of a phase opens the next. None waits
-// for threads without work, nor for one that has lost its processor in the middle of a tile: another computes the tile
-// as well, and the first to be done writes it. Threads spin for microseconds while a step runs and shortly after it,
-// and sleep between steps.
+// Threads claim tiles one at a time, and the thread that finishes the last tile of a phase opens the next phase. No
+// thread waits for idle threads. None waits for a thread that was descheduled in the middle of a tile either: another
+// thread computes the same tile, and the first to finish writes it. Threads spin for microseconds while a step runs and
+// shortly after it, and sleep between steps.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace engine {
 
-// Between two looks of a thread that spins.
+// Tells the processor that the thread spins.
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -25,15 +25,16 @@ inline void pause() {
 #endif
 }
 
-// A tile in the hands of one of the threads that compute it.
+// A tile, as one of the threads that compute it has it.
 class Tile {
  public:
   Tile(int index, int thread, std::atomic<uint32_t>& committed, uint32_t serial)
       : index(index), thread(thread), committed_(committed), serial_(serial) {}
   Tile(const Tile&) = delete;
 
-  // To be asked once, before the first write outside of this thread's own memory: whether it may write. If not, another
-  // thread has written the tile. The step may then be past this phase, and what this thread has read meaningless.
+  // Returns whether this thread may write the tile. It must be called once, before the first write outside of the
+  // thread's own memory. If it returns false, another thread has written the tile. Then the step may be past this
+  // phase, so what this thread has read may be meaningless.
   bool commit() {
     uint32_t open = serial_ - 1;
     is_mine_ = committed_.compare_exchange_strong(open, serial_, std::memory_order_acq_rel);
@@ -49,35 +50,38 @@ class Tile {
   bool is_mine_ = false;
 };
 
-// A step: phases that follow each other, each of tiles that may run in any order and at once.
+// A step: a sequence of phases. The tiles of a phase may run in any order and at the same time.
 class Phases {
  public:
   virtual ~Phases() = default;
-  // The number of tiles of the phase, at most kMaxTiles, or -1 if there is no such phase any more. Called
-  // once for each, by one thread, after all tiles of the phases before it have been written: what is not worth
-  // sharing is done here. Threads may still compute tiles of those phases, in vain: the memory that these read must
-  // stay valid, whatever is in it, unless ThreadPool::wait_for_others() is called first.
+  // Returns the number of tiles of a phase, at most kMaxTiles, or -1 after the last phase. One thread calls it, once
+  // for each phase, after all tiles of the phases before have been written. It computes by itself what is not worth
+  // sharing. Other threads may still compute tiles of earlier phases that were written already. So the memory that
+  // those read must stay allocated, whatever it contains, unless ThreadPool::wait_for_others() is called first.
   virtual int begin(int phase) = 0;
   virtual void run_tile(int phase, Tile& tile) = 0;
 };
+
+// With this many tiles for each thread, all threads end a phase at about the same time.
+constexpr int kTilesPerThread = 4;
 
 constexpr int kTileBits = 22, kMaxTiles = (1 << kTileBits) - 1;
 
 class ThreadPool {
  public:
-  // The thread that calls run() is one of num_threads, or of fewer, if the system refuses some.
+  // The thread that calls run() is one of `num_threads`. There are fewer if the system refuses to start some.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
 
   int num_threads() const { return int(threads_.size()) + 1; }
-  // One call at a time. When it returns no thread computes anything.
+  // Runs all phases. Only one call may run at a time. When it returns, no thread computes anything.
   void run(Phases& phases);
-  // From Phases::begin(): until no other thread computes anything.
+  // Waits until no other thread computes anything. Only Phases::begin() may call it.
   void wait_for_others();
 
  private:
-  // On a cache line of its own.
+  // Each flag is on a cache line of its own, so that threads do not contend for it.
   struct alignas(64) Flag {
     std::atomic<bool> is_set{false};
   };
@@ -88,15 +92,15 @@ class ThreadPool {
   void compute(uint32_t serial, int num_tiles, int index, int thread);
   void open(int phase, int thread);
 
-  // From the highest bit: the phase's serial number, kTileBits of its number of tiles, kTileBits of those claimed.
+  // From the highest bit: the phase's serial number, its number of tiles (kTileBits), the number of claims (kTileBits).
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> finished_tiles_{0};
   alignas(64) std::atomic<bool> running_{false};
   std::atomic<int> num_sleeping_{0};
   Phases* phases_ = nullptr;
-  uint32_t first_serial_ = 1, next_serial_ = 1;  // of the step's phases, and after its last
+  uint32_t first_serial_ = 1, next_serial_ = 1;  // of the step's first phase, and after its last
   int opener_ = 0;
-  // Of each tile: the phase's serial number once it is committed, and one less before.
+  // For each tile, the phase's serial number if the tile is committed, and one less if it is not.
   std::unique_ptr<std::atomic<uint32_t>[]> committed_;
   std::unique_ptr<Flag[]> is_computing_;
   bool stopping_ = false;

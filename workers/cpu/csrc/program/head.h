@@ -1,0 +1,63 @@
+// The end of a step: logits of the rows asked for, and the choice of their tokens.
+#pragma once
+
+#include <vector>
+
+#include "program/model.h"
+#include "program/products.h"
+#include "program/ranks.h"
+#include "program/scratch.h"
+#include "program/step.h"
+#include "runtime/buffer.h"
+#include "runtime/threads.h"
+
+namespace engine {
+
+class Head {
+ public:
+  Head(const Model& model, Products& products, Ranks& ranks) : model_(model), products_(products), ranks_(ranks) {}
+
+  // Makes room for the rows of a step. Sets the step's logits to a buffer if it has none and samples from them.
+  void begin_step(Step& step);
+  float* logits() const { return logits_.floats(); }
+
+  // Begins the product of hidden rows and the vocabulary; returns the number of its tiles.
+  int begin_product(const Step& step);
+  void run_product(const Step& step, Tile& tile, Scratch& scratch);
+
+  // Begins the choice of tokens from the logits; returns the number of its tiles, one for each row to sample.
+  int begin_choice(const Step& step);
+  void choose(const Step& step, Tile& tile, Scratch& scratch);
+
+ private:
+  // The largest logit of a tile's row, and its token. The token of a NaN is negative.
+  struct Best {
+    float logit;
+    int32_t token;
+  };
+  // Returns the better of two neighbors, the first one if they are equal.
+  static Best likelier(const Best& first, const Best& second) {
+    return first.token >= 0 && (second.token < 0 || second.logit > first.logit) ? second : first;
+  }
+
+  float* logit_maxima(int row) const {
+    return logit_maxima_.floats() + size_t(row) * logit_blocks(model_.shape.vocab_size);
+  }
+  Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
+  Best most_likely(int row) const;
+  void take_most_likely(const Step& step);
+  void gather_logits(const Step& step);
+  void exchange_winners(int rows);
+
+  const Model& model_;
+  Products& products_;
+  Ranks& ranks_;
+  Buffer activations_;
+  Buffer logits_;        // of all rows, where the step has no room for them
+  Buffer logit_maxima_;  // of the blocks of each row that is sampled
+  Buffer own_logits_;    // of this rank's share of the vocabulary
+  Buffer best_;          // of each row and tile, where the most likely tokens are chosen
+  std::vector<Best> winners_;  // of each row
+};
+
+}  // namespace engine

@@ -1,0 +1,62 @@
+// Long steps by pieces: rows of a slice that one thread takes from one layer's attention to the next one's.
+//
+// What lies between two operations stays in the thread's own caches, and what the next attention reads is fetched
+// there. Threads do not wait for each other between operations, nor between layers where rows do not need each other's
+// keys.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program/model.h"
+#include "program/step.h"
+#include "runtime/piece_queue.h"
+
+namespace engine {
+
+// The operations from one attention to the next, and their weights.
+struct Segment {
+  int first_op, end_op;
+  int64_t weights = 0;
+  ptrdiff_t bytes = 0;
+  int rows_at_once = 64;  // the least of all weights' formats
+};
+
+class Pieces {
+ public:
+  Pieces(const Model& model, const Slice& slice, int num_threads)
+      : model_(model), slice_(slice), num_threads_(num_threads) {}
+
+  void add_op() { segments_.clear(); }
+  void begin_step() {
+    if (segments_.empty()) find_segments();
+  }
+  const std::vector<Segment>& segments() const { return segments_; }
+
+  // Cuts a slice into pieces, or into none if its operations are better shared out one by one, as they must be where
+  // ranks meet in operations.
+  void begin_slice(bool has_ranks);
+  int count() const { return count_; }
+  int first_row(int piece) const { return int(int64_t(slice_.num_tokens) * piece / count_); }
+
+  // Returns whether a segment of a piece need be computed. The last one need not if no results of its rows are wanted.
+  bool is_needed(const PieceSegment& at) const;
+  PieceQueue& queue() { return queue_; }
+  const PieceQueue& queue() const { return queue_; }
+
+ private:
+  void find_segments();
+  int best_count() const;
+  bool reads_own_keys();
+
+  const Model& model_;
+  const Slice& slice_;
+  const int num_threads_;
+  std::vector<Segment> segments_;
+  int num_groups_ = 0;  // of the KV cache
+  int count_ = 0;
+  std::vector<int32_t> filled_blocks_;  // of the slice and one group
+  PieceQueue queue_;
+};
+
+}  // namespace engine

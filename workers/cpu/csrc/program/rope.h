@@ -1,0 +1,58 @@
+// Rotary position embeddings: the angles of the tokens of a slice.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace engine {
+
+class RotaryTables {
+ public:
+  // The sines and cosines of one row, `half` of each.
+  struct Angles {
+    const float *cosines, *sines;
+    int half;
+  };
+
+  // Adds an embedding whose angles are position * inverse_frequencies[half]. `factor` multiplies sines and cosines.
+  void add(const float* inverse_frequencies, int half, float factor) {
+    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, factor, {}});
+  }
+
+  void reserve(int rows) {
+    for (Rope& rope : ropes_)
+      rope.table.resize(std::max(rope.table.size(), 2 * rows * rope.inverse_frequencies.size()));
+  }
+
+  // Fills a row of every table. Rows may be filled at once.
+  void fill(int row, int position) {
+    for (Rope& rope : ropes_) {
+      const int half = int(rope.inverse_frequencies.size());
+      float* cosines = rope.table.data() + size_t(row) * 2 * half;
+      for (int i = 0; i < half; i++) {
+        const float angle = float(position) * rope.inverse_frequencies[i];
+        cosines[i] = std::cos(angle) * rope.factor;
+        cosines[half + i] = std::sin(angle) * rope.factor;
+      }
+    }
+  }
+
+  Angles angles(int number, int row) const {
+    const Rope& rope = ropes_[number];
+    const int half = int(rope.inverse_frequencies.size());
+    const float* cosines = rope.table.data() + size_t(row) * 2 * half;
+    return {cosines, cosines + half, half};
+  }
+
+ private:
+  struct Rope {
+    std::vector<float> inverse_frequencies;
+    float factor;
+    std::vector<float> table;  // [rows][cosines, sines]
+  };
+
+  std::vector<Rope> ropes_;
+};
+
+}  // namespace engine

@@ -1,0 +1,38 @@
+// The memory of one thread.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "program/attention_tasks.h"
+#include "program/rows.h"
+#include "runtime/buffer.h"
+#include "runtime/readahead.h"
+#include "sampling/token_chooser.h"
+
+namespace engine {
+
+// Floats in a thread's buffer for the sums of a tile.
+constexpr int kTileFloats = 16384;
+
+// What a thread computes stays here until it may be written: another thread may have computed the same tile.
+struct Scratch {
+  Scratch(int max_rows, const Model& model)
+      : attention(max_rows, model.kv.padded_head_dim()),
+        tile(new float[std::max(2 * kTileFloats, max_rows * model.kv.head_dim)]),
+        chooser(model.shape.vocab_size),
+        rows(model.shape) {}
+
+  AttentionScratch attention;
+  std::unique_ptr<float[]> tile;
+  TokenChooser chooser;
+  Buffer results;  // of the attention tasks of a tile
+  Rows rows;       // of a piece
+  std::vector<AttentionTasks::Task> tasks;
+  std::vector<AttentionTask> kernel_tasks;
+  Readahead readahead;
+};
+
+}  // namespace engine

@@ -1,0 +1,81 @@
+// What a program is given in each step, and the slice of it that is computed at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "sampling/draft_lookup.h"
+#include "sampling/token_chooser.h"
+
+namespace engine {
+
+// The block table [rows, stride] and the slot of each token in one KV-cache group.
+struct StepGroup {
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int32_t* slot_mapping;
+};
+
+struct Step {
+  int32_t num_tokens, num_sequences, num_logit_rows;
+  int32_t wants_all_hidden;        // else only the rows of `logit_rows` are needed
+  const int32_t* input_ids;        // [num_tokens]
+  const int32_t* positions;        // [num_tokens]
+  const int32_t* query_start_loc;  // [num_sequences + 1]
+  const int64_t* table_rows;       // [num_sequences], rows of the block tables; null if they are in order
+  const StepGroup* groups;
+  uint8_t* const* kv_caches;     // of each layer
+  float* hidden;                 // [num_tokens, hidden_size]
+  const int32_t* logit_rows;     // [num_logit_rows], rows of hidden; null if `logits` are given
+  float* logits;                 // [num_logit_rows, vocab_size], or null
+  int32_t* tokens;               // [num_logit_rows], as TokenChooser returns them, or null
+  const SamplingRows* sampling;  // null to choose the most likely tokens
+};
+
+// A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
+// token after each verified draft. It reads the worker's state of every slot and advances it.
+struct DecodeBatch {
+  int32_t num_slots, num_groups;
+  int32_t chooses_later;               // `choose` chooses the tokens, once the grammar's masks are there
+  const int64_t* slots;                // [num_slots]
+  int64_t max_model_len;
+  int32_t* token_ids;                  // [slots, max_model_len]
+  int32_t* num_tokens;                 // [slots]
+  int32_t* num_computed_tokens;        // [slots], one less
+  const int32_t* const* block_tables;  // of each group, [slots, block_table_stride]
+  int64_t block_table_stride;
+  uint8_t* const* kv_caches;     // of each layer
+  const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens
+  const int32_t* num_drafts;     // [num_slots], how many may be verified; null for none
+  DraftLookup* lookup;           // has the drafts of this step and receives those of the next; null for none
+  int32_t* tokens;               // [num_slots and drafts], as TokenChooser returns them; those that count come first
+  int32_t* num_sampled;          // [num_slots], how many of these tokens a request has
+  int32_t* num_verified;         // [num_slots], how many drafts were computed
+};
+
+// Long steps run in slices, so that what lies between two operations stays small.
+constexpr int kSliceTokens = 512;
+
+// The tokens of a step that go through all layers together.
+struct Slice {
+  // `index` counts from 0, and the slices of a step must begin in order.
+  void begin(int index) {
+    first_token = index * kSliceTokens;
+    num_tokens = std::min(step.num_tokens - first_token, kSliceTokens);
+    while (step.query_start_loc[first_sequence + 1] <= first_token) first_sequence++;
+  }
+
+  int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
+
+  // Returns whether anything of these rows is needed except the keys and values that each layer stores.
+  bool is_wanted(int first_row, int end_row) const {
+    const auto is_in = [&](int row) { return first_token + first_row <= row && row < first_token + end_row; };
+    return step.wants_all_hidden || std::any_of(step.logit_rows, step.logit_rows + step.num_logit_rows, is_in);
+  }
+
+  Step step{};
+  int first_token = 0, num_tokens = 0;
+  int first_sequence = 0;  // the first one with tokens in the slice
+};
+
+}  // namespace engine
