@@ -25,8 +25,8 @@ def test_a_compiler_that_comes_later_is_used(tmp_path: Path) -> None:
         (tree / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / part, tree / part)
     csrc = tree / "workers/cpu/csrc"
-    csrc.mkdir(parents=True)
-    (csrc / "isa.cpp").touch()
+    (csrc / "isa").mkdir(parents=True)
+    (csrc / "isa/isa.cpp").touch()
     executable(tree / ".venv/bin/python", f'#!{tools}/bash\necho "$@" >> {tmp_path}/calls\n')
 
     def install() -> tuple[int, str]:

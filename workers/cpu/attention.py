@@ -47,7 +47,7 @@ class NativeAttention(PagedAttention):
             raise NotSupportedNatively(f"a head_dim of {spec.head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache, in the block layout of `csrc/kv_cache.h`.
+        """Return the shape of one layer's cache, in the block layout of `csrc/attention/kv_cache.h`.
 
         Head dimensions are padded to whole vectors, and in int8 each token has a scale.
         """

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a tensor-parallel group on one machine share, for `exchange.h`."""
+"""Memory that the ranks of a tensor-parallel group on one machine share, for `csrc/runtime/exchange.h`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class NotSupportedNatively(EngineError):
 
 
 class PackedWeight(ctypes.Structure):
-    """A packed matrix; see `csrc/linear.h`. `weights.py` extends it."""
+    """A packed matrix; see `csrc/linear/linear.h`. `weights.py` extends it."""
 
     _fields_ = (
         ("format", c_int32),
@@ -45,7 +45,7 @@ class PackedWeight(ctypes.Structure):
 
 
 class ModelShape(ctypes.Structure):
-    """The sizes of a rank's share of a model; see `csrc/program.h`."""
+    """The sizes of a rank's share of a model; see `csrc/program/model.h`."""
 
     _fields_ = (
         ("hidden_size", c_int32),
@@ -62,7 +62,7 @@ class ModelShape(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """A layer's attention parameters; see `csrc/attention.h`."""
+    """A layer's attention parameters; see `csrc/attention/attention.h`."""
 
     _fields_ = (
         ("scale", c_float),
@@ -72,7 +72,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """One operation of a program; see `program.h`."""
+    """One operation of a program; see `csrc/program/model.h`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -104,7 +104,7 @@ class StepGroup(ctypes.Structure):
 
 
 class LogitRules(ctypes.Structure):
-    """What the request of a slot wants changed in its logits; see `logit_rules.h`."""
+    """What the request of a slot wants changed in its logits; see `csrc/sampling/logit_rules.h`."""
 
     _fields_ = (
         ("allowed", c_void_p),
@@ -124,7 +124,7 @@ class LogitRules(ctypes.Structure):
 
 
 class LogprobRows(ctypes.Structure):
-    """Where log-probabilities are written; see `sampling.h`."""
+    """Where log-probabilities are written; see `csrc/sampling/token_chooser.h`."""
 
     _fields_ = (
         ("is_wanted", c_void_p),
@@ -137,7 +137,7 @@ class LogprobRows(ctypes.Structure):
 
 
 class SamplingRows(ctypes.Structure):
-    """Sampling parameters by slot, and the rows to sample; see `sampling.h`."""
+    """Sampling parameters by slot, and the rows to sample; see `csrc/sampling/token_chooser.h`."""
 
     _fields_ = (
         ("is_greedy", c_void_p),
@@ -162,7 +162,7 @@ class SamplingRows(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The arrays of one step; see `program.h`."""
+    """The arrays of one step; see `csrc/program/step.h`."""
 
     _fields_ = (
         ("num_tokens", c_int32),
@@ -184,7 +184,7 @@ class Step(ctypes.Structure):
 
 
 class DraftLookup(ctypes.Structure):
-    """The drafts of every slot, and those found last; see `draft_lookup.h`."""
+    """The drafts of every slot, and those found last; see `csrc/sampling/draft_lookup.h`."""
 
     _fields_ = (
         ("num_drafts", c_void_p),
@@ -206,7 +206,7 @@ class DraftLookup(ctypes.Structure):
 
 
 class DecodeBatch(ctypes.Structure):
-    """A batch of which every request decodes; see `program.h`."""
+    """A batch of which every request decodes; see `csrc/program/step.h`."""
 
     _fields_ = (
         ("num_slots", c_int32),

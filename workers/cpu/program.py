@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 
 
 class NativeProgram:
-    """`Program` of `program.h`, with the threads that run it."""
+    """`Program` of `csrc/program/program.h`, with the threads that run it."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from .library import NotSupportedNatively, native_library
 
 
 class ActivationKind(IntEnum):
-    """Storage formats of activations; see `csrc/linear.h`."""
+    """Storage formats of activations; see `csrc/linear/linear.h`."""
 
     INT8 = 0
     BF16 = 1
@@ -42,7 +42,7 @@ class ActivationKind(IntEnum):
 
 
 class WeightFormat(IntEnum):
-    """Storage formats of packed matrices; see `csrc/linear.h`."""
+    """Storage formats of packed matrices; see `csrc/linear/linear.h`."""
 
     U4 = 0
     U4_OFFSET = 1
@@ -90,7 +90,7 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
 _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
-"""As many rows are packed at once in BF16; see `csrc/pack.h`."""
+"""As many rows are packed at once in BF16; see `csrc/linear/pack.h`."""
 
 
 class PackedWeight(library.PackedWeight):

@@ -12,7 +12,7 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 
 KV_ELEMENT_BYTES = 2
 BITS_OF_BF16 = 12
-"""What a product has to read of a weight, as `workers/cpu/csrc/bf16_block.h` stores it."""
+"""What a product has to read of a weight, as `workers/cpu/csrc/linear/bf16_block.h` stores it."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def match_length(passage: list[int], end: int, tokens: list[int]) -> int:
 def expected(
     tokens: list[int], most: int, shortest: int, prediction: list[int], num_prompt: int
 ) -> tuple[list[int], bool]:
-    """Return the drafts by the words of `draft_lookup.h`, and whether they are from the prediction."""
+    """Return the drafts by the words of `sampling/draft_lookup.h`, and whether they are from the prediction."""
     most = max(min(most, MAX_MODEL_LEN - 1 - len(tokens)), 0)
     num_output = len(tokens) - num_prompt
 

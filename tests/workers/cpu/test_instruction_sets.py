@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from engine.workers.cpu.build_native import INSTRUCTION_SETS, kernel_targets
+from engine.workers.cpu.build_native import INSTRUCTION_SETS, SUBJECTS, kernel_targets
 from engine.workers.cpu.library import instruction_set
 from support.isas import ISA_NAMES, ISAS, select_isa
 
@@ -56,9 +56,9 @@ def test_list_and_target_headers_name_the_same_sets() -> None:
         ),
         (
             ["-D__aarch64__"],
-            dict.fromkeys(("linear", "attention", "rows", "sampling"), ["neon", "portable"]),
+            {subject: ["neon", "portable"] for subject in SUBJECTS},
         ),
-        ([], dict.fromkeys(("linear", "attention", "rows", "sampling"), ["portable"])),
+        ([], {subject: ["portable"] for subject in SUBJECTS}),
     ],
     ids=["x86-64 but not Linux", "64-bit ARM", "another machine"],
 )

@@ -1,7 +1,7 @@
 // Describes the structs, enums and functions that workers/cpu/library.py mirrors, one a line, from the compiler's own
-// sizes, offsets and types. Python writes the same text from its mirrors and refuses the library if the texts differ.
+// sizes, offsets and types. Python writes the same text from its mirrors and rejects the library if the texts differ.
 //
-// A struct's fields are listed here in their order. The compiler rejects a list that lacks a field or has one too many.
+// The fields of a struct are listed in their order. The compiler rejects a list with a field too few or too many.
 #include <string>
 #include <type_traits>
 
@@ -50,7 +50,7 @@ std::string signature(Result (*)(Arguments...)) {
           "@" + std::to_string(offsetof(Mirrored, name));
 #define ENUMERATOR(name) text += " " #name "=" + std::to_string(int(Mirrored::name));
 
-// The structured binding does not compile unless the names are as many as the struct's fields.
+// The structured binding compiles only if there are as many names as fields.
 #define STRUCT(Name, ...)                                                                  \
   {                                                                                        \
     using Mirrored = Name;                                                                 \

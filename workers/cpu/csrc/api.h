@@ -1,4 +1,4 @@
-// The functions that Python calls by name (workers/cpu/library.py mirrors their signatures; abi.cpp describes them).
+// The functions that Python calls. workers/cpu/library.py mirrors their signatures, and abi.cpp describes them.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,8 @@ struct Step;
 
 // Returns the description of every mirrored struct, enum and function that Python compares with its own.
 ENGINE_API const char* engine_abi();
+
+// The functions of a subject are defined in its folder, in api.cpp.
 
 ENGINE_API int engine_isa();
 ENGINE_API const char* engine_isa_name(int isa);

@@ -1,9 +1,9 @@
 // Paged attention.
 //
-// A row is one query head of one token. Its keys are taken in chunks of kChunk and partitions of
-// kPartition, both at multiples of their size from the start of the sequence; a partition is one
-// running softmax, and partitions are combined in their order. So the result of a row depends on its query,
-// its keys and values and its window, and not on which rows are computed together or by which thread.
+// A row is one query head of one token. Its keys are divided into partitions of kPartition keys, and these into chunks
+// of kChunk keys, both at multiples of their size from the start of the sequence. Each partition has one running
+// softmax, and partitions are combined in order. So the result of a row depends only on its query, its keys and values
+// and its window, and not on which rows are computed together or by which thread.
 #pragma once
 
 #include "attention/kv_cache.h"
@@ -13,7 +13,7 @@ namespace engine {
 
 constexpr int kChunk = 64;
 constexpr int kPartition = 1024;
-// Rows that are computed together, unless one token's query heads are more.
+// The most rows that are computed together, unless a single token has more query heads.
 constexpr int kTaskRows = 64;
 
 struct AttentionLayer {
@@ -22,27 +22,27 @@ struct AttentionLayer {
   int32_t window;  // 0 for none
 };
 
-// The query heads of one key/value head, for consecutive tokens of one sequence.
+// The query heads that share one key/value head, for consecutive tokens of one sequence.
 struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
   int position;             // of the first token
   int num_tokens;
-  int num_heads;  // that share the key/value head
+  int num_heads;            // that share the key/value head
   int kv_head;
-  int first_partition, last_partition;  // which to take, inclusive
+  int first_partition, last_partition;  // inclusive
   const int32_t* blocks;                // of the sequence
   const uint8_t* kv_cache;
-  const AttentionTask* next;  // what this thread does next, or null
+  const AttentionTask* next;            // what this thread computes next, or null
 };
 
-// One softmax over some keys of each row.
+// The running softmax of each row over some of its keys.
 struct AttentionState {
   float* maximum;  // [rows]
-  float* sum;      // [rows][16], in as many parts
-  float* values;   // [rows][padded head_dim], weighted
+  float* sum;      // [rows][16], the sum in 16 parts
+  float* values;   // [rows][padded head_dim], the weighted sum of values
 };
 
-// What a thread needs to do a task.
+// The memory that a thread needs for a task.
 struct AttentionScratch {
   AttentionScratch(int max_rows, int padded_head_dim);
   AttentionScratch(const AttentionScratch&) = delete;
@@ -54,21 +54,22 @@ struct AttentionScratch {
   float* memory_;
 };
 
+// Returns the first key that a token at a position sees.
 inline int first_key(int position, int window) {
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 
 struct AttentionKernels {
-  // Words of a query in the kernels' format, which matches that of the keys.
+  // Returns the 32-bit words of a query in the kernels' format, which depends on that of the keys.
   int (*query_words)(const KVLayout&);
-  // Begins to fetch the first keys that `task` reads.
+  // Prefetches the first keys that `task` reads.
   void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
-  // Computes the task's partitions one after the other and leaves their combination in `total`.
+  // Computes the task's partitions one after the other and writes their combination to `total`.
   void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
                  const AttentionState& total);
-  // Adds the next partition to those in `total`.
+  // Combines `total` with the next partition.
   void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_head_dim);
-  // Divides by the sums: out[row][head_dim].
+  // Divides the values by the sums: out[row][head_dim].
   void (*finish)(const AttentionState& total, int rows, int head_dim, float* out);
   // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
   void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
@@ -78,8 +79,8 @@ struct AttentionKernels {
                 const float* key, const float* value);
 };
 
-#define ENGINE_ISA(set, linear, attention, ...)  \
-  namespace attention {                          \
+#define ENGINE_ISA(set, linear, attention, ...) \
+  namespace attention { \
   const AttentionKernels& attention_kernels(); \
   }
 #include "isa/instruction_sets.inc"

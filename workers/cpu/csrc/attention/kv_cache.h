@@ -1,12 +1,14 @@
 // The layout of a layer's keys and values.
 //
-// Per block and head: keys [head_dim / pair][block_size][pair], then values
-// [block_size / pair][padded head_dim][pair]. `pair` is how many are multiplied at once: 2 for bf16,
-// 4 for int8, otherwise 1; head_dim is padded to whole vectors. So sixteen keys' elements, and sixteen
-// elements of a value, are one vector. Numbers in int8 are in units of their token's scale, and
-// scales [block_size] in float32 follow the keys, and the values. Stored numbers are finite: beyond
-// the largest of a format is that one, and a NaN or an infinity becomes zero, lest a masked key of a block's last owner
-// turns 0 * value into NaN.
+// For every block and head there are keys [head_dim / pair][block_size][pair], then values
+// [block_size / pair][padded head_dim][pair]. `pair` is how many elements one instruction multiplies and adds: 2 in
+// bf16, 4 in int8, otherwise 1. head_dim is padded to whole vectors. So an element of each of sixteen keys, or sixteen
+// elements of a value, are one vector. Numbers in int8 are multiples of their token's scale; the scales, [block_size]
+// in float32, follow the keys, and likewise the values.
+//
+// Stored numbers are finite. Too large numbers become the largest finite number of the format, and a NaN or an infinity
+// becomes zero. Otherwise a value that the block's previous owner left there, and that is masked now, would turn
+// 0 * value into NaN.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +26,9 @@ struct KVLayout {
     return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
   }
   int padded_head_dim() const { return (head_dim + 15) / 16 * 16; }
-  // Where the scales of a head's keys, or values, follow them.
+  // Where the scales of a head's keys, or of its values, begin.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
-  // Bytes of one head's keys, or values, in a block.
+  // Bytes of one head's keys, or of its values, in a block.
   size_t head_bytes() const {
     return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
   }

@@ -15,12 +15,12 @@
 namespace engine {
 namespace {
 
-// What the list may use to tell whether a set is supported.
+// The list uses the following to state whether a set is supported.
 
-// __builtin_cpu_supports takes nothing but a literal.
+// A macro, because __builtin_cpu_supports accepts only a literal.
 #define has(feature) bool(__builtin_cpu_supports(feature))
 
-// A process has to ask for the tile registers: a thread's state grows by 8 KiB with them.
+// A process must ask Linux for the tile registers, because they enlarge the state of every thread by 8 KiB.
 [[maybe_unused]] bool may_use_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -34,7 +34,7 @@ namespace {
 #if defined(__aarch64__) && defined(__linux__)
   return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
 #else
-  // Every 64-bit ARM processor of Apple has it.
+  // All of Apple's 64-bit ARM processors have it.
   return true;
 #endif
 }
@@ -45,7 +45,7 @@ struct InstructionSet {
   Kernels (*kernels)();
 };
 
-// In the order of Isa. Functions, because those of a set must not run on a processor that lacks it.
+// In the order of Isa. `kernels` is a function, because a set's code must not run on a processor that lacks the set.
 constexpr InstructionSet kInstructionSets[] = {
 #define ENGINE_ISA(set, linear, attention, rows, sampling, name, is_supported)                              \
   {name, [] { return is_supported; }, [] {                                                                  \

@@ -2,9 +2,9 @@
 //
 // The kernels of a subject are one source, SUBJECT/kernels.cpp, which is compiled once per instruction set; see
 // instruction_sets.inc. No compiler flags turn the instructions on, but a pragma behind the last #include (target.h).
-// With flags, the inline functions of headers would be compiled for the set as well, and the linker, which keeps one copy
-// of each, could keep one that this processor cannot run. All sources are compiled with -ffp-contract=off: which products
-// and sums are fused is part of the result, so the kernels state it themselves.
+// With flags, the inline functions of headers would be compiled for the set as well, and the linker, which keeps one
+// copy of each, could keep one that this processor cannot run. All sources are compiled with -ffp-contract=off: which
+// products and sums are fused is part of the result, so the kernels state it themselves.
 #pragma once
 
 namespace engine {
@@ -33,10 +33,10 @@ struct Kernels {
 
 // Returns whether this processor has the instructions of a set.
 bool is_supported(Isa isa);
-// Returns what people call it.
+// Returns the name that the worker logs.
 const char* isa_name(Isa isa);
 
-// The best supported set, unless select_isa chose another one, and its kernels.
+// Return the set in use, which is the best supported one unless select_isa chose another, and its kernels.
 Isa isa();
 const Kernels& kernels();
 

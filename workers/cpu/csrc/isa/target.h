@@ -1,8 +1,8 @@
 // Turns on the instructions of the set that a source is compiled for, ENGINE_TARGET, for the rest of the file. To be
 // included after every other header.
 //
-// The set's own header defines which vectors its kernels are made of (a target pragma does not define the compiler's own
-// macros):
+// The set's own header defines which vectors its kernels are made of (a target pragma does not define the compiler's
+// own macros):
 //   ENGINE_AVX512, ENGINE_AVX2, ENGINE_NEON  the registers; none of them for standard C++
 //   ENGINE_VNNI                              AVX2 has dot products of int8 as well
 //   ENGINE_BF16                              AVX-512 has dot products of bf16 as well

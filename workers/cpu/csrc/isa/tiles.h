@@ -1,5 +1,5 @@
-// The tile registers of AMX, eight, by their numbers. (Compilers' own functions take no constant for a number but a
-// literal, and do not say that they read memory.)
+// The eight tile registers of AMX, by number. (The compilers' own functions accept only a literal as a number, and do
+// not tell the optimizer that they read memory.)
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace engine::amx {
 
 constexpr int kTileRows = 16, kTileRowBytes = 64;
 
-// Of each register: its rows, and the bytes of one.
+// The number of rows of each register, and their bytes.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -24,18 +24,18 @@ struct alignas(64) TileConfig {
 
 #define ENGINE_TILE inline __attribute__((always_inline))
 
-// Clears all registers.
+// Sets the sizes of all registers and clears them.
 ENGINE_TILE void configure_tiles(const TileConfig& config) {
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
-// A thread that has none in use is cheaper to interrupt.
+// Interrupting a thread costs less if no tile register is in use.
 ENGINE_TILE void release_tiles() { asm volatile("tilerelease"); }
 
 template <int kTile>
 ENGINE_TILE void zero_tile() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
-// Rows are `stride` bytes apart.
+// The rows in memory are `stride` bytes apart.
 template <int kTile>
 ENGINE_TILE void load_tile(const void* p, ptrdiff_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -44,13 +44,13 @@ template <int kTile>
 ENGINE_TILE void store_tile(void* p, ptrdiff_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
-// sums[m][n] += rows[m] * columns[n], pair by pair of bf16 (TDPBF16PS).
+// sums[m][n] += rows[m] * columns[n], where the elements are pairs of bf16 (TDPBF16PS).
 template <int kSums, int kRows, int kColumns>
 ENGINE_TILE void dot_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
 }
 
-// Calls f for the first `count` of four registers, its number a constant.
+// Calls f with each number below `count`, at most four, as a compile-time constant.
 template <class Function>
 ENGINE_TILE void for_tiles(int count, Function f) {
   if (count > 0) f(std::integral_constant<int, 0>());

@@ -7,27 +7,28 @@
 namespace engine {
 namespace {
 
-// A group of int8_split has second terms if the largest of its fours is more than so many times what is typical
-// of them, and then so many times that fit in int8.
+// A group of int8_split has second terms if its largest magnitude is more than kOutlierRatio times the typical largest
+// magnitude of four consecutive elements. Then kOrdinaryRatio times the typical one fits in int8.
 constexpr float kOutlierRatio = 8, kOrdinaryRatio = 2.5f;
-// A sum of an eighth of the bits of seven, to their mean.
+// Turns a sum over seven numbers, of an eighth of the bits of each, into the mean of their bits.
 constexpr float kMeanOfSeven = 8.0f / 7.0f;
 
-// That of a group of int8_split, from the sum of an eighth of the bits of the largest magnitude of each of its
-// fours. Bits are close to logarithms, so that the mean of all but the largest is typical whatever outliers there are.
+// Returns the scale of a group of int8_split. `sum_of_eighths` is the sum, over the group's eight fours, of an eighth
+// of the bits of the largest magnitude. The bits of a float are close to its logarithm. So the mean of the bits of all
+// but the largest four is typical of the group, whatever outliers it has.
 inline GroupScale split_scale(int32_t amax_bits, int32_t sum_of_eighths) {
   const GroupScale plain = group_scale(amax_bits);
   if (plain.inverse == 0) return plain;
   const float typical_bits = float(sum_of_eighths - (amax_bits >> 3)) * kMeanOfSeven;
   const float typical = from_bits(uint32_t(std::lrint(typical_bits)));
   if (!(from_bits(uint32_t(amax_bits)) > typical * kOutlierRatio)) return plain;
-  // Two terms reach no further.
+  // With a smaller scale, two terms could not represent the largest magnitude.
   const float least = plain.scale * (1.0f / kHighUnit);
   const float scale = typical * (kOrdinaryRatio / 127.0f);
   return scale > least ? GroupScale{scale, 1.0f / scale} : GroupScale{least, 1.0f / least};
 }
 
-// Moves what int8 does not hold into second terms of the fours that it is in; returns their mask.
+// Splits fours with a number that does not fit in int8 into q and second terms. Returns the mask of these fours.
 inline uint8_t split_outliers(int32_t (&q)[kGroup], int8_t* high) {
   uint8_t fours = 0;
   for (int v = 0; v < kGroup / 4; v++) {
@@ -43,7 +44,7 @@ inline uint8_t split_outliers(int32_t (&q)[kGroup], int8_t* high) {
   return fours;
 }
 
-// From the sums of the halves of q, with their second terms.
+// Sets the fields of a group other than q. `first` and `second` are the sums of the halves, including second terms.
 inline void set_sums(ActivationGroup& group, const GroupScale& scale, int32_t first, int32_t second, unsigned fours) {
   const bool is_zero = scale.scale == 0;
   group.scale = is_zero ? 1.0f : scale.scale;

@@ -9,16 +9,17 @@
 namespace engine {
 namespace {
 
-// As the bf16 instructions take it.
+// The bf16 instructions treat subnormal numbers as zeros of the same sign.
 uint16_t without_subnormals(uint16_t bits) { return bits & 0x7f80 ? bits : bits & 0x8000; }
 
-// Byte of the codes and low bytes of a coded step for the first of a column's two elements; the second follows.
+// Returns the byte, among the codes and low bytes of a coded step, of the first of a column's two elements. The second
+// one follows.
 int interleaved_byte(int column) {
   const int tile = column / kColumnTile % 2, in_tile = column % kColumnTile;
   return in_tile / 4 * 16 + tile * 8 + in_tile % 4 * 2;
 }
 
-// Columns as they are in plain steps.
+// Returns the columns in the order of plain steps.
 std::vector<uint16_t> transposed(const uint8_t* rows, ptrdiff_t row_bytes, int columns, int k) {
   std::vector<uint16_t> steps(size_t(bf16_steps(k)) * kBF16BlockColumns * 2);
   for (int column = 0; column < columns; column++, rows += row_bytes) {
@@ -32,7 +33,7 @@ std::vector<uint16_t> transposed(const uint8_t* rows, ptrdiff_t row_bytes, int c
   return steps;
 }
 
-// Of the 256 high bytes, by how often they occur, the commonest kHighBytes.
+// Chooses the kHighBytes most common high bytes.
 void choose_high_bytes(const std::vector<uint16_t>& weights, uint8_t* chosen) {
   uint32_t counts[2][256] = {};
   for (size_t i = 0; i < weights.size(); i += 2) {
@@ -50,7 +51,7 @@ void choose_high_bytes(const std::vector<uint16_t>& weights, uint8_t* chosen) {
 
 constexpr uint8_t kNoCode = 0x80;
 
-// Returns false if a weight has no code.
+// Returns false if there is no code for the high byte of some weight.
 bool pack_coded_step(const uint16_t* weights, const uint8_t (&code_of)[256], uint8_t* step) {
   uint8_t codes[2 * kBF16BlockColumns], any = 0;
   for (int i = 0; i < 2 * kBF16BlockColumns; i++) any |= codes[i] = code_of[weights[i] >> 8];

@@ -1,4 +1,4 @@
-// What an instruction set provides to linear.h.
+// What every instruction set implements for linear.h.
 #pragma once
 
 #include <new>
@@ -12,9 +12,9 @@
 namespace engine {
 
 struct LinearKernels {
-  size_t pair_bytes;  // of two activations for bf16
+  size_t pair_bytes;  // of two activations for bf16 weights: as bf16, or as floats
   int rows_at_once[kNumWeightFormats];
-  // x is one row of k floats.
+  // `x` is one row of k floats.
   void (*quantize_int8)(const float* x, int k, void* out);
   void (*quantize_int8_split)(const float* x, int k, void* out);
   void (*quantize_bf16)(const float* x, int k, void* out);
@@ -24,8 +24,8 @@ struct LinearKernels {
                                     ptrdiff_t out_stride, Readahead& readahead);
 };
 
-#define ENGINE_ISA(set, linear, ...)  \
-  namespace linear {                          \
+#define ENGINE_ISA(set, linear, ...) \
+  namespace linear { \
   const LinearKernels& linear_kernels(); \
   }
 #include "isa/instruction_sets.inc"

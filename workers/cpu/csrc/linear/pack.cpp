@@ -11,7 +11,7 @@
 namespace engine {
 namespace {
 
-// A group of integer weights on its way from a source type to a tile: code * scale + offset, where there is one.
+// A group of integer weights between a source type and a tile: code * scale, + offset if the format has one.
 struct WeightGroup {
   uint8_t codes[kGroup];
   uint16_t scales[2];
@@ -21,9 +21,9 @@ struct WeightGroup {
 float load_fp16(const uint8_t* p) { return from_fp16(load_u16(p)); }
 bool is_finite_fp16(const uint8_t* p) { return (load_u16(p) & 0x7c00) != 0x7c00; }
 
-// These return whether all numbers are finite.
+// The functions that unpack a group return whether all its numbers are finite.
 
-// The types in blocks of 32: fp16 scale, fp16 offset in some, fifth bits in some, codes.
+// Unpacks a block of a type in blocks of 32: an fp16 scale, an fp16 offset in some, fifth bits in some, codes.
 bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   const bool has_minimum = type == SourceType::q4_1 || type == SourceType::q5_1;
   const bool has_fifth_bits = type == SourceType::q5_0 || type == SourceType::q5_1;
@@ -52,7 +52,7 @@ bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   return is_finite;
 }
 
-// Group g of eight of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
+// Unpacks group g of the eight of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
 // six-bit scales and minima, 32 bytes of fifth bits (q5_k), 128 bytes of nibbles.
 bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* packed = block + 4;
@@ -75,8 +75,8 @@ bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& g
   return is_finite_fp16(block) && is_finite_fp16(block + 2);
 }
 
-// Group g of eight of a q6_k block: 128 bytes of low nibbles, 64 of the high two bits, 16 int8 scales of
-// half groups, the fp16 scale of these.
+// Unpacks group g of the eight of a q6_k block: 128 bytes of low nibbles, 64 bytes of the high two bits, 16 int8 scales
+// of half groups, and their fp16 scale.
 bool unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* low = block + 64 * (g / 4) + 32 * (g % 2);
   const uint8_t* high = block + 128 + 32 * (g / 4);
@@ -121,7 +121,7 @@ float squared_error_of_u4(const float* x, WeightGroup& group, float low, float h
   return error;
 }
 
-// Tries ranges that clip the extremes and keeps the one of least squared error.
+// Tries ranges that clip the extremes and keeps the one with the least squared error.
 void quantize_to_u4(const float* x, WeightGroup& group) {
   float low = x[0], high = x[0];
   for (int i = 1; i < kGroup; i++) {
@@ -205,7 +205,8 @@ void store_group(WeightFormat format, const WeightGroup& group, int column, int 
   }
 }
 
-// Returns whether the format has all numbers: a half that is infinite would become the largest.
+// Returns whether the format can represent all numbers. f16 cannot represent an infinity: it would become the largest
+// finite number.
 bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
   bool has_all = true;
   for (int i = 0; i < k; i++, out += float_stride(format)) {
@@ -223,7 +224,7 @@ bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source,
 
 void pack_bf16_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
                     int first_row, int rows) {
-  static_assert(kRowsTogether == kBF16BlockColumns, "a block is packed all at once");
+  static_assert(kRowsTogether == kBF16BlockColumns, "a block is packed as a whole");
   std::vector<uint16_t> rounded;
   for (int row = 0; row < rows; row += kRowsTogether, source += kRowsTogether * source_row_bytes) {
     const int columns = std::min(rows - row, kRowsTogether), index = (first_row + row) / kRowsTogether;

@@ -1,8 +1,8 @@
-// The memory layout that packing, quantisation and the kernels of every instruction set share.
+// The memory layout that packing, quantization and the kernels of every instruction set share.
 //
-// A packed matrix is a sequence of column tiles: kColumnTile consecutive rows of it, which are
-// columns of the output, interleaved so that one vector holds one element, or four codes, of each.
-// A tile of integer weights is, for each of its groups of 32 along k,
+// A packed matrix is a sequence of column tiles. A tile is kColumnTile consecutive rows of the matrix, which are
+// columns of the output. They are interleaved so that one vector holds one element, or four codes, of each. A tile of
+// integer weights consists of, for each of its groups of 32 along k,
 //   codes    eight vectors v of 16 columns x 4 codes (k = 4 v .. 4 v + 3), as
 //            u8: eight times 64 bytes; others: four times 64 bytes, the low four bits of vector 2 i
 //            in the low nibbles, those of vector 2 i + 1 in the high nibbles
@@ -11,9 +11,9 @@
 // then for each group
 //   scales   16 fp16 (u6: 16 for the first half of the group, 16 for the second)
 // then, where the format has them, for each pair of groups
-//   offsets  16 pairs of bf16: what the zero point times the scale leaves of the format's offset
-// Float weights are in blocks of four tiles, f32 [k][64] or f16 [k][64], so that a kernel which needs four
-// sums at once to keep the multipliers busy still reads one stream. bf16 has a layout of its own: bf16_block.h.
+//   offsets  16 pairs of bf16: the format's offset plus zero point * scale, because products are of code - zero_point
+// Float weights are in blocks of four tiles, f32 [k][64] or f16 [k][64]. A kernel needs four sums at a time to keep the
+// multipliers busy, and so it still reads a single stream. bf16 has its own layout: bf16_block.h.
 #pragma once
 
 #include <cstddef>
@@ -25,23 +25,23 @@ namespace engine {
 
 constexpr int kGroup = 32;
 
-// A group of int8 activations, each q * scale. Also what turns scales, zero points and offsets into few operations:
-// the sums are of q.
+// A group of int8 activations, each q * scale. The other fields are sums over q and multiples of them, which are
+// computed once here so that kernels apply scales, zero points and offsets with few operations.
 struct ActivationGroup {
   int8_t q[kGroup];
   float scale;    // 1 where all q are 0
-  float inverse;  // of the scale
-  uint32_t scaled_sum;  // in bf16
+  float inverse;  // 1 / scale
+  uint32_t scaled_sum;  // scale * sum, in bf16
   int32_t minus_eight_sums;
   int32_t minus_eight_sums_of_halves[2];
-  uint32_t fours;  // with second terms: a bit for each
+  uint32_t fours;  // a bit for each four consecutive q, set if they have second terms
   uint32_t padding;
 };
-static_assert(sizeof(ActivationGroup) == 64, "rows are multiples of these");
+static_assert(sizeof(ActivationGroup) == 64, "rows of activations consist of these");
 
-// A row of int8_split is one of int8, then an int8 `high` for each element: an activation is
-// (high * kHighUnit + q) * scale, and the sums are of these. Four activations that a product takes at once have second
-// terms together; other fours have `high` of zero: adding them changes nothing.
+// A row of int8_split is a row of int8, then a second term for each element, the int8 `high`. An activation is
+// (high * kHighUnit + q) * scale, and the group's sums include second terms. The four activations that a dot product
+// takes at a time have second terms or not together. Those of the other fours are zero, so adding them changes nothing.
 constexpr int kHighShift = 4, kHighUnit = 1 << kHighShift;
 
 constexpr size_t high_terms_at(int groups) { return size_t(groups) * sizeof(ActivationGroup); }
@@ -52,7 +52,7 @@ constexpr bool has_offset(WeightFormat format) {
   return format == WeightFormat::u4_offset || format == WeightFormat::u5_offset;
 }
 
-// A code is centred by it: products are of code - zero_point.
+// The code that stands for zero: products are of code - zero_point.
 constexpr int zero_point(WeightFormat format) {
   return format == WeightFormat::u8          ? 128
          : format == WeightFormat::u6        ? 32
@@ -60,7 +60,7 @@ constexpr int zero_point(WeightFormat format) {
                                              : 8;
 }
 
-// Of a group in a tile.
+// Bytes of a group in a tile.
 constexpr int code_bytes(WeightFormat format) {
   return format == WeightFormat::u8          ? 512
          : format == WeightFormat::u6        ? 384
@@ -68,10 +68,10 @@ constexpr int code_bytes(WeightFormat format) {
                                              : 256;
 }
 constexpr int scale_bytes(WeightFormat format) { return 2 * kColumnTile * (format == WeightFormat::u6 ? 2 : 1); }
-// Of a pair of groups.
+// Bytes of the offsets of a pair of groups.
 constexpr int kOffsetBytes = 4 * kColumnTile;
 
-// What is in a tile, from its beginning.
+// Where the parts of a tile begin, in bytes from its own beginning.
 constexpr size_t scales_at(WeightFormat format, int groups) { return size_t(groups) * code_bytes(format); }
 constexpr size_t offsets_at(WeightFormat format, int groups) {
   return scales_at(format, groups) + (size_t(groups) * scale_bytes(format) + 63) / 64 * 64;
@@ -84,12 +84,12 @@ constexpr int kFloatBlockTiles = 4;
 
 constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
 
-// From a float tile's elements to its next ones along k.
+// Bytes from a float tile's elements to the next ones along k.
 constexpr int float_stride(WeightFormat format) {
   return element_bytes(format) * kColumnTile * kFloatBlockTiles;
 }
 
-// Where a tile of integer, f16 or f32 weights begins.
+// Returns where a tile of integer, f16 or f32 weights begins, in bytes.
 constexpr size_t tile_at(WeightFormat format, int k, int tile) {
   if (is_integer(format)) return tile * tile_bytes(format, k / kGroup);
   return size_t(tile / kFloatBlockTiles) * k * float_stride(format) +

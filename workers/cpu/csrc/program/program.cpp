@@ -115,7 +115,8 @@ void Program::run_tile(int phase, Tile& tile) {
   }
 }
 
-// Threads may still compute tiles of the slice before, in vain. What they read is changed only after that.
+// Other threads may still compute tiles of the previous slice that were written already, and read what changes here. So
+// it waits for them first.
 void Program::begin_slice(int index) {
   pool_.wait_for_others();
   slice_.begin(index);

@@ -86,7 +86,7 @@ int argmax(const float* x, int n, float* largest) {
   Floats top = broadcast(x[0]);
   Ints is_nan{};
   for_vectors(n, [&](int i, int count) {
-    // What is past the end counts as the first element.
+    // Lanes past the end are set to the first element.
     const Floats v = count == kLanes ? load(x + i) : broadcast(x[0]);
     top = max(top, v);
     is_nan |= v != v;

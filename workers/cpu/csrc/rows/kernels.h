@@ -1,4 +1,4 @@
-// The small operations between matrix products, on one row each.
+// The small operations between matrix products. Each is for one row.
 #pragma once
 
 #include <cstddef>
@@ -22,12 +22,12 @@ struct RowKernels {
   // x = softcap * tanh(x / softcap)
   void (*soft_cap)(float* x, float softcap, int n);
   bool (*all_finite)(const float* x, int n);
-  // The first of the largest elements; -1 if one is NaN.
+  // Returns the index of the largest element, the first one if several are equal; -1 if any element is NaN.
   int (*argmax)(const float* x, int n, float* largest);
 };
 
-#define ENGINE_ISA(set, linear, attention, rows, ...)  \
-  namespace rows {                          \
+#define ENGINE_ISA(set, linear, attention, rows, ...) \
+  namespace rows { \
   const RowKernels& row_kernels(); \
   }
 #include "isa/instruction_sets.inc"

@@ -25,7 +25,7 @@ inline void pause() {
 #endif
 }
 
-// A tile, as one of the threads that compute it has it.
+// A claim of a tile by one of the threads that compute it.
 class Tile {
  public:
   Tile(int index, int thread, std::atomic<uint32_t>& committed, uint32_t serial)

@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "api.h"
-
 namespace engine {
 
 namespace {
 
-// How many tokens before `end` of a passage are the same as those at the end of the request.
+// Returns how many tokens before `end` of a passage are the same as those at the end of the request.
 int32_t match_length(const int32_t* passage, int32_t end, const int32_t* tokens, int32_t length) {
   const int32_t most = std::min({end, length, kLongestMatch});
   int32_t matched = 0;
@@ -17,12 +15,12 @@ int32_t match_length(const int32_t* passage, int32_t end, const int32_t* tokens,
   return matched;
 }
 
-// Where in a passage the last tokens of a request came before. `end` is 0 if nowhere.
+// An occurrence of a request's last tokens in a passage. `end` is 0 if there is none.
 struct Match {
   int32_t length, end;
 };
 
-// The longest match with more than `longest` tokens in the request's own tokens.
+// Returns the longest match in the request's own tokens that has more than `longest` tokens.
 Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
   Match found{longest, 0};
   for (int32_t end = length - 1; end > found.length && found.length < kLongestMatch; end--) {
@@ -33,8 +31,8 @@ Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
   return found;
 }
 
-// The longest match with more than `longest` tokens in the prediction. While all of the output is as predicted it is a
-// match of any length: the prediction follows the prompt.
+// Returns the longest match in the prediction that has more than `longest` tokens. As long as the whole output is as
+// predicted, it counts as the longest possible match, because the output follows the prompt as the prediction does.
 Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const int32_t* tokens,
                          int32_t length, int32_t num_output, int32_t longest) {
   Match found{longest, 0};
@@ -48,7 +46,7 @@ Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const 
   return found;
 }
 
-// Writes drafts behind the tokens, of which there are one or more, and returns how many.
+// Writes drafts after the tokens, of which there must be at least one. Returns how many.
 int32_t draft(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most,
               int32_t shortest_match) {
   const int32_t* predicted = lookup.predicted_tokens[slot];
@@ -59,7 +57,7 @@ int32_t draft(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length
   const Match in_tokens = find_in_tokens(tokens, length, in_prediction.length);
   if (in_tokens.end) {
     const int32_t count = std::min(most, in_tokens.length);
-    // One by one: what is copied may reach into what has just been written.
+    // One by one, because the tokens to copy may include those that were just written.
     for (int32_t k = 0; k < count; k++) tokens[length + k] = tokens[in_tokens.end + k];
     return count;
   }
@@ -70,8 +68,9 @@ int32_t draft(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length
   return count;
 }
 
-// Writes the forced tokens that follow, if the tokens sampled since agree with those before them; returns how many.
-int32_t go_on_as_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
+// Writes the forced tokens that follow, if the tokens sampled since agree with the forced ones before. Returns how
+// many.
+int32_t draft_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
   int32_t& num_forced = lookup.num_forced[slot];
   const int32_t num_known = length - lookup.forced_start[slot];
   const int32_t* forced = lookup.forced_tokens + slot * lookup.forced_width;
@@ -97,14 +96,14 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     const int64_t slot = slots[i];
     int32_t* tokens = token_ids + slot * max_model_len;
     const int32_t length = num_tokens[slot];
-    // The token that is sampled after the last draft needs room, too.
+    // The token that is sampled after the last draft needs room as well.
     const int32_t room = int32_t(max_model_len) - 1 - length;
     const int32_t limit = std::min(most, room);
     const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});
     int32_t count = 0;
     lookup.num_from_prediction[slot] = 0;
     if (lookup.num_forced[slot] && forced_limit > 0)
-      count = go_on_as_forced(lookup, slot, tokens, length, forced_limit);
+      count = draft_forced(lookup, slot, tokens, length, forced_limit);
     if (!count && length && limit > 0)
       count = draft(lookup, slot, tokens, length, limit, shortest_match);
     lookup.num_drafts[slot] = count;
@@ -116,9 +115,3 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
 }
 
 }  // namespace engine
-
-ENGINE_API void engine_look_up_drafts(engine::DraftLookup* lookup, const int64_t* slots,
-                                      int32_t num_slots, int64_t max_model_len, int32_t* token_ids,
-                                      const int32_t* num_tokens) {
-  look_up_drafts(*lookup, slots, num_slots, max_model_len, token_ids, num_tokens);
-}

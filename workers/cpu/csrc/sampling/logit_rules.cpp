@@ -34,7 +34,7 @@ void LogitChanger::limit(const uint32_t* allowed, float* logits) const {
   }
 }
 
-// The last token of each word whose others the output ends in.
+// Forbids the last token of each word if the output ends in the word's other tokens.
 void LogitChanger::forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const {
   const int32_t num_output = history.num_tokens - history.num_prompt_tokens;
   const int32_t* end = history.token_ids + history.num_tokens;

@@ -1,7 +1,7 @@
-// Changes to the logits of a request before its token is chosen, by the rules of workers/sampling.
+// Changes to a request's logits before its token is chosen, by the rules of workers/sampling.
 //
-// They are computed from the tokens so far, without state between tokens, so that drafts can be verified and dropped at
-// no cost.
+// They are computed from the tokens so far, without state between tokens. So drafts that turn out wrong leave nothing
+// to undo.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct History {
 
 // The logit changes of one slot. A null pointer means that its request does not use the feature.
 struct LogitRules {
-  const uint32_t* allowed;      // bit t % 32 of word t / 32 for each token t
-  const int32_t* bad_words;     // the length of each, and its tokens
+  const uint32_t* allowed;      // bit t % 32 of word t / 32 is set if token t is allowed
+  const int32_t* bad_words;     // for each word its length, then its tokens
   const int64_t* end_tokens;    // forbidden until the request has min_length tokens
   const int64_t* bias_tokens;
   const float* biases;
@@ -27,12 +27,12 @@ struct LogitRules {
   float repetition_penalty, presence_penalty, frequency_penalty;
 };
 
-// Its buffer is reused; one for each thread.
+// Changes logits, one row at a time. Each thread needs its own, because calls reuse a buffer.
 class LogitChanger {
  public:
   explicit LogitChanger(int vocab_size) : vocab_size_(vocab_size) {}
   void change(const LogitRules& rules, const History& history, float* logits);
-  // Forbids the tokens whose bit is clear.
+  // Forbids the tokens whose bit is not set.
   void limit(const uint32_t* allowed, float* logits) const;
 
  private:
@@ -41,7 +41,7 @@ class LogitChanger {
   bool is_token(int64_t token) const { return token >= 0 && token < vocab_size_; }
 
   const int vocab_size_;
-  std::vector<int32_t> counts_;  // of each token in the output, zeros between calls
+  std::vector<int32_t> counts_;  // of each token in the output; all zero between calls
 };
 
 }  // namespace engine

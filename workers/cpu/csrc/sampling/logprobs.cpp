@@ -1,4 +1,4 @@
-// Log-probabilities of a row's tokens, as workers/sampling/logprobs.py has them.
+// Log-probabilities of a row's tokens, by the rules of workers/sampling/logprobs.py.
 #include <algorithm>
 #include <cmath>
 
@@ -14,7 +14,7 @@ void LogprobRows::move(int from, int to) const {
   ranks[to] = ranks[from];
 }
 
-// Where something is not a number every probability is 0, of whatever tokens.
+// If the largest logit is NaN or infinite, every probability is 0, and the tokens are arbitrary.
 void TokenChooser::write_most_likely(const LogprobRows& logprobs, int row, int64_t count) {
   int32_t* token_ids = logprobs.token_ids + row * logprobs.width + 1;
   float* values = logprobs.logprobs + row * logprobs.width + 1;

@@ -11,11 +11,11 @@ namespace engine {
 
 namespace {
 
-// How many of the largest logits are looked at before a nucleus counts as wide.
+// A nucleus of more than about this many tokens counts as wide.
 constexpr int kNucleusDepth = 64;
 
-// Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
-// of (seed, position): 53 bits as a fraction in [0, 1).
+// Returns a random number in [0, 1) with 53 bits: Philox4x32-10 of (seed, position). See Salmon, Moraes, Dror and Shaw,
+// "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 double uniform(uint64_t seed, uint64_t position) {
   uint32_t counter[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
   uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
@@ -32,17 +32,17 @@ double uniform(uint64_t seed, uint64_t position) {
   return std::ldexp(double(uint64_t(counter[0]) << 21 | counter[1] >> 11), -53);
 }
 
-// A uniform integer in [0, total). The product of a number just below one may round up to the total.
+// Returns a uniform integer in [0, total). It takes the minimum because the product may round up to the total.
 int64_t random_target(double uniform, int64_t total) {
   return std::min(int64_t(uniform * double(total)), total - 1);
 }
 
-// The least weight that a nucleus must hold.
+// Returns the least weight that a nucleus must have.
 int64_t share(int64_t total, double top_p) {
   return std::min(int64_t(std::ceil(double(total) * top_p)), total);
 }
 
-// Unsigned integers in the order of the floats they stand for; both zeros are one.
+// Maps floats to unsigned integers in the same order. Both zeros map to the same integer.
 uint32_t ordered(float x) {
   x += 0.0f;
   uint32_t bits;
@@ -56,7 +56,7 @@ float from_ordered(uint32_t bits) {
   return x;
 }
 
-// NaN if one is NaN.
+// Returns NaN if any element is NaN.
 float largest(const float* x, int n) {
   float top = -INFINITY;
   for (int i = 0; i < n; i++) {
@@ -80,7 +80,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const float* raw_logits = logits;
   look_at(logits, maxima);
   if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
-  // Changes must not hide that something is not a number.
+  // Rows with a NaN or an infinity are not changed, so that the changes do not hide it.
   if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
     if (logprobs) {
       raw_logits_.assign(logits, logits + vocab_size_);
@@ -119,9 +119,9 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
   }
 }
 
-// Keeps the tokens whose surprise is closest to the expected one, as many as hold the share `typical_p`, and those that
-// are as close as the last of them; see workers/sampling/typical.py. Of (logit - peak) / temperature, the distance from
-// its mean is that of a token's surprise from the expected surprise.
+// Keeps the tokens whose surprise is closest to the expected surprise: as many as have the share `typical_p` of the
+// weight, and those that are as close as the last of them; see workers/sampling/typical.py. The distance of a token's
+// surprise from the expected surprise is that of (logit - peak) / temperature from its mean.
 void TokenChooser::mask_atypical(double typical_p, float* logits) {
   reserve_candidates();
   kernels().sampling->weigh(logits, vocab_size_, -INFINITY, peak_, inverse_temperature_, weights_.data());
@@ -161,7 +161,7 @@ int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
   is_wide_ = false;
   if (top_k < vocab_size_) {
     gather(std::max(threshold(int(top_k)), floor));
-    // What top-k and min-p leave is the whole of which top-p keeps a share.
+    // top-p keeps a share of the weight that top-k and min-p leave.
     needed = share(keep_top_k(top_k), top_p);
   } else {
     needed = share(weigh_blocks(floor), top_p);
@@ -180,7 +180,7 @@ int32_t TokenChooser::first_of(float logit) const {
   return token;
 }
 
-// By inverse CDF in the vocabulary's order.
+// Draws by inverse CDF in the order of the vocabulary.
 int32_t TokenChooser::draw_in_order(float floor, double uniform) {
   int64_t target = random_target(uniform, weigh_blocks(floor));
   int block = 0;
@@ -193,14 +193,14 @@ int32_t TokenChooser::draw_in_order(float floor, double uniform) {
   return first + i;
 }
 
-// The sum over all tokens whose logit reaches the floor.
+// Returns the weight of all tokens whose logit reaches the floor, and sets block_weights_.
 int64_t TokenChooser::weigh_blocks(float floor) {
   kernels().sampling->block_weights(logits_, vocab_size_, maxima_, floor, peak_, inverse_temperature_,
                                    block_weights_.data());
   return std::accumulate(block_weights_.begin(), block_weights_.end(), int64_t(0));
 }
 
-// A number that at least `count` logits reach, and few more.
+// Returns a number that at least `count` logits reach, and not many more.
 float TokenChooser::threshold(int count) const {
   const bool by_block = 2 * count < num_blocks_;
   const float* values = by_block ? maxima_ : logits_;
@@ -227,7 +227,7 @@ void TokenChooser::reserve_candidates() {
   candidates_.resize(vocab_size_);
 }
 
-// Makes candidates of all tokens whose logit reaches the floor; returns their weight.
+// Makes candidates of all tokens whose logit reaches the floor. Returns their weight.
 int64_t TokenChooser::gather(float floor) {
   reserve_candidates();
   int n = 0;
@@ -251,7 +251,7 @@ int64_t TokenChooser::gather(float floor) {
   return total;
 }
 
-// Returns the weight of those that are left.
+// Keeps the top_k largest candidates. Returns their weight.
 int64_t TokenChooser::keep_top_k(int64_t top_k) {
   Candidate* candidates = candidates_.data();
   if (num_candidates_ > top_k) {
@@ -264,7 +264,7 @@ int64_t TokenChooser::keep_top_k(int64_t top_k) {
   return total;
 }
 
-// Sorts the tokens that reach the floor into levels, for want of a better order.
+// Assigns tokens to levels by logit, and sums the weights of each level.
 void TokenChooser::weigh_levels(float floor) {
   const SamplingKernels& kernels = *engine::kernels().sampling;
   levels_.resize(vocab_size_);
@@ -285,7 +285,7 @@ void TokenChooser::gather_level(int level) {
   num_candidates_ = n;
 }
 
-// The first token, from the largest, with which the weight exceeds the target.
+// Returns the first token, from the largest down, with which the accumulated weight exceeds the target.
 TokenChooser::Choice TokenChooser::nth(int64_t target) {
   if (!is_wide_) return nth_of_candidates(target);
   int level = 0;
@@ -296,7 +296,7 @@ TokenChooser::Choice TokenChooser::nth(int64_t target) {
   return {choice.token, before + choice.weight};
 }
 
-// Moves it and all larger ones to the front, in whatever order.
+// Finds it by partitioning the candidates. It and all larger ones move to the front, in no particular order.
 TokenChooser::Choice TokenChooser::nth_of_candidates(int64_t target) {
   Candidate* candidates = candidates_.data();
   int begin = 0, end = num_candidates_;

@@ -1,9 +1,9 @@
 // Sampling of the next token of each row of logits, and log-probabilities. The token is the most likely one or drawn at
 // random under temperature, typical-p, top-k, top-p and min-p, after the request's logit changes.
 //
-// The rules, the integer weights and the random numbers are those of workers/sampling: a row's token is
-// a function of its logits, its parameters, its seed and the tokens before it alone. The vocabulary is never
-// sorted: the largest logits are found by a threshold, and a share of them by selection.
+// The rules, the integer weights and the random numbers are those of workers/sampling. A row's token is a function of
+// only its logits, its parameters, its seed and the tokens before it. The vocabulary is never sorted: a threshold finds
+// the largest logits, and selection finds a share of them.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 struct LogprobRows {
   const bool* is_wanted;   // by slot
   const int64_t* num_top;  // by slot
-  int64_t width;           // of a row: as many as any slot wants
+  int64_t width;           // of a row, at least as many as any slot wants
   int32_t* token_ids;      // [rows, width]
   float* logprobs;         // [rows, width]
-  int32_t* ranks;          // [rows], 1 + how many are more likely than the chosen one
+  int32_t* ranks;          // [rows], 1 + the number of tokens more likely than the chosen one
 
-  // Overwrites what was written of an earlier row with that of a later one.
+  // Replaces an earlier row with a later one.
   void move(int from, int to) const;
 };
 
@@ -37,37 +37,38 @@ struct LogprobRows {
 struct SamplingRows {
   const bool* is_greedy;
   const float* inverse_temperature;
-  const int64_t* top_k;       // the vocabulary's size where there is none
-  const double* top_p;        // 1 where there is none
-  const double* typical_p;    // 1 where there is none
-  const float* min_p_margin;  // how far below the largest a logit may be; -infinity where there is no min-p
+  const int64_t* top_k;       // the vocabulary's size for none
+  const double* top_p;        // 1 for none
+  const double* typical_p;    // 1 for none
+  const float* min_p_margin;  // how far from the largest logit another may be, at most 0; -infinity for no min-p
   const int64_t* seed;
   const bool* changes_logits;
   const LogitRules* rules;   // of slots that change logits
-  const int32_t* token_ids;  // [slots, max_model_len], those that are drafted behind the others
+  const int32_t* token_ids;  // [slots, max_model_len], followed by drafts
   int64_t max_model_len;
   const int32_t* num_prompt_tokens;
   const int32_t* num_tokens;
-  const uint32_t* const* grammar;  // what it allows next, as in `LogitRules`, and after each draft; or null
-  const int64_t* grammar_words;    // of each of these masks
-  const LogprobRows* logprobs;     // null where no slot wants any
-  const int64_t* slots;      // [rows]
-  const int32_t* positions;  // [rows], of the token to be chosen
+  const uint32_t* const* grammar;  // masks of the next token and of those after drafts, as in LogitRules; or null
+  const int64_t* grammar_words;    // the words of each mask
+  const LogprobRows* logprobs;     // null if no slot wants any
+  const int64_t* slots;            // [rows]
+  const int32_t* positions;        // [rows], of the token to be chosen
 };
 
-// Chooses tokens, one row at a time. Its buffers are reused; one for each thread.
+// Chooses tokens, one row at a time. Each thread needs its own, because calls reuse its buffers.
 class TokenChooser {
  public:
   explicit TokenChooser(int vocab_size);
-  // `maxima` holds the largest logit of each block, NaN if one is NaN. Both are changed if the row's logits are.
+  // Returns the token of a row. `maxima` has the largest logit of each block, or NaN if any is NaN. If rules change the
+  // row's logits, they change `logits` and `maxima` in place.
   int32_t choose(const SamplingRows& rows, int row, float* logits, float* maxima);
 
  private:
   struct Candidate {
-    uint64_t key;  // orders by logit, then by lower token
+    uint64_t key;  // larger for a larger logit, and for a lower token of the same logit
     int64_t weight;
   };
-  // A token, and the weight of all from the largest down to it.
+  // A token, and the weight of all tokens from the largest down to this one.
   struct Choice {
     int32_t token;
     int64_t weight;
@@ -109,9 +110,9 @@ class TokenChooser {
   const float* maxima_ = nullptr;
   float peak_ = 0, inverse_temperature_ = 1;
   float raw_peak_ = 0;
-  double log_total_ = 0;  // of the weights of all tokens
+  double log_total_ = 0;  // the logarithm of the sum of all weights
   int num_candidates_ = 0;
-  bool is_wide_ = false;  // candidates are gathered from one level at a time
+  bool is_wide_ = false;  // whether candidates are gathered from one level at a time
 };
 
 }  // namespace engine
