@@ -39,7 +39,7 @@ from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """What a request asks for beside its conversation.
+    """The verified fields of a request, except its conversation.
 
     `params` are verified, but their `max_tokens` depends on the prompt. `shown_tools` are those that the model sees.
     """
@@ -77,8 +77,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         """Verify everything but the conversation.
 
         Raises:
-            APIError: A field cannot be used (400).
-            ClientDisconnected: The client left while its constraint was checked.
+            APIError: A field is invalid (400).
+            ClientDisconnected: The client disconnected while its constraint was checked.
         """
         serving = self._serving
         serving.verify_tokenizer("messages")
@@ -102,7 +102,11 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     async def _prepare_conversation(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
     ) -> tuple[PreparedPrompt, NewAnswer[ChatCompletionRequest]]:
-        """Encode a conversation, whose length in characters is about `size`. Raises APIError 400."""
+        """Return the prompt for a conversation of about `size` characters.
+
+        Raises:
+            APIError: The conversation is invalid or too long (400).
+        """
         serving, params = self._serving, plan.params
         chat = await render_chat(
             serving,

@@ -172,7 +172,7 @@ def _may_close(part: Schema, own: Schema) -> bool:
 
 
 def _requires_only(part: Schema, own: Schema) -> bool:
-    """Return whether all properties that `part` requires are `own` ones. (The names in `required` are distinct.)"""
+    """Return whether `part` requires `own` properties only. The names in `required` must be distinct."""
     required = part.get("required")
     if not isinstance(required, list):
         return True
