@@ -14,6 +14,7 @@ import msgspec
 
 from ..errors import ParameterError
 from ..sampling_params import FreeReasoning, GrammarKind, StructuredOutput
+from .large_objects import fold_large_objects
 
 PARAM: Final = "structured_outputs"
 """The request parameter that errors name."""
@@ -94,8 +95,19 @@ def bound_white_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 
 def json_expression(schema: dict[str, Any] | bool) -> str:
-    """Return the Lark expression for the JSON values of a schema."""
-    return f"%json {json.dumps(bound_white_space(schema))}"
+    """Return the Lark expression for the JSON values of a schema.
+
+    Raises:
+        ParameterError: The schema has an object with too many optional properties.
+    """
+    return f"%json {json.dumps(_compilable(schema))}"
+
+
+def _compilable(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """Return the schema as it is compiled. Large objects in it are changed."""
+    if isinstance(schema, dict):
+        fold_large_objects(schema, PARAM)
+    return bound_white_space(schema)
 
 
 def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
@@ -103,7 +115,7 @@ def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
         case GrammarKind.JSON_OBJECT:
             return {"json_schema": bound_white_space({"type": "object"})}
         case GrammarKind.JSON_SCHEMA:
-            return {"json_schema": bound_white_space(_decode(spec, dict[str, Any] | bool))}
+            return {"json_schema": _compilable(_decode(spec, dict[str, Any] | bool))}
         case GrammarKind.REGEX:
             return {"lark_grammar": f"start: {_regex_literal(spec)}"}
         case GrammarKind.CHOICE:
