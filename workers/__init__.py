@@ -1,0 +1,1 @@
+"""The worker processes, which execute the model. Only they import torch."""

@@ -18,6 +18,7 @@ from .worker import Worker
 
 
 def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
+    """Run the worker until its core shuts it down. Return the process's exit code."""
     config = load_config(config_path, epoch)
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
@@ -29,11 +30,11 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     status.report(Stage.STARTING)
     pulse = Pulse(context, config, name)
 
-    # OpenMP's threads spin while they wait, on cores that other workers could use.
+    # By default OpenMP's threads spin while they wait, on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    # Importing torch takes a second, a fifth of it for garbage collections that find nothing. The worker enables them
-    # when it is ready.
+    # Garbage collections take a fifth of the second in which torch is imported, and free nothing. The worker enables
+    # them when it is ready.
     gc.disable()
     return status.run(Worker(config, core_index, rank, context, status, pulse).run)
 

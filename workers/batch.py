@@ -1,4 +1,4 @@
-"""The worker's persistent batch: what it knows of every slot, and what one step does to it.
+"""The worker's persistent batch: the state of every slot, and the layout of a step.
 
 Applying the deltas of `SchedulerOutput` keeps these arrays equal to the scheduler's own.
 
@@ -21,12 +21,11 @@ from .device.transfers import to_device
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's requests, as one KV-cache group sees them.
+    """The requests of a step for one KV-cache group.
 
-    Request i has the tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step; they are the
-    last of its `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed;
-    entries past the sequence are not read. `slot_mapping` is where each token's keys and values go:
-    block id * block size + offset.
+    Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i. They are the last of its
+    `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed; entries past the sequence are not
+    read. `slot_mapping` is the place of each token's keys and values: block id * block size + offset.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -37,9 +36,9 @@ class AttentionBatch:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's tokens, in batch order.
+    """The tokens of a step, in batch order.
 
-    `positions_T` and `slots_T` locate each token; `query_start_loc` int32[S+1] delimits the slots' chunks;
+    `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
     `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample.
     """
 
@@ -54,23 +53,23 @@ class StepPlan:
 
     @property
     def logit_rows(self) -> Int32Array:
-        """The last token of each sampling row: int32[len(sampling_rows)]."""
+        """Index of the last token of each sampling row, int32 [len(sampling_rows)]."""
         return self.query_start_loc[self.sampling_rows + 1] - 1
 
 
 def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> StepPlan:
-    """A step of the requests of the first slots, which share its tokens and all sample.
+    """Return a plan in which the first `num_requests` slots share the tokens evenly and all sample.
 
-    Each has computed `num_computed` tokens before. While they have no blocks, they read and write the null block.
+    Each request has `num_computed` computed tokens. Requests without blocks read and write the null block.
     """
     ends = np.arange(num_requests + 1) * num_tokens // num_requests
     return _requests(np.diff(ends), np.full(num_requests, num_computed))
 
 
 def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
-    """As `even_requests`, but the last request has a prompt of most tokens, and the others have one token each.
+    """Return a plan like `even_requests`, but the last request has most tokens and the others have one each.
 
-    The first request's token is the last but one that its slot has room for.
+    The first request's token is the last but one that fits into its slot.
     """
     num_scheduled_S = np.ones(num_requests, np.int32)
     num_scheduled_S[-1] = min(num_tokens - num_requests + 1, max_model_len)
@@ -100,7 +99,10 @@ def _requests(
 
 
 class PersistentBatch:
-    """Slot-indexed state. Token ids live on the device, so that a sampled token never has to leave it."""
+    """Slot-indexed state of the requests.
+
+    Token ids are on the device, so that sampled tokens never have to leave it.
+    """
 
     def __init__(
         self,
@@ -115,12 +117,11 @@ class PersistentBatch:
         self.block_size = block_size
         self.device = device
         self.max_model_len = max_model_len
-        # The row after the last slot's is where padding is read and written.
+        # The row after the last slot is read and written by padding.
         shape = (num_slots + 1, max_model_len)
         self._host_token_ids_NL: Int32Array | None = None
         if device.type == "cpu":
-            # Rows are touched as they fill: untouched pages of numpy's zeros cost nothing. And numpy indexes a few
-            # rows in a tenth of torch's time.
+            # Untouched pages of numpy's zeros take no memory, and numpy indexes a few rows ten times as fast as torch.
             self._host_token_ids_NL = np.zeros(shape, np.int32)
             self.token_ids_NL = torch.from_numpy(self._host_token_ids_NL)
         else:
@@ -136,15 +137,15 @@ class PersistentBatch:
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
 
     def mirror_block_tables(self) -> None:
-        """From now on `device_block_tables` follow `block_tables`. They have a row more, for padding."""
+        """Keep copies of `block_tables` in `device_block_tables` from now on. These have one more row, for padding."""
         self.device_block_tables = [
             torch.zeros((len(table) + 1, table.shape[1]), dtype=torch.int32, device=self.device)
             for table in self.block_tables
         ]
 
-    def forget_requests(self) -> list[HeldRequest]:
-        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
-        # The next step names its slots, and they are filled before that.
+    def release_requests(self) -> list[HeldRequest]:
+        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        # The next core's first step lists its slots.
         self._slots_S = np.zeros(0, np.int32)
         requests, self._requests = self._requests, {}
         held = []
@@ -155,8 +156,8 @@ class PersistentBatch:
             held.append(HeldRequest(request_id, arrival_time, num_computed, block_ids))
         return held
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Take over the slots and blocks that changed."""
+    def apply_output(self, output: SchedulerOutput) -> None:
+        """Apply the changes of slots and blocks in a step."""
         if output.removed_slots:
             for slot in int32_view(output.removed_slots).tolist():
                 del self._requests[slot]
@@ -164,7 +165,7 @@ class PersistentBatch:
             tokens = int32_view(new.token_ids)
             slot = new.slot
             self._requests[slot] = new.request_id, new.arrival_time
-            # The copy is writable, as torch wants it; the message's own bytes are not.
+            # torch requires a writable array, and the message's bytes are read-only.
             self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
@@ -185,13 +186,13 @@ class PersistentBatch:
                     self.device_block_tables[group][slots, columns] = blocks
 
     def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
-        """The slots of a step without chunks, if there are any and each has but its last token to compute."""
+        """Return the slots of a step in which every slot has only its last token to compute, else None."""
         slots_S = self._slots_of(output)
         is_last_S = self.num_computed_tokens[slots_S] + 1 == self.num_tokens[slots_S]
         return slots_S if len(slots_S) and is_last_S.all() else None
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """Lay out the step's tokens and advance `num_computed_tokens` past them."""
+        """Return the layout of a step, and advance `num_computed_tokens` past its tokens."""
         slots_S = self._slots_of(output)
         num_computed_S = self.num_computed_tokens[slots_S]
         num_scheduled_S = np.ones(len(slots_S), np.int32)
@@ -201,7 +202,7 @@ class PersistentBatch:
             chunks = int32_view(output.chunks).reshape(-1, 2)
             num_scheduled_S[chunks[:, 0]] = chunks[:, 1]
             if output.drafts:
-                # They are verified only in steps in which all requests decode.
+                # Drafts are verified only in steps in which all requests decode.
                 rows, counts = int32_view(output.drafts).reshape(-1, 2).T
                 num_scheduled_S[rows] -= counts
             np.cumsum(num_scheduled_S, out=query_start_loc[1:])
@@ -223,7 +224,7 @@ class PersistentBatch:
         )
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:
-        """How many drafts of each slot the step may verify: int32[N]. Its slots are those of the last plan."""
+        """Return how many drafts of each slot the step may verify, int32 [N]. Its slots are those of the last plan."""
         num_drafts_N = np.zeros(self.num_slots, np.int32)
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         num_drafts_N[self._slots_S[rows]] = counts
@@ -235,12 +236,12 @@ class PersistentBatch:
         return self._slots_S
 
     def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
-        """The flat KV-cache slot of each token: int32[T]."""
+        """Return the flat KV-cache slot of each token, int32 [T]."""
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
         return blocks_T * self.block_size + plan.positions_T % self.block_size
 
     def attention_batches(self, plan: StepPlan) -> list[AttentionBatch]:
-        """The plan as each KV-cache group sees it."""
+        """Return the plan for each KV-cache group."""
         width = -(-int(plan.seq_lens_S.max()) // self.block_size)
         return [
             AttentionBatch(
@@ -253,23 +254,23 @@ class PersistentBatch:
         ]
 
     def input_ids(self, plan: StepPlan) -> torch.Tensor:
-        """The step's tokens, int32[T] on the device."""
+        """Return the step's tokens, int32 [T] on the device."""
         if self._host_token_ids_NL is not None:
             return torch.from_numpy(self._host_token_ids_NL[plan.slots_T, plan.positions_T])
         return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]
 
-    def append(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
-        """Every slot of `slots` has sampled one token, int[len(slots)] on the device."""
-        self.store(slots, self.reserve(slots), token_ids)
+    def append_tokens(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
+        """Append one sampled token to each of `slots`; `token_ids` are int [len(slots)] on the device."""
+        self.store_tokens(slots, self.reserve_columns(slots), token_ids)
 
-    def reserve(self, slots: Int32Array) -> Int32Array:
-        """Every slot of `slots` samples one token. Returns the columns for `store`, once it is known."""
+    def reserve_columns(self, slots: Int32Array) -> Int32Array:
+        """Reserve a column for the token that each of `slots` samples. Return the columns, for `store_tokens`."""
         columns = self.num_tokens[slots]
         self.num_tokens[slots] = columns + 1
         return columns
 
-    def store(self, slots: Int32Array, columns: Int32Array, token_ids: torch.Tensor) -> None:
-        """Write tokens, int[len(slots)] on the device, where `reserve` left room for them."""
+    def store_tokens(self, slots: Int32Array, columns: Int32Array, token_ids: torch.Tensor) -> None:
+        """Write tokens, int [len(slots)] on the device, to reserved columns."""
         if self._host_token_ids_NL is not None:
             self._host_token_ids_NL[slots, columns] = token_ids.numpy()
         else:

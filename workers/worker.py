@@ -1,6 +1,6 @@
-"""A worker process: it executes the steps of its core, in order, and owns one shard of the model.
+"""A worker process, which owns one shard of the model and executes its core's steps in order.
 
-A worker outlives its core: the next one greets it, and finds the model loaded and the KV cache in place.
+A worker survives its core. The next core greets it and finds the model loaded and the KV cache in place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model, then obeys one core after another until `Shutdown`."""
+    """Loads the model, then executes the commands of one core after another until `Shutdown`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Worker:
         pulse.count_dropped_frames = lambda: self._core.num_dropped_frames
         self._is_output_rank = rank == config.parallel.output_rank
         self._received: deque[WorkerCommand] = deque()
-        # The steps that were begun and have no output yet.
+        # Steps that were begun and have no output yet.
         self._computing: deque[PendingOutput] = deque()
         self._device = DeviceWatch()
         self._poller = zmq.Poller()
@@ -79,22 +79,23 @@ class Worker:
         self._step_log_path = config.step_log_path(core_index)
 
     def run(self) -> None:
+        """Load the model and execute commands."""
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
         with opened as (runner, memory):
-            self._apply_command(runner, memory)
+            self._execute_commands(runner, memory)
 
-    def _apply_command(self, runner: Runner, memory: WorkerMemory) -> None:
+    def _execute_commands(self, runner: Runner, memory: WorkerMemory) -> None:
         self._status.report(Stage.WARMING)
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
                 if command.step != self._next_step:
-                    # From the core before this one: its steps no longer count.
+                    # A step of the previous core, which is obsolete.
                     continue
                 self._next_step += 1
                 self._pulse.begin_step()
-                self._crash_if_told_to(command)
-                self._take(runner.execute(command, self._await_grammar))
+                self._inject_crash(command)
+                self._send_or_defer(runner.execute(command, self._await_grammar))
             elif isinstance(command, CoreHello):
                 self._catch_up(runner)
                 if self._computing:
@@ -108,7 +109,7 @@ class Worker:
                     allocated = command
                     runner.allocate_kv_cache(command.num_blocks, command.num_host_blocks)
                     runner.warm_up()
-                    # Without a freeze a collection looks at all of torch, and holds up a step for a tenth of a second.
+                    # Without freezing, a collection would traverse all of torch and delay a step by 0.1 s.
                     gc.freeze()
                     gc.enable()
                     memory = WorkerMemory(
@@ -119,15 +120,16 @@ class Worker:
                     )
                 elif allocated != command:
                     raise EngineError(
-                        f"the core wants {command.num_blocks} KV-cache blocks, {allocated.num_blocks} are there"
+                        f"the core requests {command.num_blocks} KV-cache blocks, but {allocated.num_blocks} are "
+                        "allocated"
                     )
                 self._next_step = 1
-                self._core.send(WorkerReady(self._rank, runner.forget_requests()))
+                self._core.send(WorkerReady(self._rank, runner.release_requests()))
                 self._status.report(Stage.READY)
         runner.close()
 
     def _catch_up(self, runner: Runner) -> None:
-        """Execute the last steps of a core that is gone, which other workers have begun or will begin here."""
+        """Execute the last steps of a core that ended, which other workers may be executing together with this one."""
         if self._step_log_path is None or not self._next_step:
             return
         for step in read_steps(self._step_log_path, self._epoch, self._next_step):
@@ -135,20 +137,20 @@ class Worker:
             runner.execute(step, lambda step: None)
             self._pulse.end_step()
 
-    def _crash_if_told_to(self, step: SchedulerOutput) -> None:
-        """Die as a fault in native code would, if the step brings the token that tests inject crashes with."""
+    def _inject_crash(self, step: SchedulerOutput) -> None:
+        """Crash like a fault in native code if the step contains the token for which tests inject crashes."""
         token_id = self._config.recovery.inject_crash
         if token_id is not None and any(
             token_id in int32_view(new.token_ids) for new in step.new_requests
         ):
             os.kill(os.getpid(), signal.SIGSEGV)
 
-    def _take(self, result: StepResult) -> None:
-        """Send the output of the step that was just begun, or remember that it is still to come."""
+    def _send_or_defer(self, result: StepResult) -> None:
+        """Send the output of the step that was just begun, or keep it until it is ready."""
         if not isinstance(result, ModelRunnerOutput):
             self._computing.append(result)
             return
-        # Outputs come in the order of the steps.
+        # Outputs must be sent in the order of the steps.
         self._send_computed()
         self._send(result)
 
@@ -160,14 +162,14 @@ class Worker:
             self._pulse.begin_step()
 
     def _send_computed(self) -> None:
-        """Wait for all steps that were begun."""
+        """Wait for all steps that were begun, and send their outputs."""
         while self._computing:
             self._send(self._computing.popleft().output())
 
     def _receive(self) -> WorkerCommand:
-        """The next command. Until it comes, outputs are sent as they get ready.
+        """Return the next command. Meanwhile, send outputs as they become ready.
 
-        The commands that wait behind it are received, too: the hello of a new core makes those before it void.
+        All waiting commands are received at once, because the hello of a new core invalidates those before it.
         """
         while True:
             while self._computing and self._computing[0].is_ready():
@@ -175,22 +177,22 @@ class Worker:
             is_idle = not self._received and not self._computing
             command = self._core.receive(block=is_idle)
             while command is not None:
-                self._put_off(command)
+                self._enqueue(command)
                 command = self._core.receive()
             if self._received:
                 return self._received.popleft()
-            self._device.watch(self._computing[0])
+            self._device.watch_output(self._computing[0])
             if self._device.fd in dict(self._poller.poll()):
                 self._device.clear()
 
-    def _put_off(self, command: WorkerCommand) -> None:
+    def _enqueue(self, command: WorkerCommand) -> None:
         if isinstance(command, CoreHello):
             self._received.clear()
         self._received.append(command)
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
-        """The bitmasks of `step`; None when the core shuts down, or another one comes, instead."""
-        # The core makes them of the tokens of the steps before.
+        """Return the bitmasks of `step`, or None if the core shuts down or is replaced first."""
+        # The core computes the bitmasks from the tokens of earlier steps.
         self._send_computed()
         while True:
             for command in self._received:
@@ -201,7 +203,7 @@ class Worker:
                     return None
             received = self._core.receive(block=True)
             assert received is not None
-            self._put_off(received)
+            self._enqueue(received)
 
     def _report_loading(self, done: int, total: int) -> None:
         self._status.report(Stage.LOADING, "weights", done, total)

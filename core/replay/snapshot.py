@@ -375,7 +375,7 @@ class _Restorer:
                     return _find_class(name)(value)
                 except ValueError as error:
                     raise SnapshotError(
-                        f"{name} has no {value!r} any more: the enumeration has changed, "
+                        f"{name} no longer has {value!r}: the enumeration has changed, "
                         "and only a log from the start can be replayed"
                     ) from error
             case Instance(layout, fields):
@@ -416,7 +416,7 @@ class _Restorer:
                 object.__setattr__(target, name, self.build(field, getattr(target, name, None)))
             except AttributeError as error:
                 raise SnapshotError(
-                    f"{kind.__name__} has no {name} any more: the class has changed, "
+                    f"{kind.__name__} no longer has {name}: the class has changed, "
                     "and only a log from the start can be replayed"
                 ) from error
         return target

@@ -245,7 +245,7 @@ def sampling_cases(vocab_size: int) -> Iterator[Case]:
             sampler = TorchSampler(num_rows, vocab_size, DEVICE)
             for slot in range(num_rows):
                 params = SamplingParams(seed=slot, **wishes)
-                sampler.add(slot, params, np.zeros(1, np.int32), ())
+                sampler.add_request(slot, params, np.zeros(1, np.int32), ())
             metadata = sampler.describe(np.arange(num_rows, dtype=np.int32))
 
             yield Case(

@@ -252,7 +252,7 @@ def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
 def decoders(path: Path, form: Format, threads: int) -> tuple[Decoder, NativeDecoder]:
     checkpoint = RelabelledCheckpoint(path, form)
     spec = model_spec(checkpoint.config, path)
-    float32 = AttentionSpec.of(
+    float32 = AttentionSpec.from_model(
         spec, ModelShard.whole(spec), block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
     )
     reference = Decoder(

@@ -26,7 +26,9 @@ def load_decoder(
     checkpoint = open_checkpoint(path)
     spec = model_spec(checkpoint.config, path)
     shard = ModelShard.whole(spec)
-    attention = AttentionSpec.of(spec, shard, block_size=block_size, dtype=dtype, device=device)
+    attention = AttentionSpec.from_model(
+        spec, shard, block_size=block_size, dtype=dtype, device=device
+    )
     return Decoder(
         spec,
         checkpoint,

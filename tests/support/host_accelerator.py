@@ -62,7 +62,7 @@ class HostAccelerator:
     def peak_memory(self) -> int:
         return self.peak
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self.peak = self.allocated
 
     def release_memory(self) -> None:

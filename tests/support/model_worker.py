@@ -139,7 +139,7 @@ class ModelWorker:
         """Whether every step that was submitted has been executed."""
         return not self._waiting
 
-    def forget_requests(self) -> list[HeldRequest]:
+    def release_requests(self) -> list[HeldRequest]:
         """Another core is about to begin; what the one before sent and was not executed counts no more."""
         held = []
         for row in self.rows.values():

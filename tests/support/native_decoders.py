@@ -82,7 +82,7 @@ def _attention_spec(
     spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZE
 ) -> AttentionSpec:
     shard = ModelShard.whole(spec)
-    return AttentionSpec.of(spec, shard, block_size=block_size, dtype=dtype, device=CPU)
+    return AttentionSpec.from_model(spec, shard, block_size=block_size, dtype=dtype, device=CPU)
 
 
 def forward_and_sample(
@@ -99,7 +99,7 @@ def forward_and_sample(
     sampler = decoder.make_sampler(batch)
     for slot, (row, each) in enumerate(zip(rows, params, strict=True)):
         prompt = np.array(tokens[:row], np.int32)
-        sampler.add(slot, each, prompt, ())
+        sampler.add_request(slot, each, prompt, ())
         batch.token_ids_NL[slot, :row] = torch.from_numpy(prompt)
         batch.num_tokens[slot] = batch.num_prompt_tokens[slot] = row
     rows_S = np.array(rows, np.int32)

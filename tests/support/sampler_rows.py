@@ -56,7 +56,7 @@ class Rows:
         prompt: tuple[int, ...] = (3, 4, 5),
         output: tuple[int, ...] = (),
     ) -> None:
-        self.sampler.add(
+        self.sampler.add_request(
             slot, params, np.array(prompt, np.int32), (EOS,), np.array(output, np.int32)
         )
         tokens = torch.tensor([*prompt, *output], dtype=torch.int32)
@@ -71,7 +71,7 @@ class Rows:
         output = self.sampler.sample(
             logits.to(self.device, copy=True), slots_S, self.lengths[slots_S], grammar
         )
-        self.batch.append(slots_S, output.token_ids.cpu())
+        self.batch.append_tokens(slots_S, output.token_ids.cpu())
         return output
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:

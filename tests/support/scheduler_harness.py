@@ -201,7 +201,7 @@ class Harness:
         self._sequences.clear()
         self.batch = {}
         self.grammar = ModelGrammar(self.vocab_size, self.grammar.forces)
-        held = self.worker.forget_requests()
+        held = self.worker.release_requests()
         self.scheduler = self._make_scheduler()
         self.scheduler.adopt_blocks(held)
         heard, self.heard = self.heard, {}

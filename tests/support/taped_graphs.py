@@ -54,10 +54,10 @@ class TapedGraphs:
         self._tape = _Tape()
         self._tape.__enter__()
 
-    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """A tape takes no memory but its own."""
 
     def abandon(self) -> None:

@@ -28,6 +28,7 @@ class BatchInvariantAttention(TritonPagedAttention):
     def build_decode(
         self, batch: DeviceBatch, windows: Collection[int | None]
     ) -> TritonPagedMetadata:
+        """Return metadata in which every request is a tile of the prompt kernel."""
         # Computed from device tensors, because copies from the host cannot be captured in a graph.
         tiles_S2 = torch.zeros((len(batch.seq_lens), 2), dtype=torch.int32, device=self.device)
         tiles_S2[:, 0] = torch.arange(len(batch.seq_lens), device=self.device)

@@ -38,9 +38,11 @@ class BreakingAttention(AttentionBackend):
         self._attended_THK = torch.empty(0)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the wrapped backend's shape."""
         return self.backend.kv_cache_shape(num_blocks)
 
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
+        """Return the wrapped backend's metadata."""
         return self.backend.build(batch, windows)
 
     def forward(
@@ -52,6 +54,7 @@ class BreakingAttention(AttentionBackend):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
+        """Compute the wrapped backend's attention, outside of graphs if the metadata is `CurrentMetadata`."""
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
 
@@ -70,6 +73,7 @@ class BreakingAttention(AttentionBackend):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
+        """Norm, rotate and attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer

@@ -37,7 +37,7 @@ class AttentionSpec:
     device: torch.device
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: ModelSpec,
         shard: ModelShard,
@@ -113,7 +113,7 @@ class PagedAttention(ABC):
 
 
 class AttentionBackend(PagedAttention):
-    """Attention that a model calls layer by layer. (A native program has its own.)"""
+    """Attention that a model calls layer by layer. Native programs have their own attention."""
 
     @abstractmethod
     def forward(

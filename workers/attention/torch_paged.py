@@ -77,9 +77,11 @@ class TorchPagedAttention(AttentionBackend):
     """Gathers the pages that a step reads, then multiplies batches of matrices."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return [num_blocks, 2, G, block_size, K]."""
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TorchPagedMetadata:
+        """Return the cache rows that the step writes, and the pages and masks of its requests for each window."""
         query_lens_S = np.diff(batch.query_start_loc)
         decoding = np.flatnonzero(query_lens_S == 1)
         prefilling = np.flatnonzero(query_lens_S > 1)
@@ -215,6 +217,7 @@ class TorchPagedAttention(AttentionBackend):
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
+        """Store keys and values, and return the attention output [T, H, K]."""
         # Masked keys still contribute 0 * value, and 0 * NaN is NaN. So values that are not finite must not stay in a
         # block, where they would affect its next request.
         kv_TGK = torch.cat((k_TGK, v_TGK), 1)

@@ -56,7 +56,11 @@ class TritonPagedMetadata:
 
 
 class TritonPagedAttention(CapturableAttention):
-    """Raises `ConfigError` for head dimensions and block sizes that the kernels do not support."""
+    """Attention in Triton kernels.
+
+    Raises:
+        ConfigError: The kernels do not support the head dimension, block size or cache dtype.
+    """
 
     fewest_tiled_queries: ClassVar[int] = 2
     """Requests with fewer queries use the kernel for a single query."""
@@ -65,11 +69,11 @@ class TritonPagedAttention(CapturableAttention):
         super().__init__(spec)
         if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
-                f"head_dim {spec.head_dim} is more than the {MAX_HEAD_DIM} that triton_paged supports"
+                f"head_dim {spec.head_dim} exceeds the {MAX_HEAD_DIM} that triton_paged supports"
             )
         if power_of_2(spec.block_size) != spec.block_size:
             raise ConfigError(
-                f"--block-size {spec.block_size}: triton_paged supports powers of two only, such as "
+                f"--block-size {spec.block_size}: triton_paged supports only powers of two, such as "
                 f"{power_of_2(spec.block_size)}"
             )
         if spec.dtype.itemsize == 1 and spec.dtype != torch.float8_e4m3fn:
@@ -82,6 +86,7 @@ class TritonPagedAttention(CapturableAttention):
         self.max_splits = max_splits(spec.num_kv_heads)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return [num_blocks, 2, G, block_size, K]."""
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TritonPagedMetadata:
@@ -142,6 +147,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
+        """Store keys and values, and return the attention output [T, H, K]."""
         self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
@@ -155,6 +161,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
+        """Norm, rotate, store and attend, with one kernel for all before the attention."""
         q_THK = self.rotate_and_store(qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 

@@ -1,0 +1,1 @@
+"""The native CPU backend: recorded programs of C++ kernels."""

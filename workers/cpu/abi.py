@@ -28,7 +28,9 @@ def describe_abi(
     """Return the text that a library with exactly these structs, enums and functions exports.
 
     Args:
+        structs: The mirrored structs.
         enums: The names of each enum's values, which count from 0.
+        functions: The signature of each function.
     """
     lines = []
     for struct in structs:

@@ -30,7 +30,11 @@ class NativeAttentionMetadata:
 
 
 class NativeAttention(PagedAttention):
-    """Raises `NotSupportedNatively` for cache types and block sizes that the kernels do not support."""
+    """The KV cache and metadata of native programs.
+
+    Raises:
+        NotSupportedNatively: The kernels do not support the cache dtype, block size or head dimension.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -59,6 +63,7 @@ class NativeAttention(PagedAttention):
     def build(
         self, batch: AttentionBatch, windows: Collection[int | None]
     ) -> NativeAttentionMetadata:
+        """Return the batch's arrays as contiguous int32."""
         return NativeAttentionMetadata(
             np.ascontiguousarray(batch.query_start_loc, np.int32),
             np.ascontiguousarray(batch.seq_lens, np.int32),

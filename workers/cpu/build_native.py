@@ -1,4 +1,4 @@
-"""Setuptools commands that compile the native library from all of `csrc` and name its wheel."""
+"""Setuptools commands that compile the native library from all sources in `csrc`, and tag its wheel."""
 
 from __future__ import annotations
 
@@ -15,41 +15,47 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# More gain little: one source takes a fifth of the time of all. Each needs up to 0.4 GB, and a container may have less
-# memory than that for all processors of its machine.
 MAX_COMPILERS = 4
+"""Maximum number of compilers at the same time.
 
-# Setuptools runs in the root of the project and wants paths relative to it.
+One source takes a fifth of the time of all, so more would gain little. Each needs up to 0.4 GB, and a container may
+have less memory than that for all processors of its machine.
+"""
+
+# Setuptools runs in the root of the project and requires paths relative to it.
 CSRC = Path("workers", "cpu", "csrc")
 
 INSTRUCTION_SETS = CSRC / "isa" / "instruction_sets.inc"
 KERNELS = "kernels.cpp"
-"""The name of the sources that are compiled once per instruction set."""
+"""File name of the sources that are compiled once per instruction set."""
 
 SUBJECTS = ("linear", "attention", "rows", "sampling")
 """Folders with such a source, in the order of the columns of `INSTRUCTION_SETS`."""
 
 LIBRARY = "_native.so"
-"""One name for every version of Python: ctypes loads the library, and it uses nothing of CPython."""
+"""File name for every version of Python: ctypes loads the library, which does not use CPython."""
 
 
 class BuildNative(build_ext):
-    """Compile the native library. With `ENGINE_REQUIRE_NATIVE=1` a failed compilation is an error."""
+    """Compiles the native library. With `ENGINE_REQUIRE_NATIVE=1` a failed compilation is an error."""
 
     def finalize_options(self) -> None:
+        """List the sources and headers."""
         super().finalize_options()
         (native,) = self.extensions
         native.optional = os.environ.get("ENGINE_REQUIRE_NATIVE", "0") in ("", "0")
         native.include_dirs = [CSRC.as_posix()]
         files = sorted(path.as_posix() for path in CSRC.rglob("*.*"))
         native.sources = [file for file in files if file.endswith(".cpp")]
-        # These complete a source distribution, and a change of one of them compiles all sources again.
+        # Headers are part of a source distribution, and a change of one recompiles all sources.
         native.depends = [file for file in files if file.endswith((".h", ".inc"))]
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path."""
         return os.path.join(*fullname.split(".")[:-1], LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile the sources in parallel, and kernels once per instruction set."""
         compile_one = self.compiler.compile
 
         def compile_all(
@@ -85,10 +91,10 @@ class BuildNative(build_ext):
 def kernel_targets(compiler: Sequence[str]) -> dict[str, list[str]]:
     """Return the instruction sets that each subject's kernels are compiled for, according to `INSTRUCTION_SETS`.
 
-    The compiler evaluates the conditions of the list: it knows for which machine it compiles, and what it supports.
+    The compiler's preprocessor evaluates the conditions of the list, which depend on its target machine and features.
 
     Args:
-        compiler: The command that runs it, with arguments.
+        compiler: The compiler's command, with arguments.
 
     Raises:
         CompileError: The compiler cannot be run.
@@ -110,4 +116,5 @@ class PlatformWheel(bdist_wheel):
     """A wheel for one platform and every version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag of a wheel for any Python 3."""
         return "py3", "none", super().get_tag()[2]

@@ -34,11 +34,19 @@ from .weights import NativeWeightReader
 class NativeDecoder:
     """The model of `spec`, or a shard of it, as a recorded program with the interface of `Decoder`.
 
-    Quantized weights stay quantized, and with `keeps_float16` float16 weights stay float16. `quantization`, "int8" or
-    "int4", quantizes others. Hidden states are float32.
+    Hidden states are float32. Quantized weights stay quantized.
 
     Args:
-        num_threads: By default as many as the process may run on.
+        spec: The model.
+        checkpoint: Its weights.
+        attention: The KV cache for the heads of the shard.
+        dtype: The dtype of float weights.
+        max_model_len: The longest sequence that will be served.
+        shard: The part of the model; by default the whole.
+        on_progress: Called with (loaded bytes, total bytes).
+        quantization: "int8" or "int4" to quantize float weights while they are read.
+        keeps_float16: Whether float16 weights stay float16.
+        num_threads: The number of threads; by default as many as the process may use.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -64,7 +72,7 @@ class NativeDecoder:
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = torch.float32
         if isinstance(checkpoint, DummyCheckpoint):
-            raise NotSupportedNatively("the native CPU backend does not make up weights")
+            raise NotSupportedNatively("the native CPU backend does not support dummy weights")
         num_threads = num_threads or usable_cores()
         weights = NativeWeightReader(
             checkpoint,
@@ -80,11 +88,11 @@ class NativeDecoder:
         self._program = NativeProgram(spec, shard, len(share), attention, num_threads)
         Recorder(self._program, spec, shard, weights, max_model_len).record()
         if shard.tensor_parallel.size > 1:
-            self._program.join(shard.tensor_parallel)
+            self._program.join_ranks(shard.tensor_parallel)
         self._kv_caches: Sequence[Tensor] = ()
         self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
         self._groups = (StepGroup * len(spec.windows_by_group))()
-        # Reusing the struct takes a fraction of the time of creating it.
+        # The struct is reused, because creating it takes much longer.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
 
     def forward(
@@ -99,6 +107,8 @@ class NativeDecoder:
         Args:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
                 overwritten.
+            positions_T: Integer positions.
+            kv_caches: One tensor for each layer of the shard.
             attn_metadata: Results of `NativeAttention.build` for each KV-cache group.
         """
         return self._run(inputs, positions_T, kv_caches, attn_metadata)
@@ -157,7 +167,7 @@ class NativeDecoder:
     ) -> NativeDecoding | None:
         """Return a faster way to decode the requests of `batch`, which also verifies drafts.
 
-        Returns None for a pipeline stage, which cannot sample alone.
+        Return None for a pipeline stage, which cannot sample alone.
         """
         if not (self.shard.is_first and self.shard.is_last):
             return None

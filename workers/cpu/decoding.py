@@ -1,4 +1,4 @@
-"""Decode steps of a whole batch, each one call of the native program, or two with a grammar.
+"""Decode steps of a whole batch, each a single call of the native program, or two with a grammar.
 
 Shapes: S rows of the batch, K sampled tokens: one for each row, or more with accepted drafts.
 """
@@ -23,9 +23,9 @@ from .sampling import NativeSampler, RowsToSample
 
 
 class Decoded(NamedTuple):
-    """The sampled tokens, int32 [K], and how many of them are marks for tokens that could not be sampled.
+    """The sampled tokens, int32 [K]; `num_failed` of them are marks for tokens that could not be sampled.
 
-    With drafts, also the number of tokens sampled and of drafts verified in each row, int32 [S].
+    With drafts, `num_sampled_S` and `num_verified_S` are the sampled tokens and verified drafts of each row, int32 [S].
     """
 
     tokens_K: Int32Array
@@ -49,11 +49,11 @@ class NativeDecoding:
         self._program = program
         self._sampler = sampler
         self.drafts = None if speculative is None else Drafts(speculative, batch)
-        self._most_rows = batch.num_slots + (0 if self.drafts is None else self.drafts.max_drafts)
-        self._tokens = np.empty(self._most_rows, np.int32)
+        self._max_rows = batch.num_slots + (0 if self.drafts is None else self.drafts.max_drafts)
+        self._tokens = np.empty(self._max_rows, np.int32)
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
-        # Keeps the arrays alive, because native code has only their addresses.
+        # Native code has only the addresses of these arrays, so they must be kept alive.
         self._kept = batch, kv_caches
         self._metadata: SamplingMetadata | None = None
         self._rows: RowsToSample | None = None
@@ -84,6 +84,8 @@ class NativeDecoding:
         The next step overwrites the result.
 
         Args:
+            metadata: The sampling features of the rows.
+            num_drafts_S: The drafts of each row to verify, int32; None for none.
             await_grammar: Called for the bitmasks once the logits are computed.
 
         Raises:
@@ -95,7 +97,7 @@ class NativeDecoding:
             self._batch.slots = metadata.slots_S.ctypes.data
             self._rows = None
         if self._rows is None and not (metadata.takes_most_likely and await_grammar is None):
-            self._rows = RowsToSample(self._sampler, metadata, self._most_rows)
+            self._rows = RowsToSample(self._sampler, metadata, self._max_rows)
         rows = self._rows
         self._batch.sampling = None if rows is None else rows.pointer
         self._batch.num_drafts = None if num_drafts_S is None else num_drafts_S.ctypes.data
@@ -103,12 +105,12 @@ class NativeDecoding:
         num_failed = self._program.decode(self._batch)
         if num_failed < 0:
             raise ValueError(
-                f"slots {metadata.slots_S.tolist()}: the last token of one is not in the vocabulary, "
-                "or it has reached max_model_len"
+                f"slots {metadata.slots_S.tolist()}: the last token of one slot is not in the vocabulary, "
+                "or the slot has reached max_model_len"
             )
         if await_grammar is not None:
             with self._sampler.limited_to(await_grammar()):
-                num_failed = self._program.choose(self._batch)
+                num_failed = self._program.choose_tokens(self._batch)
         num_rows = len(metadata.slots_S)
         if num_drafts_S is None:
             logprobs = None if rows is None else rows.logprobs()

@@ -1,8 +1,8 @@
-"""Drafts of requests that repeat their prompt, themselves, or their client's prediction (prompt lookup decoding).
+"""Drafts from the repetition of a prompt, an output or a client's prediction (prompt lookup decoding).
 
-A draft counts if it is what the model samples in its place, by the random number of that place. So with drafts every
-request gets the tokens that it gets without them, greedy or not: Leviathan et al., "Fast Inference from Transformers
-via Speculative Decoding" (2023), where target and draft share their draws.
+A draft is accepted if it is the token that the model samples at its position, with the random number of that position.
+Every request therefore gets the same tokens with and without drafts, greedy or not: Leviathan et al., "Fast Inference
+from Transformers via Speculative Decoding" (2023), with target and draft sharing their random numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from .library import DraftLookup, native_library
 
 
 class Drafts:
-    """The drafts of every slot of a batch, which are written behind the slot's tokens."""
+    """The drafts of every slot of a batch, which are written after the slot's tokens.
+
+    Raises:
+        NotSupportedNatively: The native library was not built.
+    """
 
     def __init__(self, config: SpeculativeConfig, batch: PersistentBatch) -> None:
-        """Raises `NotSupportedNatively` if the native library was not built."""
         self._batch = batch
         self._look_up = native_library().engine_look_up_drafts
         self.max_drafts = batch.num_slots * config.num_speculative_tokens
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._num_forced: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._forced_start: Int32Array = np.zeros(batch.num_slots, np.int32)
-        # A step's drafts, the token that is sampled after them, and the next step's.
+        # Room for a step's drafts, the token sampled after them, and the next step's drafts.
         width = 2 * config.num_speculative_tokens + 1
         self._forced: Int32Array = np.zeros((batch.num_slots, width), np.int32)
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
@@ -57,25 +60,25 @@ class Drafts:
         )
 
     def add_requests(self, requests: list[NewRequestData]) -> None:
-        """Replace the predictions of the slots of new requests, and drop the drafts there."""
+        """Set the predictions of new requests, and drop the drafts of their slots."""
         for new in requests:
             self._predictions[new.slot] = predicted = int32_view(new.predicted_token_ids)
             self._predicted_tokens[new.slot] = predicted.ctypes.data
             self._num_predicted[new.slot] = len(predicted)
-        self.forget([new.slot for new in requests])
+        self.drop_drafts([new.slot for new in requests])
 
-    def put(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Take these drafts, `counts` of each slot, in place of those that were found."""
+    def set_drafts(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Replace the found drafts of slots: `counts` of each slot, `token_ids` of all."""
         starts = self._batch.num_tokens[slots]
         offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = np.repeat(starts, counts) + offsets
         self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
-        # They are the drafts that were found, as far as the core keeps them.
+        # The core keeps a prefix of the drafts that were found, so the first ones are still from the prediction.
         self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], counts)
 
-    def force(self, forced: DraftTokenIds) -> None:
-        """Expect that these tokens follow the last one of each slot."""
+    def set_forced_tokens(self, forced: DraftTokenIds) -> None:
+        """Store tokens that grammars force after the last token of each slot."""
         slots, counts = int32_view(forced.slots), int32_view(forced.num_tokens)
         is_filled = np.arange(self._forced.shape[1]) < counts[:, None]
         rows = np.zeros(is_filled.shape, np.int32)
@@ -84,14 +87,14 @@ class Drafts:
         self._num_forced[slots] = counts
         self._forced_start[slots] = self._batch.num_tokens[slots]
 
-    def forget(self, slots: Int32Array | list[int]) -> None:
-        """Drop the drafts of these slots, which have other tokens now."""
+    def drop_drafts(self, slots: Int32Array | list[int]) -> None:
+        """Drop the drafts of these slots, whose tokens have changed."""
         self._num_drafts[slots] = 0
         self._num_forced[slots] = 0
         self._num_from_prediction[slots] = 0
 
     def look_up(self, slots: Int32Array) -> None:
-        """Look for drafts of slots that have a new token."""
+        """Find drafts for slots that have a new token."""
         slots_of_64_bits = slots.astype(np.int64)
         self._look_up(
             ctypes.byref(self.lookup),
@@ -102,8 +105,8 @@ class Drafts:
             self._batch.num_tokens.ctypes.data,
         )
 
-    def found(self, step: int) -> DraftTokenIds | None:
-        """The drafts that were found last, to be sent as found after that step."""
+    def get_found(self, step: int) -> DraftTokenIds | None:
+        """Return the drafts that were found last, as a message about `step`, or None if there are none."""
         num_found = self.lookup.num_found
         if not num_found:
             return None
@@ -116,14 +119,14 @@ class Drafts:
         )
 
     def num_from_prediction(self, slots: Int64Array) -> Int32Array:
-        """Return how many of each slot's drafts, which are the first ones, are from the client's prediction."""
+        """Return how many of each slot's drafts are from the client's prediction. They are the first ones."""
         return self._num_from_prediction[slots]
 
 
 def count_predictions(
     slots: Int64Array, num_predicted: Int32Array, num_sampled: Int32Array, num_verified: Int32Array
 ) -> bytes:
-    """Return rows (slot, number of accepted tokens, number of rejected tokens) of predictions, as int32 bytes.
+    """Return int32 rows (slot, accepted tokens, rejected tokens) of the drafts from predictions, as bytes.
 
     Args:
         slots: The slots of a step.

@@ -15,9 +15,10 @@ from .library import NotSupportedNatively
 
 
 def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
-    """Return zeroed memory that all ranks see. It is freed with the last process that maps it.
+    """Return zeroed memory that all ranks of a tensor-parallel group map. It is freed with its last mapping.
 
-    Raises `NotSupportedNatively`, on every rank, where they cannot share any.
+    Raises:
+        NotSupportedNatively: The ranks cannot share memory. It is raised on every rank.
     """
     fd = -1
     if tensor_parallel.rank == 0 and hasattr(os, "memfd_create"):
@@ -29,15 +30,14 @@ def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
         memory = None
         if len(set(machines)) == 1 and fds[0] >= 0:
             memory = _map(f"/proc/{pids[0]}/fd/{fds[0]}", num_bytes)
-        # Once all ranks have tried, the descriptor can be closed. Where one failed, none uses the memory.
+        # The descriptor can be closed once all ranks have tried. If one of them failed, none uses the memory.
         has_mapped = tensor_parallel.stack(torch.tensor([memory is not None]))
     finally:
         if fd >= 0:
             os.close(fd)
     if memory is None or not has_mapped.all():
         raise NotSupportedNatively(
-            f"the {tensor_parallel.size} workers that share every layer (--tensor-parallel-size) "
-            "have no memory in common"
+            f"the {tensor_parallel.size} workers of --tensor-parallel-size cannot share memory"
         )
     return memory
 
@@ -56,7 +56,7 @@ def _map(path: str, num_bytes: int) -> mmap.mmap | None:
 
 
 def _machine_id() -> int:
-    """The same for processes that see each other in /proc, and for no others."""
+    """Return a number that is equal for processes that see each other in /proc, and different for others."""
     try:
         boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         return (boot.int ^ os.stat("/proc/self/ns/pid").st_ino) % 2**63

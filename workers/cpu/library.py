@@ -1,7 +1,7 @@
-"""The native library's structs and functions, as `ctypes` passes them.
+"""The native library's structs and functions for `ctypes`.
 
-Every struct here mirrors one in `csrc`, and is listed in `STRUCTS` and in `csrc/abi.cpp`. The library is compared with
-these mirrors when it is loaded.
+Every struct mirrors one in `csrc` and is listed in `STRUCTS` and in `csrc/abi.cpp`. The library is compared with these
+mirrors when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OP_KINDS = (
 
 
 class NotSupportedNatively(EngineError):
-    """The native backend cannot run this model on this machine; the torch path can."""
+    """Raised if the native backend cannot run a model on this machine; torch can."""
 
 
 class PackedWeight(ctypes.Structure):
@@ -104,7 +104,7 @@ class StepGroup(ctypes.Structure):
 
 
 class LogitRules(ctypes.Structure):
-    """What the request of a slot wants changed in its logits; see `csrc/sampling/logit_rules.h`."""
+    """The changes to the logits of a slot's request; see `csrc/sampling/logit_rules.h`."""
 
     _fields_ = (
         ("allowed", c_void_p),
@@ -124,7 +124,7 @@ class LogitRules(ctypes.Structure):
 
 
 class LogprobRows(ctypes.Structure):
-    """Where log-probabilities are written; see `csrc/sampling/token_chooser.h`."""
+    """The arrays that log-probabilities are written to; see `csrc/sampling/token_chooser.h`."""
 
     _fields_ = (
         ("is_wanted", c_void_p),
@@ -184,7 +184,7 @@ class Step(ctypes.Structure):
 
 
 class DraftLookup(ctypes.Structure):
-    """The drafts of every slot, and those found last; see `csrc/sampling/draft_lookup.h`."""
+    """The drafts of every slot, and the drafts found last; see `csrc/sampling/draft_lookup.h`."""
 
     _fields_ = (
         ("num_drafts", c_void_p),
@@ -206,7 +206,7 @@ class DraftLookup(ctypes.Structure):
 
 
 class DecodeBatch(ctypes.Structure):
-    """A batch of which every request decodes; see `csrc/program/step.h`."""
+    """A batch in which every request decodes; see `csrc/program/step.h`."""
 
     _fields_ = (
         ("num_slots", c_int32),
@@ -286,14 +286,18 @@ def native_library() -> ctypes.CDLL:
     path = Path(__file__).with_name("_native.so")
     if not path.is_file():
         raise NotSupportedNatively(
-            "the native CPU backend was not built; install a C++ compiler (Debian: g++), then install "
-            "engine again"
+            "the native CPU backend was not built; install a C++ compiler (Debian: g++), then reinstall "
+            "engine"
         )
     return load_library(str(path))
 
 
 def load_library(path: str) -> ctypes.CDLL:
-    """Load the native library at `path`. Raises `StaleNativeLibrary` if it was built from other sources."""
+    """Load the native library at `path`.
+
+    Raises:
+        StaleNativeLibrary: It was built from other sources.
+    """
     library = ctypes.CDLL(path)
     check_abi(library, describe_abi(STRUCTS, {"OpKind": OP_KINDS}, FUNCTIONS), path)
     for name, (result, arguments) in FUNCTIONS.items():

@@ -43,7 +43,6 @@ class NativeProgram:
         attention: NativeAttention,
         num_threads: int,
     ) -> None:
-        """`intermediate_size` is this shard's."""
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
@@ -70,14 +69,14 @@ class NativeProgram:
             self._library.engine_program_free(handle)
 
     def add_rope(self, rope: RopeSpec, max_model_len: int) -> None:
-        """Make tables of this embedding in every step; operations name it by its number."""
+        """Compute tables of this rotary embedding in every step. Operations refer to it by its index."""
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
         frequencies = np.ascontiguousarray(inv_freq.numpy(), np.float32)
         self._library.engine_program_add_rope(
             self._handle, frequencies.ctypes.data, len(frequencies), factor
         )
 
-    def add(
+    def add_op(
         self,
         kind: str,
         *,
@@ -85,10 +84,13 @@ class NativeProgram:
         vectors: Sequence[Floats | None] = (),
         **fields: Any,
     ) -> None:
-        """Append an operation. The program keeps the arrays that it points to alive.
+        """Append an operation. The program keeps the arrays that it refers to alive.
 
         Args:
-            fields: Values of `Op`'s other fields; `scale` is 1 and `eps` the model's by default.
+            kind: The kind of operation, one of `OP_KINDS`.
+            parts: The operation's matrices.
+            vectors: The operation's vectors, such as biases; None for absent ones.
+            fields: Values of `Op`'s other fields. By default `scale` is 1 and `eps` the model's.
         """
         self._kept += [*parts, *vectors]
         self._kinds.append(kind)
@@ -100,10 +102,11 @@ class NativeProgram:
         )
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
-    def join(self, tensor_parallel: TensorParallel) -> None:
+    def join_ranks(self, tensor_parallel: TensorParallel) -> None:
         """Make this the program of one of several ranks, which run the same steps from now on.
 
-        Raises `NotSupportedNatively`, on every rank, where they share no memory.
+        Raises:
+            NotSupportedNatively: The ranks cannot share memory. It is raised on every rank.
         """
         size = self._library.engine_program_exchange_bytes(self._handle, tensor_parallel.size)
         memory = np.frombuffer(share_memory(tensor_parallel, size), np.uint8)
@@ -113,19 +116,25 @@ class NativeProgram:
         )
 
     def run(self, step: Step) -> bool:
-        """Return False, having done nothing, if a token is not in the vocabulary."""
+        """Run a step. Return False without doing anything if a token is not in the vocabulary."""
         return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
 
     def decode(self, batch: DecodeBatch) -> int:
-        """Return how many rows could not be sampled; -1, having done nothing, if the batch cannot go on."""
+        """Decode a batch.
+
+        Return how many rows could not be sampled, or -1 without doing anything if the batch is invalid.
+        """
         return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
 
-    def choose(self, batch: DecodeBatch) -> int:
-        """After `decode` of a batch that `chooses_later`, choose its tokens. Returns what `decode` does otherwise."""
+    def choose_tokens(self, batch: DecodeBatch) -> int:
+        """Choose the tokens of a batch that `chooses_later`, after `decode`.
+
+        Return how many rows could not be sampled.
+        """
         return int(self._library.engine_program_choose(self._handle, ctypes.byref(batch)))
 
     def profile(self) -> list[tuple[str, float]]:
-        """The kind of each operation, in order, and the seconds spent in it so far; at last "sample"."""
+        """Return (kind, seconds so far) of each operation, in order, and of the final "sample"."""
         kinds = [*self._kinds, "sample"]
         seconds = np.empty(len(kinds))
         self._library.engine_program_profile(self._handle, seconds.ctypes.data)

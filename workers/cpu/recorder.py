@@ -1,4 +1,4 @@
-"""Records a model's operations, weight by weight."""
+"""Records a model's operations in a native program while its weights are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _QK_NORMS = {None: 0, "head": 1, "full": 2}
 
 
 def intermediate_shares(spec: ModelSpec, tensor_parallel: TensorParallel) -> list[range]:
-    """Each rank's share of the intermediate elements: whole blocks of stored weights, if every rank can have some."""
+    """Return each rank's share of the intermediate elements.
+
+    Shares are whole blocks of stored weights if every rank can have at least one.
+    """
     size = spec.intermediate_size
     for unit in (LARGEST_BLOCK, GROUP_SIZE):
         if size % unit == 0 and size // unit >= tensor_parallel.size:
@@ -34,7 +37,7 @@ def intermediate_shares(spec: ModelSpec, tensor_parallel: TensorParallel) -> lis
 
 
 class Recorder:
-    """Turns the layers of a `ModelSpec` that are here, and their weights, into a program."""
+    """Records the layers of this shard, with their weights, in a program."""
 
     def __init__(
         self,
@@ -56,9 +59,9 @@ class Recorder:
                 self._ropes[layer.rope] = len(self._ropes)
 
     def record(self) -> None:
-        """Record everything, as the weights are read.
+        """Record all operations.
 
-        Without an embedding, a program begins with the hidden states of the stage before; without a final norm, its
+        Without an embedding, the program starts from the hidden states of the previous stage. Without a final norm, its
         hidden states are for the next stage.
         """
         spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
@@ -67,37 +70,37 @@ class Recorder:
         if shard.is_first:
             embedding = weights.packed("embed_tokens.weight", *vocabulary)
             if self._is_alone:
-                program.add("embed", parts=[embedding], scale=scale)
+                program.add_op("embed", parts=[embedding], scale=scale)
             else:
-                program.add("embed", parts=[embedding])
-                program.add("sum", target=_RESIDUAL, vectors=[None], scale=scale)
+                program.add_op("embed", parts=[embedding])
+                program.add_op("sum", target=_RESIDUAL, vectors=[None], scale=scale)
         else:
-            program.add("embed")
+            program.add_op("embed")
         for place, index in enumerate(shard.layers):
             self._record_attention(place, f"layers.{index}.", spec.layers[index])
             self._record_mlp(f"layers.{index}.")
         if shard.is_last:
-            program.add("final_norm", vectors=[self._norm("norm", spec.hidden_size)])
+            program.add_op("final_norm", vectors=[self._norm("norm", spec.hidden_size)])
             if not spec.tie_word_embeddings:
                 head = weights.packed_head(*vocabulary)
             elif shard.is_first:
                 head = embedding
             else:
                 head = weights.packed("embed_tokens.weight", *vocabulary)
-            program.add(
+            program.add_op(
                 "head",
-                input_kind=head.activation_kind.of_whole_rows,
+                input_kind=head.activation_kind.for_whole_rows,
                 parts=[head],
                 scale=1 / spec.logits_divisor,
                 attention=AttentionLayer(softcap=spec.final_softcap or 0.0),
             )
         else:
-            program.add("final_norm", vectors=[None])
-            program.add("head")
+            program.add_op("final_norm", vectors=[None])
+            program.add_op("head")
         weights.finish()
 
     def _record_attention(self, index: int, prefix: str, layer: LayerSpec) -> None:
-        """`index` is that of the layer's KV cache."""
+        """Record the attention of a layer. `index` is that of its KV cache."""
         spec, shard = self._spec, self._shard
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         queries, keys = self._elements(shard.heads(spec)), self._elements(shard.kv_heads(spec))
@@ -113,18 +116,18 @@ class Recorder:
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.head_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
             raise NotSupportedNatively(
-                f"{columns} elements of the queries of a key/value head are not whole groups of "
+                f"{columns} query elements per key/value head are not a multiple of the group size "
                 f"{GROUP_SIZE}"
             )
         input_kind = self._quantize(prefix, spec.norms.attention_input, qkv)
-        self._program.add(
+        self._program.add_op(
             "linear", input_kind=input_kind, source=0, target=_QKV, parts=qkv, vectors=biases
         )
         norms: list[Floats | None] = []
         if spec.qk_norm == "full" and not self._is_alone:
             raise NotSupportedNatively(
-                "the native CPU backend cannot norm the heads of several workers together "
-                "(--tensor-parallel-size)"
+                "the native CPU backend does not support norms across all heads with "
+                "--tensor-parallel-size"
             )
         if spec.qk_norm is not None:
             sizes = (
@@ -141,14 +144,14 @@ class Recorder:
                 spec.attention_scale, spec.attention_softcap or 0.0, layer.window or 0
             ),
         }
-        self._program.add(
+        self._program.add_op(
             "rotate_store",
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
             qk_norm=_QK_NORMS[spec.qk_norm],
             vectors=norms,
             **attention,
         )
-        self._program.add("attention", activation_kind=output.activation_kind, **attention)
+        self._program.add_op("attention", activation_kind=output.activation_kind, **attention)
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
@@ -166,7 +169,7 @@ class Recorder:
         )
         down = self._output_projection(f"{prefix}mlp.down_proj.weight", shares)
         input_kind = self._quantize(prefix, spec.norms.mlp_input, gate_up)
-        self._program.add(
+        self._program.add_op(
             "gated_linear",
             input_kind=input_kind,
             activation_kind=down.activation_kind,
@@ -181,19 +184,19 @@ class Recorder:
     def _quantize(
         self, prefix: str, norm: str | None, inputs: list[PackedWeight]
     ) -> ActivationKind:
-        """Quantize the residual stream, perhaps normed, for matrices that read it; return how."""
-        kind = inputs[0].activation_kind.of_whole_rows
+        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return the format."""
+        kind = inputs[0].activation_kind.for_whole_rows
         weight_D = None if norm is None else self._norm(f"{prefix}{norm}", self._spec.hidden_size)
-        self._program.add("quantize", activation_kind=kind, vectors=[weight_D])
+        self._program.add_op("quantize", activation_kind=kind, vectors=[weight_D])
         return kind
 
     def _add_block(
         self, prefix: str, output: PackedWeight, bias: Floats | None, norm: str | None
     ) -> None:
-        """Add a block's output projection, perhaps normed, to the residual stream."""
+        """Record the addition of a block's output projection, after an optional norm, to the residual stream."""
         target = _RESIDUAL if norm is None else _BLOCK
         scale = self._spec.residual_multiplier
-        self._program.add(
+        self._program.add_op(
             "linear",
             input_kind=output.activation_kind,
             source=1,
@@ -203,10 +206,10 @@ class Recorder:
             scale=scale,
         )
         if not self._is_alone:
-            self._program.add("sum", target=target, vectors=[bias], scale=scale)
+            self._program.add_op("sum", target=target, vectors=[bias], scale=scale)
         if norm is not None:
             weight_D = self._norm(f"{prefix}{norm}", self._spec.hidden_size)
-            self._program.add("norm_add", vectors=[weight_D], scale=scale)
+            self._program.add_op("norm_add", vectors=[weight_D], scale=scale)
 
     def _norm(self, name: str, size: int) -> Floats:
         return self._weights.vector(f"{name}.weight", size) + np.float32(
@@ -220,7 +223,7 @@ class Recorder:
         return range(heads.start * self._spec.head_dim, heads.stop * self._spec.head_dim)
 
     def _output_projection(self, name: str, shares: list[range]) -> PackedWeight:
-        """The matrix that ends a block. Each rank has a share of its inputs."""
+        """Return the matrix that ends a block. Each rank has a share of its inputs."""
         hidden_size, inputs = self._spec.hidden_size, shares[-1].stop
         if self._is_alone:
             return self._weights.packed(name, hidden_size, inputs)
@@ -232,7 +235,7 @@ class Recorder:
     ) -> tuple[list[PackedWeight], list[Floats | None]]:
         """Return this rank's parts of matrices that read the residual stream, and of their biases.
 
-        They may be rows of one tensor.
+        The matrices may be rows of one tensor.
         """
         reader, rows = self._weights, rows_of(names, sizes, parts)
         weights = reader.packed_together(

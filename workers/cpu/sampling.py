@@ -1,6 +1,6 @@
-"""The native program's choice of tokens.
+"""Sampling by the native program.
 
-Shapes: S rows of the batch, K tokens that they sample (more with drafts that were right), V vocabulary.
+Shapes: S rows of the batch, K sampled tokens (more than S with accepted drafts), V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from .program import NativeProgram
 
 
 class NativeSampler(Sampler):
-    """Keeps no tokens of its own: those that penalties and bad words look at are the batch's."""
+    """Samples with the native program.
+
+    It stores no tokens: penalties and bad words read those of the batch.
+    """
 
     def __init__(self, batch: PersistentBatch, vocab_size: int, program: NativeProgram) -> None:
         super().__init__(batch.num_slots, vocab_size, torch.device("cpu"))
@@ -58,6 +61,7 @@ class NativeSampler(Sampler):
         positions_S: Int32Array,
         grammar: Grammar | None = None,
     ) -> SamplerOutput:
+        """Sample one token for each row."""
         metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
         tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
@@ -74,7 +78,7 @@ class NativeSampler(Sampler):
 
     @contextmanager
     def limited_to(self, grammar: Grammar | None) -> Iterator[None]:
-        """Within it, only tokens that the grammar allows are sampled."""
+        """Restrict sampling to the tokens that the grammar allows, within the context."""
         if grammar is None:
             yield
             return
@@ -93,7 +97,7 @@ class NativeSampler(Sampler):
     def _prepare(
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        """The sampler's state keeps the arrays that the slot's rules point to."""
+        """Set the rules of a slot. They point to arrays that the sampler's state keeps alive."""
         state = self._state
         rules = LogitRules(
             has_penalties=bool(state.has_penalties[slot]),
@@ -120,8 +124,8 @@ class NativeSampler(Sampler):
 class RowsToSample:
     """The sampling parameters of a batch's rows for the native program, and the log-probabilities that it writes.
 
-    There are at most `num_rows` rows, those of drafts included. A program that decodes knows the `positions_S`. All
-    that is given here must outlive the call.
+    There are at most `num_rows` rows, including those of drafts. `positions_S` is not needed for decoding. All
+    arguments must outlive the call of the program.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class RowsToSample:
         self.pointer = ctypes.pointer(rows)
 
     def logprobs(self, num_sampled_S: Int32Array | None = None) -> Logprobs | None:
-        """What was written, for one token of each row that wants it or for so many."""
+        """Return the log-probabilities of the rows that requested them: one token each, or `num_sampled_S` tokens."""
         if self._metadata.logprobs is None:
             return None
         wants_K = (

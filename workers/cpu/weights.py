@@ -33,7 +33,7 @@ class ActivationKind(IntEnum):
     INT8_SPLIT = 3
 
     @property
-    def of_whole_rows(self) -> ActivationKind:
+    def for_whole_rows(self) -> ActivationKind:
         """The kind to use if a row is quantized as a whole.
 
         Rows that are computed in parts (gated activations, attention heads) do not have their outliers in few columns.
@@ -55,6 +55,7 @@ class WeightFormat(IntEnum):
 
     @property
     def activation_kind(self) -> ActivationKind:
+        """The format of activations that products with this format take."""
         if self <= WeightFormat.U8:
             return ActivationKind.INT8
         return ActivationKind.BF16 if self is WeightFormat.BF16 else ActivationKind.F32
@@ -90,7 +91,7 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
 _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
-"""As many rows are packed at once in BF16; see `csrc/linear/pack.h`."""
+"""BF16 packs this many rows at once; see `csrc/linear/pack.h`."""
 
 
 class PackedWeight(library.PackedWeight):
@@ -107,6 +108,7 @@ class PackedWeight(library.PackedWeight):
 
     @property
     def activation_kind(self) -> ActivationKind:
+        """The format of activations that products with this matrix take."""
         return WeightFormat(self.format).activation_kind
 
     def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
@@ -148,11 +150,10 @@ class WeightMemory:
 class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder packed, and its vectors as float32.
 
-    Quantized matrices keep their values; those of a GGUF type without a packed format become int8 in
-    groups of 32, those of other formats that GGUF's types cannot hold are dequantized. Matrices of a
-    float type are packed in `dtype`, or quantized if `quantization` says so and their rows are whole
-    groups; the embedding and the head to no less than int8. With `keeps_float16` those that are stored
-    in float16 stay so.
+    Quantized matrices keep their values. Those of a GGUF type without a packed format become int8 in groups of 32.
+    Those of other formats that no GGUF type can hold are dequantized. Float matrices are packed in `dtype`. With
+    `quantization`, those whose rows are whole groups are quantized, the embedding and the head to int8 or better. With
+    `keeps_float16`, matrices stored in float16 stay so.
     """
 
     def __init__(
@@ -195,7 +196,8 @@ class NativeWeightReader(WeightReader):
     ) -> PackedWeight:
         """Return a rank's part of the columns of the decoder's matrix `name`, of that shape.
 
-        Raises `NotSupportedNatively` if the part of any rank is not of whole blocks.
+        Raises:
+            NotSupportedNatively: The part of some rank does not consist of whole blocks.
         """
         name = self._prefix + name
         self._check(name, (rows, columns))
@@ -212,8 +214,8 @@ class NativeWeightReader(WeightReader):
             unit = max(unit, few.group_size)
         if any(part.start % unit for part in parts):
             raise NotSupportedNatively(
-                f"{len(parts)} workers (--tensor-parallel-size) cannot share {columns} columns in "
-                f"blocks of {unit}"
+                f"{columns} columns in blocks of {unit} cannot be divided among {len(parts)} workers "
+                "(--tensor-parallel-size)"
             )
         part = parts[rank]
         source_type, source = self._columns(name, part, weight_format, stored_type)
@@ -226,10 +228,9 @@ class NativeWeightReader(WeightReader):
         )
 
     def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:
-        """Return rows of matrices that read the same activations.
+        """Return rows of several matrices that read the same activations.
 
-        Those activations are of one kind: where a float matrix is among quantized ones, these are
-        packed as floats too.
+        These activations have one format. If a float matrix is among quantized ones, all are packed as floats.
         """
         formats = [self._format(self._prefix + each.name) for each in rows]
         if len({weight_format.activation_kind for weight_format in formats}) > 1:
@@ -283,8 +284,8 @@ class NativeWeightReader(WeightReader):
             source_type, source = rows(start, min(start + step, num_rows))
             if not pack_rows(weight, source_type, source, start):
                 raise self._error(
-                    f"the tensor {name!r} has NaN or infinite numbers: the file, or the model it was "
-                    "quantized from, is damaged; download it again"
+                    f"the tensor {name!r} has NaN or infinite numbers; the file, or the model it was "
+                    "quantized from, is damaged: download it again"
                 )
 
         with ThreadPoolExecutor(self._num_threads) as threads:
@@ -374,7 +375,7 @@ def allocate_packed(
 
 
 def can_pack(source_type: SourceType, weight_format: WeightFormat) -> bool:
-    """Whether rows of a type can be packed in a format; float types also in U4_OFFSET and U8."""
+    """Return whether rows of a type can be packed in a format. Float types can also be packed in U4_OFFSET and U8."""
     return bool(native_library().engine_can_pack(source_type, weight_format))
 
 
@@ -383,8 +384,8 @@ def pack_rows(
 ) -> bool:
     """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
 
-    Returns False where it has a NaN or an infinity that the format has not. Threads may pack different
-    rows of a matrix at once; in BF16 they share no 64 rows from a multiple of 64 on.
+    Return False if it has a NaN or infinity that the format cannot represent. Threads may pack different rows of a
+    matrix at once; in BF16 they must not share a block of 64 rows that starts at a multiple of 64.
     """
     return bool(
         native_library().engine_pack_rows(
@@ -399,7 +400,7 @@ def pack_rows(
 
 
 def finish_packing(weight: PackedWeight) -> int:
-    """Finish a matrix whose rows are all packed, and return how many bytes of its data it needs."""
+    """Finish a matrix whose rows are all packed. Return how many bytes of its data are used."""
     return int(native_library().engine_finish_packing(ctypes.byref(weight)))
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels of layers, quantized products and sampling."""

@@ -41,7 +41,7 @@ class Rounding:
     def __call__(self, x_TD: Tensor) -> Float8Rows:
         """Round rows whose last dimension is contiguous."""
         num_columns = x_TD.shape[1]
-        out = RowOutput.of(x_TD, num_columns, self)
+        out = RowOutput.allocate(x_TD, num_columns, self)
         if len(x_TD):
             _round_kernel[out.grid](x_TD, x_TD.stride(0), *out.arguments, **out.constants)
         assert isinstance(out.rows, Float8Rows)
@@ -110,13 +110,14 @@ class RowOutput:
         }
 
     @classmethod
-    def of(cls, x_TD: Tensor, num_columns: int, rounding: Rounding | None) -> RowOutput:
-        """Return the output for programs that compute part of a row, or a whole row if one scale is for all of it."""
+    def allocate(cls, x_TD: Tensor, num_columns: int, rounding: Rounding | None) -> RowOutput:
+        """Allocate the output for programs that compute part of a row, or a whole row if all of it shares one scale."""
         row = triton.next_power_of_2(num_columns)
         return cls(x_TD, num_columns, rounding, min(row, _PART_OF_A_ROW))
 
     @classmethod
-    def of_whole_rows(cls, x_TD: Tensor, rounding: Rounding | None) -> RowOutput:
+    def allocate_whole_rows(cls, x_TD: Tensor, rounding: Rounding | None) -> RowOutput:
+        """Allocate the output for programs that compute whole rows."""
         num_columns = x_TD.shape[1]
         return cls(x_TD, num_columns, rounding, triton.next_power_of_2(num_columns))
 

@@ -1,6 +1,6 @@
-"""The gated activations of an MLP in one kernel with the rounding after them.
+"""The gated activation of an MLP and the rounding after it, in one kernel.
 
-T tokens, F features, G groups of a row, C columns of a group.
+Shapes: T tokens, F features, G groups of a row, C columns of a group.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ def _gated_kernel(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
+    """Compute some groups of one token's row. Grid (T, ceil(F / columns of a program)).
+
+    gate_up is [T, 2 * F] with a stride between tokens. The other arguments are those of `store_row`.
+    """
     groups_G = tl.program_id(1) * NUM_GROUPS + tl.arange(0, NUM_GROUPS)
     columns_GC = groups_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask_GC = columns_GC < num_columns
@@ -48,7 +52,7 @@ def gated_activation(name: str, gate_up_T2F: Tensor, rounding: Rounding | None =
 
     `name` is "silu" or "gelu_tanh". The last dimension is contiguous.
     """
-    out = RowOutput.of(gate_up_T2F, gate_up_T2F.shape[1] // 2, rounding)
+    out = RowOutput.allocate(gate_up_T2F, gate_up_T2F.shape[1] // 2, rounding)
     if len(gate_up_T2F):
         _gated_kernel[out.grid](
             gate_up_T2F, gate_up_T2F.stride(0), *out.arguments, ACTIVATION=name, **out.constants

@@ -39,9 +39,11 @@ class TritonKernels(LayerKernels):
         self._is_batch_invariant = is_batch_invariant
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
+        """Return whether products accept this matrix without dequantizing it."""
         return (matrix.bits is not None or self._has_float8) and can_keep(matrix)
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
+        """Return x -> x @ weight.T + bias."""
         if isinstance(weight, Tensor):
             if not self._is_batch_invariant:
                 return super().linear(weight, bias_O)
@@ -51,23 +53,29 @@ class TritonKernels(LayerKernels):
         )
 
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
+        """Return a root-mean-square norm that rounds as `consumer` needs."""
         return _Norm(weight_D, eps, _rounding(consumer))
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
+        """Return gate_up_T2F -> activation(gate) * up, rounded as `consumer` needs."""
         return partial(gated_activation, name, rounding=_rounding(consumer))
 
     def choose_tokens(
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
     ) -> Tensor:
+        """Return the next token of each row."""
         return choose_tokens(logits_SV, metadata, positions_S)
 
     def choose_greedy(self, logits_SV: Tensor) -> Tensor:
+        """Return the most likely token of each row."""
         return choose_greedy(logits_SV)
 
     def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
+        """Write each token behind its index."""
         append_tokens(token_ids_NL, index_S, tokens_S)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+        """Return cos and sin of these positions."""
         return rotary_tables(rope, positions_T)
 
 
@@ -81,7 +89,7 @@ class _Norm(RMSNorm):
     def __call__(self, x_TD: Tensor) -> Rows:
         return rms_norm(x_TD, self.weight, self.eps, rounding=self._rounding)
 
-    def of_sum(self, x_TD: Tensor, block_TD: Tensor, multiplier: float) -> Rows:
+    def add_and_norm(self, x_TD: Tensor, block_TD: Tensor, multiplier: float) -> Rows:
         return rms_norm(
             x_TD,
             self.weight,

@@ -1,6 +1,6 @@
-"""Root-mean-square norm in one kernel with the addition before it and the rounding after it.
+"""Root-mean-square norm with the addition before it and the rounding after it, in one kernel.
 
-T tokens, D features, G groups of a row, C columns of a group.
+Shapes: T tokens, D features, G groups of a row, C columns of a group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def _norm_kernel(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
+    """Norm one token's row. Grid (T,).
+
+    x and block are [T, D] with strides between tokens; block may be None. weight is float32 [D]. The other arguments
+    are those of `store_row`.
+    """
     token = tl.program_id(0).to(tl.int64)
     groups_G = tl.arange(0, NUM_GROUPS)
     columns_GC = groups_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -59,11 +64,12 @@ def rms_norm(
     multiplier: float = 1.0,
     rounding: Rounding | None = None,
 ) -> Rows:
-    """Return the norm of `x_TD`, to which `block_TD` * `multiplier` is added in place before, if it is given.
+    """Return the norm of `x_TD`, computed in float32.
 
-    Computed in float32; `weight_D` is float32. The last dimension of all is contiguous.
+    If `block_TD` is given, `block_TD` * `multiplier` is first added to `x_TD` in place. `weight_D` is float32. The last
+    dimension of all tensors must be contiguous.
     """
-    out = RowOutput.of_whole_rows(x_TD, rounding)
+    out = RowOutput.allocate_whole_rows(x_TD, rounding)
     if len(x_TD):
         _norm_kernel[out.grid](
             x_TD,

@@ -32,7 +32,7 @@ _SMALLEST_FLOAT8_GROUP = 32
 _WHOLE_ROW = 1 << 30
 _BLOCK_ROWS, _BLOCK_COLUMNS = 64, 128
 _SPLIT_TOKENS = 64
-"""With more tokens there are enough programs without splits."""
+"""Above this number of tokens there are enough programs without splits."""
 
 _PROGRAMS = 528
 """Target number of programs: four for each multiprocessor of an H100 or H200."""
@@ -430,6 +430,7 @@ class QuantizedLinear:
         self.rounding = roundings.pop() if len(roundings) == 1 else None
 
     def __call__(self, x: Rows) -> Tensor:
+        """Return the product [T, O]."""
         if isinstance(x, Tensor) and self.rounding is not None:
             x = self.rounding(x)
         values_TD = x if isinstance(x, Tensor) else x.values_TD

@@ -1,6 +1,6 @@
 """The rotary tables of a step in one kernel.
 
-T tokens, R rotated dimensions.
+Shapes: T tokens, R rotated dimensions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from ..layers.rope import RotaryEmbedding, RotaryTables
 def _rotary_tables_kernel(
     positions_ptr, inv_freq_ptr, factor, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Compute cos and sin [T, R] of one token. Grid (T,).
+
+    positions is [T]. inv_freq is float32 [HALF], with HALF = R / 2.
+    """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     mask = dims < HALF
@@ -32,7 +36,7 @@ def _rotary_tables_kernel(
 
 
 def rotary_tables(rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
-    """Return what `rope.tables` does."""
+    """Return the same as `rope.tables`."""
     half = len(rope.inv_freq)
     shape = (len(positions_T), 1, 2 * half)
     cos_T1R, sin_T1R = (

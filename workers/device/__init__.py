@@ -1,0 +1,1 @@
+"""Devices: memory, transfers, graphs and errors."""

@@ -1,4 +1,4 @@
-"""What the model runner needs of a device that works through a queue of its own, beside the host."""
+"""The interface of a device that has its own queue of work, beside the host."""
 
 from __future__ import annotations
 
@@ -13,29 +13,37 @@ from .transfers import Download
 
 
 class Accelerator(Protocol):
-    """Memory in bytes. `allocated` is what tensors take; `reserved` is that and what torch keeps for later ones."""
+    """A device. Memory is in bytes.
 
-    def total_memory(self) -> int: ...
+    `allocated` memory is that of tensors; `reserved` also includes what torch keeps for later tensors.
+    """
+
+    def total_memory(self) -> int:
+        """Return the memory of the device."""
 
     def used_memory(self) -> int:
-        """Of the whole device, other processes' memory included."""
+        """Return the used memory of the whole device, including other processes."""
 
-    def reserved_memory(self) -> int: ...
+    def reserved_memory(self) -> int:
+        """Return the memory that torch has reserved."""
 
-    def allocated_memory(self) -> int: ...
+    def allocated_memory(self) -> int:
+        """Return the memory of tensors."""
 
     def peak_memory(self) -> int:
-        """The most that was ever allocated since `forget_peak`."""
+        """Return the maximum allocated memory since `reset_peak`."""
 
-    def forget_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Restart the measurement of the peak."""
 
     def release_memory(self) -> None:
-        """Give the device back the reserved memory that no tensor takes."""
+        """Return reserved memory without tensors to the device."""
 
-    def graph_recorder(self) -> GraphRecorder: ...
+    def graph_recorder(self) -> GraphRecorder:
+        """Return a recorder of graphs."""
 
     def download(self) -> AbstractContextManager[Download]:
-        """Copy what the work queued so far yields."""
+        """Copy results of the work queued so far, within the context."""
 
 
 class CUDAAccelerator:
@@ -46,34 +54,43 @@ class CUDAAccelerator:
         self._download_stream = torch.cuda.Stream(device)
 
     def total_memory(self) -> int:
+        """Return the memory of the GPU."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def used_memory(self) -> int:
+        """Return the used memory of the whole GPU."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def reserved_memory(self) -> int:
+        """Return the memory that torch has reserved."""
         return torch.cuda.memory_reserved(self._device)
 
     def allocated_memory(self) -> int:
+        """Return the memory of tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak_memory(self) -> int:
+        """Return the maximum allocated memory since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
+        """Restart the measurement of the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release_memory(self) -> None:
+        """Return reserved memory without tensors to the GPU."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def graph_recorder(self) -> GraphRecorder:
+        """Return a recorder of CUDA graphs."""
         return CUDAGraphRecorder(self._device)
 
     @contextmanager
     def download(self) -> Iterator[Download]:
-        # A stream of its own: the next step need not wait for the copies.
+        """Copy results on a separate stream, within the context."""
+        # A separate stream, so that the next step does not wait for the copies.
         self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
         download = _CUDADownload(self._device)
         with torch.cuda.stream(self._download_stream):
@@ -84,12 +101,12 @@ class CUDAAccelerator:
 class _CUDADownload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Blocking: a thread that waits for it sleeps, where it would spin otherwise.
+        # With a blocking event, a thread that waits sleeps instead of spinning.
         self.arrived = torch.cuda.Event(blocking=True)
         self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Kept alive until it is read: else the next step may get its memory.
+        # Keeps the tensor alive until it is copied; the next step could get its memory otherwise.
         self._sources.append(tensor)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return target.copy_(tensor, non_blocking=True)
@@ -98,6 +115,6 @@ class _CUDADownload:
         return self.arrived.query()
 
     def wait(self) -> None:
-        # The current device is each thread's own, and this may be another thread than the model's.
+        # Each thread has its own current device, and this may be another thread than the model's.
         with torch.cuda.device(self._device):
             self.arrived.synchronize()

@@ -1,4 +1,4 @@
-"""The control groups whose limits hold for this process, as containers and service managers set them."""
+"""The control groups (cgroups) that limit this process, as set by containers and service managers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def control_groups(controller: str, root: Path = CGROUPS) -> tuple[Path, ...]:
-    """The groups that this process is in and those around them.
+    """Return the control groups of this process and all groups that contain them.
 
-    They are of version 2, and of a `controller`'s own tree in version 1. Not all of them need be there.
-    Raises OSError where there are none.
+    They include those of version 2 and those of `controller`'s tree in version 1. Some of them may not exist.
+
+    Raises:
+        OSError: The system has no control groups.
     """
     own: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -1,6 +1,6 @@
-"""The host tier of the KV cache: blocks copied out of the device's cache and back into it.
+"""The CPU KV offload: blocks copied out of the device's KV cache to host memory, and back.
 
-N host blocks, L cache tensors (the layers of a group), P words of one block in one of them, k copied blocks.
+Shapes: N host blocks, L cache tensors (the layers of a group), P words of one block in one of them, k copied blocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from .pinned_memory import pin
 from .transfers import to_device
 
 STAGED_BYTES: Final = 128 * 1024 * 1024
-"""Of blocks that are copied at once. A long prefix must not take its size of the device's memory a second time."""
+"""Bytes of blocks that are copied at once, so that a long prefix does not need its size of device memory a second
+time.
+"""
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """The most device memory that copies take beside a step: one lot of blocks going out, and two coming in."""
+    """Return the maximum device memory of copies beside a step: one batch of blocks going out and two coming in."""
     return 3 * _blocks_at_once(block_bytes, STAGED_BYTES) * block_bytes
 
 
@@ -30,9 +32,9 @@ def _blocks_at_once(block_bytes: int, staged_bytes: int) -> int:
 
 
 class CPUOffloadCache:
-    """Host blocks are whole: all layers of a block lie together, so that it moves in one copy.
+    """Host blocks, each of which holds all layers of a block contiguously, so that it moves in one copy.
 
-    On CUDA the memory is pinned and a stream of its own moves it, so that copies out run beside the step.
+    On CUDA the memory is pinned and copied on a separate stream, so that copies out run beside the step.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class CPUOffloadCache:
         device_caches: list[torch.Tensor],
         staged_bytes: int = STAGED_BYTES,
     ) -> None:
-        # What the words mean does not matter here, and torch does not index numbers of every type.
+        # Viewed as int64 words, because torch does not support indexing for every dtype.
         self._caches = [cache.flatten(1).view(torch.int64) for cache in device_caches]
         self._device = device_caches[0].device
         shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
@@ -56,7 +58,7 @@ class CPUOffloadCache:
             pin(memory, block_bytes, self, self._stream.synchronize)
 
     def copy_out(self, pairs: bytes) -> None:
-        """Copy blocks to host blocks: int32[k, 2] pairs (from, to), at least one."""
+        """Copy blocks to host blocks: int32 [k, 2] pairs (from, to), at least one."""
         *parts, last = self._parts(pairs)
         if self._stream is None:
             for sources_k, targets_k in (*parts, last):
@@ -65,12 +67,12 @@ class CPUOffloadCache:
             return
         for part in parts:
             self._send(*part, self._stream)
-            # The next part takes the memory of this one.
+            # The next part reuses the memory of this one.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._send(*last, self._stream).record_stream(self._stream)
 
     def copy_in(self, pairs: bytes) -> None:
-        """Copy host blocks to blocks, int32[k, 2] pairs (from, to); the step that follows finds them there."""
+        """Copy host blocks to blocks, int32 [k, 2] pairs (from, to), before the step that follows."""
         for sources_k, targets_k in self._parts(pairs):
             if self._stream is not None:
                 self._fetch(sources_k, targets_k, self._stream)
@@ -81,8 +83,8 @@ class CPUOffloadCache:
     def _send(
         self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.Tensor:
-        """Return what the stream reads from now on."""
-        # A copy of the blocks: the step may overwrite the cache while they are still on their way.
+        """Return the memory that the stream reads from now on."""
+        # Sent from a copy, because the step may overwrite the cache before the blocks have been sent.
         gathered_kLP = self._gather(sources_k)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -94,7 +96,7 @@ class CPUOffloadCache:
         self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         current = torch.cuda.current_stream(self._device)
-        # On the stream of the copies out: they have written a block before it is read here.
+        # Uses the stream of the copies out, so that a block is written before it is read here.
         with torch.cuda.stream(stream):
             arrived_kLP = torch.stack(
                 [
@@ -106,17 +108,17 @@ class CPUOffloadCache:
         targets_on_device_k = to_device(targets_k.numpy(), self._device)
         for layer, cache_NP in enumerate(self._caches):
             cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
-        # The memory is the stream's, which may write there again only once it has been read here.
+        # The stream may reuse this memory only after it has been read here.
         stream.wait_stream(current)
 
     def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:
-        """[k, L, P] on the device."""
+        """Return the blocks contiguously, [k, L, P] on the device."""
         blocks_on_device_k = to_device(blocks_k.numpy(), self._device)
         selected = [cache_NP.index_select(0, blocks_on_device_k) for cache_NP in self._caches]
         return torch.stack(selected, 1)
 
     def _parts(self, pairs: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return sources and targets, int64, of as many blocks as are moved at once."""
+        """Return sources and targets, int64, in batches of blocks that are copied at once."""
         indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
         sources_k, targets_k = torch.from_numpy(indices_2k)
         count = self._blocks_at_once

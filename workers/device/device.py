@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and with how many threads."""
+"""The device of a worker, and the number of processors that it may use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .control_groups import CGROUPS, control_groups
 
 
 def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
-    """Resolve `--device`; the workers of a machine have a GPU each, by their `local_rank`.
+    """Return the device for `--device`. Each worker of a machine has its own GPU, chosen by `local_rank`.
 
-    Raises ConfigError when the device is not there.
+    Raises:
+        ConfigError: The device does not exist.
     """
     if config.device is Device.CUDA and not torch.cuda.is_available():
         raise ConfigError(
@@ -27,7 +28,7 @@ def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"worker {local_rank} needs a GPU of its own and this machine has {torch.cuda.device_count()}; "
+            f"worker {local_rank} needs its own GPU, but this machine has {torch.cuda.device_count()}; "
             "lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size, or use --device cpu"
         )
     device = torch.device("cuda", local_rank)
@@ -36,7 +37,7 @@ def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
 
 
 def usable_cores(cgroups: Path = CGROUPS) -> int:
-    """How many cores this process may use: by its affinity and by its container's limit of CPU time."""
+    """Return how many processors this process may use, by its affinity and its container's CPU limit."""
     cores = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         cores.append(len(os.sched_getaffinity(0)))
@@ -56,5 +57,5 @@ def _cores_of(group: Path) -> int:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether it computes with float8 (e4m3)."""
+    """Return whether the device computes with float8 (e4m3)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

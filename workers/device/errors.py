@@ -1,7 +1,7 @@
-"""Errors of a GPU, with their remedy.
+"""Explanations of GPU errors, with their remedy.
 
-The worker ends with any of them, and recovery finds out whether a request was the reason: no state of a step that
-failed half-way is worth keeping, and after an illegal access nothing on the device can be used again.
+Any such error ends the worker, and recovery determines whether a request was the cause. After a failed step its state
+is inconsistent, and after an illegal access nothing on the device can be used again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...protocol.errors import EngineError
 
 _DEVICE_ERRORS = (torch.AcceleratorError, torch.cuda.CudaError)
 _SIGNS = ("CUDA error", "Triton Error [CUDA]")
-"""What the messages of other errors of CUDA's libraries, and of a failed launch, contain."""
+"""Texts in the messages of other errors of CUDA libraries, and of failed launches."""
 
 
 @contextmanager
 def explaining_device_errors(doing: str) -> Iterator[None]:
-    """Raise EngineError for a device that is out of memory, or has failed, while `doing` something."""
+    """Raise EngineError if a device runs out of memory or fails while `doing` something."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
 """Large host buffers on huge pages.
 
-A model's weights and its KV cache are read end to end in every step; with pages of 2 MiB the processor's
-address translation keeps up. Pages are zero, and take memory only once they are written.
+Every step reads a model's weights and KV cache from end to end. With pages of 2 MiB, address translation keeps up.
+Pages are zero and take memory only once they are written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later: madvise(2)."""
+"""From madvise(2), Linux 5.14 and later."""
 
 
 def allocate(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros uint8[num_bytes], rounded up to whole huge pages in memory."""
+    """Return zeros, uint8 [num_bytes], in whole huge pages."""
     size = max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -30,10 +30,10 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
-    """Give buffers of `allocate` their memory in a thread of idle priority, the beginnings of all buffers first.
+    """Allocate the pages of buffers in a thread of idle priority, the beginnings of all buffers first.
 
-    Otherwise the first write to each page waits for it. In a virtual machine whose host had to find the memory, 2 MiB
-    took 9 ms; for all layers at once that stops a server for a third of a second.
+    Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
+    memory, 2 MiB took 9 ms; for all layers at once this would stop a server for a third of a second.
     """
     thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
     thread.start()
@@ -51,5 +51,5 @@ def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
             size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
             begin = ctypes.c_void_p(buffer.ctypes.data + offset)
             if size > 0 and madvise(begin, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                # An older kernel, or no memory: the first write to each page gets it, or fails.
+                # The kernel is older, or memory is short. The first write to each page allocates it, or fails.
                 return

@@ -1,4 +1,4 @@
-"""How many KV-cache blocks a worker can hold."""
+"""Computes how many KV-cache blocks a worker can hold."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .control_groups import CGROUPS, control_groups
 from .memory_profile import GIB, MemoryProfile
 
 CPU_SHARE = 0.25
-"""Of the free memory, for all workers together; the rest belongs to other work and to the page cache."""
+"""Share of the free memory for the KV caches of all workers. The rest is for other work and the page cache."""
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Of a control group of version 2, and of version 1, which has a number beyond all memory in place of none."""
+"""Memory limits of a control group of version 2 and of version 1. Version 1 has a huge number for no limit."""
 
 
 def count_kv_blocks(
@@ -34,10 +34,17 @@ def count_kv_blocks(
     groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION,
     profile: MemoryProfile | None = None,
 ) -> int:
-    """Blocks that fit, the null block included; into host memory without the `profile` of a GPU's.
+    """Return the number of blocks that fit, including the null block, but at most as many as requests can use.
 
-    Never more than `max_num_seqs` full-length requests can use. Raises ConfigError when not even one
-    request of `max_model_len` fits, with the memory that would do and the length that does.
+    Args:
+        config: The configuration.
+        block_bytes: Bytes of one block.
+        groups: The KV-cache groups.
+        profile: The memory of the GPU; None for host memory.
+
+    Raises:
+        ConfigError: Not even one request of `max_model_len` tokens fits. The message has the memory that would suffice
+            and the length that fits.
     """
     cache = config.cache
     max_step_tokens = config.scheduler.max_num_batched_tokens
@@ -69,7 +76,7 @@ def count_kv_blocks(
         )
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(
-            f"{origin} holds a KV cache of {fits} tokens but one request may have "
+            f"{origin} holds a KV cache of {fits} tokens, but one request may have "
             f"{config.model.max_model_len}: it needs {needed / GIB:.2f} GiB "
             f"({remedy(needed)}), or use --max-model-len {fits}"
         )
@@ -79,18 +86,16 @@ def count_kv_blocks(
 def _larger_share(profile: MemoryProfile, needed: int) -> str:
     utilization = profile.utilization_for(needed)
     if utilization is None:
-        return (
-            "more than the GPU has beside the model; share it among several, --tensor-parallel-size"
-        )
+        return "more than the GPU has beside the model; use several with --tensor-parallel-size"
     return f"--gpu-memory-utilization {utilization:g}"
 
 
 def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers: int) -> int:
-    """Blocks of a worker's host tier; 0 without one.
+    """Return the number of blocks of a worker's CPU KV offload; 0 if it is disabled.
 
-    Raises ConfigError when the tiers of a replica's workers are larger than the machine's free memory, when those of
-    all workers here are larger than its whole memory (other replicas may have taken theirs already), or when a tier is
-    too small for a block.
+    Raises:
+        ConfigError: The offloads of a replica's workers exceed the machine's free memory, those of all workers exceed
+            its total memory (other replicas may have allocated theirs already), or an offload is smaller than a block.
     """
     host_gib = config.cache.host_gib
     if not host_gib:
@@ -103,27 +108,27 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers:
         if num_workers * num_bytes > limit:
             share = f" for each of the {num_workers} workers here" if num_workers > 1 else ""
             raise ConfigError(
-                f"--kv-host-gib {host_gib:g}{share} is more than {what} memory of {limit / GIB:.2f} GiB"
+                f"--kv-host-gib {host_gib:g}{share} exceeds {what} memory of {limit / GIB:.2f} GiB"
             )
     if num_bytes < block_bytes:
         raise ConfigError(
-            f"--kv-host-gib {host_gib:g} holds no KV-cache block: one takes {block_bytes} bytes"
+            f"--kv-host-gib {host_gib:g} is less than one KV-cache block of {block_bytes} bytes"
         )
     return num_bytes // block_bytes
 
 
 def free_host_bytes(config: EngineConfig) -> int:
-    """What the KV cache of one worker may take of a machine without a GPU."""
+    """Return the bytes that the KV cache of one worker may take of a machine without a GPU."""
     return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:
-    """The machine's memory, or the least that a control group of this process may have."""
+    """Return the machine's memory in bytes, or the lowest limit of this process's control groups."""
     return _least(psutil.virtual_memory().total, _limit_of, cgroups)
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Of the machine's memory, and of what the control groups that this process is in leave of theirs."""
+    """Return the free memory of the machine in bytes, or the least that a control group of this process has left."""
     return _least(psutil.virtual_memory().available, _left_of, cgroups)
 
 
@@ -149,7 +154,7 @@ def _left_of(group: Path) -> int:
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     is_v2 = (group / "memory.max").exists()
     used, prefix = ("memory.current", "") if is_v2 else ("memory.usage_in_bytes", "total_")
-    # The page cache is counted, and given back where memory is wanted.
+    # The page cache counts as used, but is freed when memory is needed.
     page_cache = sum(
         int(statistics.get(f"{prefix}{part}_file", 0)) for part in ("active", "inactive")
     )

@@ -1,4 +1,4 @@
-"""What a worker takes of its device's memory beside the KV cache, measured before the cache is sized."""
+"""Measures the device memory that a worker needs beside the KV cache, before the cache is sized."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes. `non_torch` is the driver's context, NCCL's buffers, and what other processes have on the device.
+    """Memory of a device in bytes.
 
-    `staging` is what copies to and from the host's tier take.
+    `non_torch` is the driver's context, NCCL's buffers and other processes on the device. `staging` is the memory of
+    copies to and from the CPU KV offload.
     """
 
     total: int
@@ -29,15 +30,16 @@ class MemoryProfile:
 
     @property
     def taken(self) -> int:
+        """Bytes that are not available for the KV cache."""
         return self.non_torch + self.weights + self.activations + self.graphs + self.staging
 
     @property
     def kv_cache(self) -> int:
-        """What is left of the share that may be used; 0 if nothing is."""
+        """Bytes that are left for the KV cache of the usable share, at least 0."""
         return max(0, int(self.total * self.utilization) - self.taken)
 
     def utilization_for(self, kv_cache: int) -> float | None:
-        """The least `--gpu-memory-utilization`, in hundredths, that leaves so much; None if none does."""
+        """Return the least `--gpu-memory-utilization`, in hundredths, for a KV cache of this size, or None."""
         hundredths = -(-100 * (self.taken + kv_cache) // self.total)
         return hundredths / 100 if hundredths <= 100 else None
 
@@ -49,7 +51,7 @@ class MemoryProfile:
             "the driver, NCCL and others": self.non_torch,
         }
         if self.staging:
-            parts["copies to and from the host's tier"] = self.staging
+            parts["copies of CPU KV offload"] = self.staging
         parts["left for the KV cache"] = self.kv_cache
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         return f"of {self.total / GIB:.2f} GiB x {self.utilization:g}: {listed}"
@@ -62,13 +64,14 @@ def profile_memory(
     captures: Sequence[Sequence[Run]],
     staging: int = 0,
 ) -> MemoryProfile:
-    """Measure with the model loaded. Of each kind of graphs the two largest are captured, to tell what all will take.
+    """Measure the memory of a loaded model.
 
-    The first takes the memory that all of its kind share; every other one little more than its list of kernels.
+    The two largest graphs of each kind are captured to estimate the memory of all. The first of a kind takes the memory
+    that all of its kind share; each further one takes little more than its list of kernels.
     """
     accelerator.release_memory()
     weights = accelerator.allocated_memory()
-    accelerator.forget_peak()
+    accelerator.reset_peak()
     run_largest_steps()
     activations = accelerator.peak_memory() - weights
     accelerator.release_memory()

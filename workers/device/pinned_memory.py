@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to by itself."""
+"""Host memory that a GPU can copy by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 REGISTERED_BYTES: Final = 64 << 30
-"""At once. Drivers from R580 on refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234)."""
+"""Bytes that are registered at once. Drivers from R580 on refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234)."""
 
 
 def pin(
@@ -24,14 +24,14 @@ def pin(
     wait_for_copies: Callable[[], object],
     registered_bytes: int = REGISTERED_BYTES,
 ) -> None:
-    """Register memory of blocks until `owner` is gone, and keep it mapped as long.
+    """Register memory of blocks, and keep it mapped, as long as `owner` exists.
 
-    It must begin with a page. A copy must not cross from one registration to the next, and the driver refuses to
-    register a page twice: so registrations are of whole blocks and of whole pages.
+    The memory must begin at a page boundary. A copy must not cross from one registration to the next, and the driver
+    refuses to register a page twice. So each registration consists of whole blocks and whole pages.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE)
     step = max(1, registered_bytes // unit) * unit
-    # Torch's own allocator of pinned memory would round the size up to a power of two.
+    # Torch's allocator of pinned memory would round the size up to a power of two.
     register = torch.cuda.cudart().cudaHostRegister
     registered: list[int] = []
     weakref.finalize(owner, _unpin, memory, registered, wait_for_copies)
@@ -44,8 +44,8 @@ def pin(
 def _unpin(
     memory: NDArray[np.uint8], registered: list[int], wait_for_copies: Callable[[], object]
 ) -> None:
-    """`memory` is an argument to be kept mapped until then."""
-    # A GPU that has failed copies nothing any more.
+    """Unregister the memory. `memory` is an argument so that it stays mapped until then."""
+    # A GPU that has failed no longer copies anything.
     with suppress(RuntimeError):
         wait_for_copies()
     unregister = torch.cuda.cudart().cudaHostUnregister

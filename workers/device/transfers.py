@@ -1,4 +1,4 @@
-"""Copies between host and device that neither of them waits for."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .errors import explaining_device_errors
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return the array on the device; on the CPU it may be the array's own memory.
+    """Return the array on the device; on the CPU it may share the array's memory.
 
-    On CUDA it goes through pinned memory, which torch's host allocator hands out again once the copy is done.
+    On CUDA it is copied from pinned memory, which torch's host allocator reuses once the copy is done.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
@@ -25,15 +25,16 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class Download(Protocol):
-    """Tensors on their way to the host."""
+    """Copies of tensors to the host that are under way."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return host memory that holds the tensor once all have arrived."""
+        """Return host memory that holds the tensor once all copies have arrived."""
 
-    def has_arrived(self) -> bool: ...
+    def has_arrived(self) -> bool:
+        """Return whether all copies have arrived."""
 
     def wait(self) -> None:
-        """Until all have arrived."""
+        """Wait until all copies have arrived."""
 
 
 class DownloadedOutput:
@@ -47,13 +48,16 @@ class DownloadedOutput:
         self._make_output = make_output
 
     def is_ready(self) -> bool:
+        """Return whether the output has arrived."""
         with explaining_device_errors(f"in step {self._step} or the next one"):
             return self._download.has_arrived()
 
     def wait(self) -> None:
+        """Wait until the output has arrived."""
         with explaining_device_errors(f"in step {self._step} or the next one"):
             self._download.wait()
 
     def output(self) -> ModelRunnerOutput:
+        """Wait for the output and return it."""
         self.wait()
         return self._make_output()

@@ -1,0 +1,1 @@
+"""Execution of steps on a worker."""

@@ -1,6 +1,6 @@
-"""Steps on a device with a queue of its own: the next one is queued before the tokens of the last one have come.
+"""Steps on a device with its own queue: a step is queued before the tokens of the previous one have arrived.
 
-R sampled rows, D hidden size, V vocabulary.
+Shapes: R sampled rows, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceExecution:
-    """Queues a step, and what brings its tokens to the host."""
+    """Queues each step, and the copies that bring its tokens to the host."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def profile_memory(self, utilization: float) -> MemoryProfile:
-        """Run the largest steps and capture some graphs, on a KV cache of one block."""
+        """Return the memory of the largest steps and of some graphs, measured with a KV cache of one block."""
         self._kv_cache.allocate(1)
         profile = profile_memory(
             self._accelerator,
@@ -76,27 +76,29 @@ class DeviceExecution:
             staging_bytes(self._kv_cache.block_bytes) if self._has_cpu_offload else 0,
         )
         self._kv_cache.free()
-        self._forward.forget_graphs()
+        self._forward.drop_graphs()
         self._accelerator.release_memory()
         return profile
 
     def use_kv_cache(self) -> None:
-        self._forward.forget_graphs()
+        """Drop the graphs, which refer to the previous KV cache."""
+        self._forward.drop_graphs()
 
     def close(self) -> None:
-        # NCCL does not close a connection as long as there is a graph with an operation of its own.
-        self._forward.forget_graphs()
+        """Drop the graphs."""
+        # NCCL closes no connection while a graph with one of its operations exists.
+        self._forward.drop_graphs()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graphs, and let every kernel that comes without one be compiled."""
+        """Capture the graphs and compile every kernel that runs without a graph."""
         began = time.monotonic()
         captures = [capture for kind in self._forward.captures() for capture in kind]
         for capture in captures:
             capture()
-        # There are different kernels for different numbers of tokens, for one token a request, and for sequences whose
+        # Different kernels run for different numbers of tokens, for one token per request, and for sequences whose
         # keys are split.
-        for count in (1 << n for n in range(self._most_tokens.bit_length())):
+        for count in (1 << n for n in range(self._max_step_tokens.bit_length())):
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
         self._run_largest_steps()
@@ -105,18 +107,18 @@ class DeviceExecution:
             logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
 
     def _run_largest_steps(self) -> None:
-        """Run steps of as many tokens and requests as there may be, which sample in the way that takes most memory.
+        """Run steps with the maximum tokens and requests, which sample in the way that takes most memory.
 
-        One divides the tokens evenly. One has a prompt beside a sequence of full length, which attention
+        One step divides the tokens evenly. The other has a prompt beside a sequence of maximum length, which attention
         splits the most.
         """
-        num_requests = min(self._batch.num_slots, self._most_tokens)
-        self._run(even_requests(self._most_tokens, num_requests))
-        self._run(mixed_requests(self._most_tokens, num_requests, self._batch.max_model_len))
+        num_requests = min(self._batch.num_slots, self._max_step_tokens)
+        self._run(even_requests(self._max_step_tokens, num_requests))
+        self._run(mixed_requests(self._max_step_tokens, num_requests, self._batch.max_model_len))
 
     @property
-    def _most_tokens(self) -> int:
-        """Of a step: each request has at most what its slot has room for."""
+    def _max_step_tokens(self) -> int:
+        """Maximum tokens of a step: no request has more than fit into its slot."""
         return min(self._max_tokens, self._batch.num_slots * self._batch.max_model_len)
 
     def _run(self, plan: StepPlan) -> None:
@@ -136,23 +138,24 @@ class DeviceExecution:
             allowed_token_ids=(0,),
         )
         for slot in plan.slots_S.tolist():
-            sampler.add(slot, params, no_tokens, ())
+            sampler.add_request(slot, params, no_tokens, ())
         logits_RV = self._model.compute_logits(
             hidden_TD.index_select(0, forwarded.step.logit_rows_R)
         )
-        # With a row that is not limited: then the limited ones are copied, which takes more.
+        # One row is not limited, so that the limited rows are copied, which takes more memory.
         slots_G = plan.slots_S[1:]
         bitmask_NK = np.tile(pack_bitmask([0], logits_RV.shape[1]), (len(slots_G), 1))
         grammar = Grammar(slots_G, np.arange(len(slots_G)), bitmask_NK)
         sampled = sampler.sample(
             logits_RV, plan.slots_S, plan.seq_lens_S, grammar if len(slots_G) else None
         )
-        self._forward.append(forwarded.step, sampled.token_ids)
+        self._forward.append_tokens(forwarded.step, sampled.token_ids)
         for slot in plan.slots_S.tolist():
-            sampler.remove(slot)
+            sampler.remove_request(slot)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        """Queue a step. Return its output, which may be pending."""
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
@@ -161,7 +164,7 @@ class DeviceExecution:
         forwarded = self._forward(plan)
         hidden_TD = forwarded.hidden_TD
         if not self._shard.is_last:
-            # A copy: the next step may overwrite them before they are sent.
+            # Sent from a copy, because the next step may overwrite them first.
             self._pipeline.send_hidden(hidden_TD.clone())
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
@@ -179,13 +182,13 @@ class DeviceExecution:
                     hidden_RD = hidden_TD.index_select(0, forwarded.step.logit_rows_R)
                     logits_RV = self._model.compute_logits(hidden_RD)
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
-                self._forward.append(forwarded.step, sampled.token_ids)
-            self._batch.reserve(slots_R)
+                self._forward.append_tokens(forwarded.step, sampled.token_ids)
+            self._batch.reserve_columns(slots_R)
             if not self._shard.is_first:
                 self._pipeline.send_tokens(sampled.token_ids)
             prompt_logprobs = self._requests.prompt_logprobs.finish(slots_R.tolist())
             make_output = partial(sampled.message, output.step, prompt_logprobs)
-        # A step that samples nothing has its output, too, only when the device is done with it.
+        # The output of a step that samples nothing is also ready only when the device is done with the step.
         with self._accelerator.download() as download:
             if sampled is not None:
                 sampled.fetch(download)

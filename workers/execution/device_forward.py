@@ -1,4 +1,4 @@
-"""A step's forward pass on a device with a queue of its own: one copy of integers, then graphs or kernels.
+"""The forward pass of a step on a device with its own queue: one copy of integers, then graphs or kernels.
 
 Shapes: T tokens of a step, R sampled rows, D hidden size.
 """
@@ -24,10 +24,10 @@ from .step_buffers import DeviceStep, StepBuffers
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a step has computed, valid until the next one. `step` is the plan on the device.
+    """The result of a step, valid until the next one. `step` is the plan on the device.
 
-    A graph of a step in which every token is sampled from also computes their `logits_RV`, and appends the most likely
-    tokens, `greedy_R`, to the requests; tokens that are appended later replace them.
+    If every token of a step is sampled from, its graph also computes the tokens' `logits_RV` and appends the most
+    likely tokens, `greedy_R`, to the requests. Tokens that are appended later replace them.
     """
 
     hidden_TD: torch.Tensor
@@ -37,9 +37,9 @@ class Forwarded:
 
 
 class DeviceForward:
-    """Runs plans of up to `max_tokens` tokens. The block tables of `batch` are mirrored from now on.
+    """Runs plans of up to `max_tokens` tokens. From its construction on, the block tables of `batch` are mirrored.
 
-    With a recorder it captures steps of up to `max_graph_size` tokens; the attention of `model` is then a
+    With a recorder, steps of up to `max_graph_size` tokens run from graphs; the attention of `model` must then be a
     `BreakingAttention`.
     """
 
@@ -65,7 +65,7 @@ class DeviceForward:
         self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None
         self._chunks: SizedGraphs | None = None
-        # No step has more tokens than all slots have room for, and one that had could not be captured.
+        # A step cannot have more tokens than fit into all slots, and a larger one could not be captured.
         max_graph_size = min(max_graph_size, max_tokens, batch.num_slots * batch.max_model_len)
         if recorder is not None and max_graph_size:
             self._add_graphs(recorder, max_graph_size)
@@ -80,14 +80,14 @@ class DeviceForward:
             run_decode = partial(self._run_decode, attention.backend)
             self._decodes = SizedGraphs(run_decode, decode_sizes(largest), *arguments)
 
-    def forget_graphs(self) -> None:
-        """For when the KV cache is no longer where it was at their capture."""
+    def drop_graphs(self) -> None:
+        """Drop all graphs, because the KV cache has moved."""
         for graphs in (self._decodes, self._chunks):
             if graphs is not None:
-                graphs.forget()
+                graphs.drop_graphs()
 
     def captures(self) -> list[list[Callable[[], None]]]:
-        """What captures the graphs, one each: those of each kind, the largest first."""
+        """Return functions that capture one graph each: a list for each kind of graph, largest first."""
         return [
             [partial(self._capture, graphs, size) for size in reversed(graphs.sizes)]
             for graphs in (self._chunks, self._decodes)
@@ -95,6 +95,7 @@ class DeviceForward:
         ]
 
     def __call__(self, plan: StepPlan) -> Forwarded:
+        """Run a step."""
         num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
         if self._decodes is not None and len(plan.sampling_rows) == num_tokens:
             size = self._decodes.size_for(num_tokens)
@@ -111,7 +112,7 @@ class DeviceForward:
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return Forwarded(self._forward(step, metadata), step)
 
-    def append(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
+    def append_tokens(self, step: DeviceStep, token_ids_R: torch.Tensor) -> None:
         """Append the next token, int [R], to the request of each sampled row."""
         self._append(step.token_index_T.index_select(0, step.logit_rows_R), token_ids_R)
 
@@ -134,7 +135,7 @@ class DeviceForward:
         graphs.capture(size)
 
     def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
-        """Run a step of requests with one token each, or none, that all sample. Returns the tensors of `Forwarded`."""
+        """Run a step of requests with at most one token each, which all sample. Return the tensors of `Forwarded`."""
         step = self._buffers.view(size, size)
         self._buffers.gather_block_tables(step)
         metadata = [
@@ -150,7 +151,7 @@ class DeviceForward:
         return [hidden_SD, logits_SV, greedy_S]
 
     def _run_chunks(self, size: int) -> list[torch.Tensor]:
-        """Run a step of any kind. What depends on its requests is in its attention, which is not captured."""
+        """Run a step of any kind. Only its attention, which is not captured, depends on its requests."""
         return [self._forward(self._buffers.view(size, 0), self._current)]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:

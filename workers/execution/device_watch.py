@@ -1,4 +1,4 @@
-"""Waiting for a device and for messages at once, where a poll knows of file descriptors only."""
+"""Wakes a poll when a device has finished a step, because a poll can only wait for file descriptors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .runner import PendingOutput
 
 
 class DeviceWatch:
-    """A thread that waits for outputs, one at a time, while the worker sleeps in a poll.
+    """A thread that waits for one output at a time while the worker sleeps in a poll.
 
-    It is given an output only when the worker has nothing else to do, so that the two threads seldom want the
-    interpreter at once.
+    The worker passes it an output only when it has nothing else to do, so that the two threads rarely need the
+    interpreter at the same time.
     """
 
     def __init__(self) -> None:
@@ -25,26 +25,27 @@ class DeviceWatch:
 
     @property
     def fd(self) -> int:
-        """Readable once the watched output is there."""
+        """File descriptor that is readable once the watched output is ready."""
         return self._wake.fileno()
 
-    def watch(self, output: PendingOutput) -> None:
+    def watch_output(self, output: PendingOutput) -> None:
+        """Wait for an output in the thread, unless it is being watched already."""
         if output is self._watched:
             return
-        # Not started before: on a CPU outputs are there at once, and none is ever watched.
+        # The thread starts with the first output: on a CPU outputs are ready at once, and none is watched.
         if self._thread.ident is None:
             self._thread.start()
         self._watched = output
         self._outputs.put(output)
 
     def clear(self) -> None:
-        """Take note that `fd` was readable."""
+        """Make `fd` unreadable again."""
         self._wake.recv(64)
         self._watched = None
 
     def _wait(self) -> None:
         while True:
-            # An error of the device is raised in the worker, too, when it asks for the output.
+            # The worker gets an error of the device when it reads the output.
             with contextlib.suppress(Exception):
                 self._outputs.get().wait()
             self._waker.send(b"\0")

@@ -1,4 +1,4 @@
-"""Opens the runner that a worker's device calls for."""
+"""Creates the runner for a worker's device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ logger = logging.getLogger(__name__)
 def open_runner(
     config: EngineConfig, core_index: int, rank: int, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[Runner, WorkerMemory]]:
-    """Load the model for `--device`. Yields what executes it, and how many blocks fit beside it.
+    """Load the model for `--device`. Yield its runner, and the number of blocks that fit beside it.
 
-    Raises ConfigError when the device is not there, or too small, and EngineError when another worker is lost.
+    Raises:
+        ConfigError: The device does not exist or is too small.
+        EngineError: Another worker is lost.
     """
     if config.device.device is Device.NULL:
         from .null_runner import NullRunner, count_null_blocks
 
         yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
         return
-    # torch takes a second to import, which should not delay the first report; without a device it is not needed.
+    # Importing torch takes a second, which should not delay the first report. The null device does not need it.
     from ..device.device import open_device
     from ..device.errors import explaining_device_errors
     from ..device.memory import count_host_blocks, count_kv_blocks
@@ -51,11 +53,11 @@ def open_runner(
         verify_files(config.model.weight_files)
         checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
         runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
-        # Loading may take minutes, in which they may have changed.
+        # The files may have changed during the minutes of loading.
         verify_files(config.model.weight_files)
         if workers_per_core > 1:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
-        # Its memory map would count as this process's memory.
+        # The checkpoint's memory map would count as memory of this process.
         del checkpoint
         groups, block_bytes = runner.kv_cache_groups, runner.block_bytes
         profile = runner.profile_memory(config.cache.gpu_memory_utilization)
@@ -70,14 +72,14 @@ def open_runner(
 
 
 def _local_rank(parallel: ParallelConfig, core_index: int, rank: int) -> int:
-    """A worker's number among those of its machine."""
+    """Return a worker's index among the workers of its machine."""
     if parallel.is_external:
         return int(os.environ["LOCAL_RANK"])
     return (core_index * parallel.workers_per_core + rank) % parallel.workers_per_node
 
 
 def _num_local_workers(parallel: ParallelConfig) -> int:
-    """The workers of this machine, of all replicas."""
+    """Return the number of workers of all replicas on this machine."""
     if parallel.is_external:
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return parallel.workers_per_node

@@ -1,6 +1,6 @@
-"""Steps on the CPU, each computed when it is begun.
+"""Steps on the CPU, each of which is computed at once.
 
-T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocabulary.
+Shapes: T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
 
 class HostExecution:
-    """A native program does a step in which every request decodes in one call, its sampling included.
+    """Executes steps with a native program or torch on the CPU.
 
-    Such a step verifies drafts; other steps leave them out.
+    A native program runs a step in which every request decodes in one call, including sampling. Only such steps verify
+    drafts.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class HostExecution:
         self._speculative = speculative
         self._decoding: NativeDecoding | None = None
         self._drafts: Drafts | None = None
-        # Of the last step, if `_decoding` did it.
+        # The rows of the last step, if `_decoding` ran it.
         self._decoded_rows: SamplingMetadata | None = None
 
     def profile_memory(self, utilization: float) -> None:
-        """There is nothing to find out: the KV cache has a share of the memory that is free."""
+        """Do nothing: the KV cache gets a share of the free memory."""
 
     def use_kv_cache(self) -> None:
+        """Prepare decoding with the allocated KV cache."""
         if isinstance(self._model, NativeDecoder):
             self._decoding = self._model.decoding(
                 self._batch, self._kv_cache.layers, self._speculative
@@ -68,7 +70,7 @@ class HostExecution:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a prefill and a decode, whose kernels are prepared on first use, into the null block."""
+        """Run a prefill and a decode into the null block, because kernels are prepared on first use."""
         for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
             hidden_TD = self._model.forward(*self._inputs(even_requests(num_tokens, 1)))
             if self._shard.is_last:
@@ -77,6 +79,7 @@ class HostExecution:
                 self._pipeline.send_hidden(hidden_TD)
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
+        """Compute a step and return its output."""
         if self._drafts is not None and output.new_requests:
             self._drafts.add_requests(output.new_requests)
         await_grammar = partial(self._await_grammar, await_grammar)
@@ -85,7 +88,7 @@ class HostExecution:
             return self._execute(output, await_grammar)
         result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
-            result.drafts = self._drafts.found(output.step)
+            result.drafts = self._drafts.get_found(output.step)
         return result
 
     def _decode(
@@ -101,7 +104,7 @@ class HostExecution:
         num_drafts_S = self._drafts_to_verify(output, rows.slots_S)
         num_predicted_S = None
         if num_drafts_S is not None and self._drafts is not None:
-            # The step itself looks up the next drafts.
+            # Read now, because the step itself looks up the next drafts.
             num_predicted_S = self._drafts.num_from_prediction(rows.slots_S)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, num_drafts_S, bitmasks
@@ -122,23 +125,23 @@ class HostExecution:
         return result
 
     def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
-        """How many drafts of each row are to be verified; None if there are none."""
+        """Return how many drafts of each row to verify, or None if there are none."""
         if not output.drafts or self._drafts is None:
             return None
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         if output.draft_token_ids:
-            self._drafts.put(slots_S[rows], counts, int32_view(output.draft_token_ids))
+            self._drafts.set_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
         return self._batch.num_drafts(output)[slots_S]
 
     def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
-        """The grammar may also force tokens to come: those become drafts."""
+        """Return the grammar's message, and store the tokens that it forces as drafts."""
         message = await_grammar(step)
         if message is not None and message.forced is not None and self._drafts is not None:
-            self._drafts.force(message.forced)
+            self._drafts.set_forced_tokens(message.forced)
         return message
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     @torch.inference_mode()
     def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
@@ -162,23 +165,23 @@ class HostExecution:
             sampled = self._model.forward_and_sample(*inputs, plan.logit_rows, slots_R)
         if not len(slots_R):
             return ModelRunnerOutput(output.step)
-        self._batch.append(slots_R, sampled.token_ids)
+        self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._pipeline.send_tokens(sampled.token_ids)
         result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         if self._drafts is not None:
-            # A prompt that keeps this step from verifying drafts goes on in the next.
+            # A partial prompt continues in the next step, which therefore verifies no drafts either.
             if len(slots_R) < len(plan.slots_S):
-                self._drafts.forget(slots_R)
+                self._drafts.drop_drafts(slots_R)
             else:
                 self._drafts.look_up(slots_R)
-                result.drafts = self._drafts.found(output.step)
+                result.drafts = self._drafts.get_found(output.step)
         return result
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """The rows of a step that is `_decoding`'s: every slot computes its last token and drafts."""
+        """Return the rows of a step that `_decoding` can run: every slot computes only its last token and drafts."""
         if self._decoding is None or _has_chunks(output):
             return None
         rows = self._decoded_rows
@@ -190,9 +193,9 @@ class HostExecution:
         return self._requests.sampler.describe(slots_S)
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
-        """What the model's `forward` takes."""
+        """Return the arguments of the model's `forward`."""
         self._requests.await_tokens(plan)
-        # The first stage begins with the tokens, the others with the hidden states of the stage before.
+        # The first stage starts from tokens, the others from hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._batch.input_ids(plan)
         else:
@@ -205,7 +208,7 @@ class HostExecution:
 
 
 def _has_chunks(output: SchedulerOutput) -> bool:
-    """Whether a slot computes more than its last token and drafts."""
+    """Return whether a slot computes more than its last token and drafts."""
     if not output.chunks:
         return False
     drafts = int32_view(output.drafts).reshape(-1, 2)

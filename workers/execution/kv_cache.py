@@ -1,4 +1,4 @@
-"""The KV cache of one worker's layers: its memory, the host's tier beside it, and what a step tells attention of it."""
+"""The KV cache of one worker's layers: its memory, its CPU offload and the attention metadata of steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .model_loader import Model
 
 
 class KVCache:
-    """Without memory until `allocate`. `layers` has a tensor for each of the worker's layers.
+    """The KV cache, without memory until `allocate`. `layers` has a tensor for each of the worker's layers.
 
-    The n-th layers of all groups share one, for a block belongs to one group.
+    The n-th layers of all groups share one tensor, because each block belongs to one group.
     """
 
     def __init__(self, model: Model, max_model_len: int, device: torch.device) -> None:
@@ -38,11 +38,12 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group that are here."""
+        """Bytes of one block over all layers of a group in this worker."""
         elements = math.prod(self._attention.kv_cache_shape(1))
         return elements * self._attention.dtype.itemsize * self._num_tensors
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate the cache and, if `num_host_blocks` is not 0, the CPU offload."""
         shape, dtype = self._attention.kv_cache_shape(num_blocks), self._attention.dtype
         memories = [
             _zeros(math.prod(shape) * dtype.itemsize, self._device)
@@ -57,10 +58,11 @@ class KVCache:
             self._cpu_offload = CPUOffloadCache(num_host_blocks, tensors)
 
     def free(self) -> None:
+        """Free the cache."""
         self.layers = []
 
     def copy_blocks(self, output: SchedulerOutput) -> None:
-        """Copy the blocks that the step sends to the host's tier, and those that it wants back."""
+        """Copy blocks to the CPU offload and back, as the step says."""
         if self._cpu_offload is not None:
             if output.host_copies_out:
                 self._cpu_offload.copy_out(output.host_copies_out)
@@ -68,7 +70,7 @@ class KVCache:
                 self._cpu_offload.copy_in(output.host_copies_in)
 
     def attention_metadata(self, batch: PersistentBatch, plan: StepPlan) -> list[Any]:
-        """The attention backend's metadata of the step, for each group."""
+        """Return the attention backend's metadata of the step for each group."""
         return [
             self._attention.build(group_batch, windows)
             for group_batch, windows in zip(

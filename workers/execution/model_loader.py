@@ -1,4 +1,4 @@
-"""Chooses what executes the model: the native program on a CPU that has one, torch otherwise."""
+"""Loads the model: as a native program on a CPU that supports it, otherwise in torch."""
 
 from __future__ import annotations
 
@@ -42,23 +42,30 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-"""By the names of `--dtype` and `--kv-cache-dtype`."""
+"""Dtypes by the names that `--dtype` and `--kv-cache-dtype` accept."""
 
 
 class Model(Protocol):
-    """What the model runner needs. T tokens of a step, S of them sampled, D hidden size, V vocabulary."""
+    """The model as the model runner uses it.
+
+    Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
+    """
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> ModelSpec:
+        """The whole model."""
 
     @property
-    def shard(self) -> ModelShard: ...
+    def shard(self) -> ModelShard:
+        """The part of the model in this worker."""
 
     @property
-    def attention(self) -> PagedAttention: ...
+    def attention(self) -> PagedAttention:
+        """The attention backend, or the KV cache of a native program."""
 
     @property
-    def hidden_dtype(self) -> torch.dtype: ...
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden states that stages exchange."""
 
     def forward(
         self,
@@ -67,7 +74,7 @@ class Model(Protocol):
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Fill the KV caches and return the hidden states [T, D] after the last layer that is here.
+        """Fill the KV caches and return the hidden states [T, D] after the last layer of the shard.
 
         `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
         """
@@ -76,7 +83,7 @@ class Model(Protocol):
         """Return float32 logits [S, V]."""
 
     def make_sampler(self, batch: PersistentBatch) -> Sampler:
-        """Return what samples for the requests of `batch`, as `forward_and_sample` does from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
 
     def forward_and_sample(
         self,
@@ -87,7 +94,7 @@ class Model(Protocol):
         rows_S: Int32Array,
         slots_S: Int32Array,
     ) -> SamplerOutput:
-        """Fill the KV caches, and sample from the logits of `forward`'s rows `rows_S` for these slots."""
+        """Run `forward`, and sample from the logits of its rows `rows_S` for these slots."""
 
 
 def load_model(
@@ -98,17 +105,20 @@ def load_model(
     parallel: ParallelState,
     breaks_graphs: bool = False,
 ) -> Model:
-    """With `breaks_graphs` the attention can be left out of graphs that are captured.
+    """Load the model.
 
-    Raises CheckpointError for a checkpoint that cannot be served, ConfigError when `--cpu-backend native` cannot
-    be had.
+    With `breaks_graphs`, captured graphs can exclude the attention.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be served.
+        ConfigError: A requested backend or dtype is not available.
     """
     spec = group_layers(
         model_spec({**checkpoint.config, **config.model.hf_overrides}, checkpoint.config_path),
         config.model.max_model_len,
     )
     check_parallel(spec.dimensions, config.parallel)
-    attention = AttentionSpec.of(
+    attention = AttentionSpec.from_model(
         spec,
         parallel.shard(spec),
         block_size=config.cache.block_size,
@@ -126,8 +136,8 @@ def _kv_cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     name = config.cache.kv_cache_dtype
     if name.startswith("fp8") and not has_float8(device):
         raise ConfigError(
-            f"--kv-cache-dtype {name} needs a GPU that computes with float8, of compute capability 8.9 or later; "
-            "on the CPU there is int8"
+            f"--kv-cache-dtype {name} needs a GPU with float8, of compute capability 8.9 or later; "
+            "the CPU supports int8"
         )
     return _DTYPES[config.model.dtype if name == "auto" else name]
 
@@ -140,8 +150,8 @@ def _load_native(
     parallel: ParallelState,
     on_progress: ProgressCallback,
 ) -> NativeDecoder | None:
-    """Return None if the native program cannot run the model, and need not."""
-    # The native program has its own threads; torch's would only spin beside them.
+    """Return None if the native program cannot run the model and is not required."""
+    # The native program has its own threads, with which spinning threads of torch would compete.
     torch.set_num_threads(1)
     num_threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
     try:
@@ -154,7 +164,8 @@ def _load_native(
             shard=parallel.shard(spec),
             on_progress=on_progress,
             quantization=config.model.quantization,
-            # bfloat16 would drop three bits of each number. AMX multiplies many times as fast by bfloat16.
+            # Converting to bfloat16 would drop three bits of each number. With AMX, products in bfloat16 are many times
+            # as fast, so it is done there.
             keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
             num_threads=num_threads,
         )
@@ -162,7 +173,7 @@ def _load_native(
         if config.device.cpu_backend is CPUBackend.NATIVE:
             raise ConfigError(f"--cpu-backend native: {reason}") from reason
         if parallel.is_output_rank:
-            logger.warning("%s; running on plain torch, which is several times slower", reason)
+            logger.warning("%s; using torch, which is several times slower", reason)
         return None
     if parallel.is_output_rank:
         logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
@@ -181,14 +192,14 @@ def _load_torch(
     if config.model.quantization is not None:
         raise ConfigError(
             f"--quantization {config.model.quantization} needs the native CPU backend, "
-            "which does not run here"
+            "which is not available"
         )
     if attention.dtype == torch.int8:
         raise ConfigError(
-            "--kv-cache-dtype int8 needs the native CPU backend, which does not run here"
+            "--kv-cache-dtype int8 needs the native CPU backend, which is not available"
         )
-    # OpenMP's threads spin at barriers: when the frontend or the core wants the core that one of them holds, every
-    # operation waits for a time slice. Leaving them a core of their own is faster than using it.
+    # OpenMP's threads spin at barriers. When the frontend or the engine core needs a processor that one of them holds,
+    # every operation waits for a time slice. Leaving one processor free for them is faster.
     torch.set_num_threads(
         config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
     )
@@ -216,7 +227,7 @@ def _layer_kernels(
 ) -> LayerKernels:
     if device.type != "cuda":
         return LayerKernels()
-    # Triton comes with torch for CUDA; on a CPU there need be none.
+    # Imported here, because Triton is installed only with torch for CUDA.
     from ..cuda.layers import TritonKernels
 
     return TritonKernels(

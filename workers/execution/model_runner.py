@@ -1,4 +1,4 @@
-"""Executes steps: model, KV cache and the requests of one worker."""
+"""Executes steps: the model, KV cache and requests of one worker."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ from .runner import GrammarSource, StepResult
 
 
 class Execution(Protocol):
-    """A way to execute the steps of requests whose states are up to date."""
+    """Executes steps of requests whose states are up to date."""
 
-    def profile_memory(self, utilization: float) -> MemoryProfile | None: ...
+    def profile_memory(self, utilization: float) -> MemoryProfile | None:
+        """Return the memory that the device needs beside the KV cache, or None if it is not measured."""
 
     def use_kv_cache(self) -> None:
-        """It has been allocated anew."""
+        """Prepare for a newly allocated KV cache."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Prepare everything that would delay the first step."""
 
-    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult: ...
+    def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
+        """Execute a step."""
 
     def close(self) -> None:
-        """No step follows."""
+        """Release resources. No step follows."""
 
 
 class ModelRunner:
-    """Loads the model in its constructor; `allocate_kv_cache` must precede `execute`."""
+    """Executes steps with a model, which the constructor loads. `allocate_kv_cache` must precede `execute`."""
 
     def __init__(
         self,
@@ -73,45 +76,48 @@ class ModelRunner:
 
     @property
     def model(self) -> Model:
+        """The model."""
         return self._model
 
     @property
     def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        """The KV-cache groups of the whole model."""
         return self._kv_cache.groups
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group that are here."""
+        """Bytes of one block over all layers of a group in this worker."""
         return self._kv_cache.block_bytes
 
     def profile_memory(self, utilization: float) -> MemoryProfile | None:
-        """What the device's memory is needed for beside the KV cache; None on the CPU."""
+        """Return the memory that the device needs beside the KV cache; None on the CPU."""
         return self._execution.profile_memory(utilization)
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate the KV cache and the CPU offload."""
         self._kv_cache.allocate(num_blocks, num_host_blocks)
         self._execution.use_kv_cache()
 
     def warm_up(self) -> None:
-        """Prepare whatever the first step would have to wait for."""
+        """Prepare everything that would delay the first step."""
         self._execution.warm_up()
 
-    def forget_requests(self) -> list[HeldRequest]:
-        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
-        return self._requests.forget()
+    def release_requests(self) -> list[HeldRequest]:
+        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        return self._requests.release_requests()
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Apply the deltas, run the step and sample. Every output gets one result, also an empty one.
+        """Apply the step's changes, run it and sample. Every step has one result, even an empty one.
 
-        Only the last of several stages has tokens; all of its ranks sample the same.
+        Only the last of several pipeline stages has tokens; all of its ranks sample the same.
         """
         with explaining_device_errors(f"in step {output.step}"):
             self._kv_cache.copy_blocks(output)
-            self._requests.apply(output)
+            self._requests.apply_output(output)
             return self._execution.execute(output, await_grammar)
 
     def close(self) -> None:
-        """Send and receive all that other workers of the replica wait for."""
+        """Finish all transfers that other workers of the replica wait for."""
         self._requests.close()
         self._pipeline.close()
         self._execution.close()

@@ -1,7 +1,7 @@
-"""A runner without a model: it takes a set time a step and makes up the tokens.
+"""A runner without a model: each step takes a fixed time, and its tokens are hashes.
 
-As a GPU does, it works through a queue of steps beside the host. It is for measuring the cost of all that surrounds the
-model, and for testing its recovery, so it never loads torch.
+Like a GPU, it processes a queue of steps beside the host. It serves to measure the cost of everything around the model
+and to test recovery, so it never imports torch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from .runner import GrammarSource
 
 
 class NullOutput:
-    """`ready_at` in seconds of the monotonic clock."""
+    """The output of a step, ready at `ready_at` in seconds of the monotonic clock."""
 
     def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
         self._output = output
         self._ready_at = ready_at
 
     def is_ready(self) -> bool:
+        """Return whether the step has ended."""
         return time.monotonic() >= self._ready_at
 
     def wait(self) -> None:
+        """Sleep until the step has ended."""
         time.sleep(max(self._ready_at - time.monotonic(), 0))
 
     def output(self) -> ModelRunnerOutput:
+        """Wait for the output and return it."""
         self.wait()
         return self._output
 
 
 class NullRunner:
-    """Answers like `ModelRunner`. Tokens follow grammars; log-probabilities are made up as the tokens are."""
+    """A runner that replaces `ModelRunner`. Tokens follow grammars; log-probabilities are invented as well."""
 
     def __init__(self, config: EngineConfig) -> None:
         num_slots = config.scheduler.max_num_seqs
@@ -53,21 +56,21 @@ class NullRunner:
         self._idle_from = 0.0
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Nothing is kept in blocks."""
+        """Do nothing: there is no KV cache."""
 
     def warm_up(self) -> None:
-        """Nothing is slow at first."""
+        """Do nothing: no step is slow."""
 
-    def forget_requests(self) -> list[HeldRequest]:
-        """The next step names its slots, and they are filled before that. No cache holds anything."""
+    def release_requests(self) -> list[HeldRequest]:
+        """Free every slot. Return no requests, because there is no KV cache."""
         self._slots_S = np.zeros(0, np.int32)
         return []
 
     def close(self) -> None:
-        """No other worker waits for anything of this one."""
+        """Do nothing: no other worker waits for this one."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> NullOutput:
-        """The tokens of one step, ready when the time of a step has passed since the one before was."""
+        """Return the output of a step, which is ready one step time after the previous one."""
         for new in output.new_requests:
             params, slot = new.sampling_params, new.slot
             tokens = int32_view(new.token_ids)
@@ -101,7 +104,7 @@ class NullRunner:
         token_ids: Int32Array,
         await_grammar: GrammarSource,
     ) -> None:
-        """Replace the tokens of rows with a grammar by ones that it allows."""
+        """Replace the tokens of rows with a grammar by tokens that it allows."""
         message = await_grammar(output.step)
         if message is None:
             return
@@ -127,7 +130,7 @@ class NullRunner:
                 result.prompt_logprobs.append(row)
 
     def _made_up_logprobs(self, slot: int, count: int, chosen: Iterable[int]) -> RowLogprobs:
-        """The chosen tokens and, as the most likely ones, the first `count` of the vocabulary."""
+        """Return the chosen tokens, with the first `count` tokens of the vocabulary as their alternatives."""
         chosen_T = np.fromiter(chosen, np.int32)
         num_alternatives = self._vocab_size if count < 0 else count
         ids_TK = np.empty((len(chosen_T), 1 + num_alternatives), np.int32)
@@ -143,7 +146,7 @@ class NullRunner:
         )
 
     def _advance(self, output: SchedulerOutput) -> Int32Array:
-        """Compute what is scheduled. Returns the slots that sample, in the order of the batch."""
+        """Advance the scheduled requests. Return the slots that sample, in batch order."""
         if output.slots is not None:
             self._slots_S = int32_view(output.slots)
         slots_S = self._slots_S
@@ -157,7 +160,7 @@ class NullRunner:
 
 
 def count_null_blocks(config: EngineConfig) -> int:
-    """As many blocks as the requests of a full batch can use, or as the configuration says."""
+    """Return the configured number of blocks, or as many as the requests of a full batch can use."""
     if config.cache.num_blocks_override is not None:
         return config.cache.num_blocks_override
     blocks_per_request = max_request_blocks(
@@ -170,14 +173,14 @@ def count_null_blocks(config: EngineConfig) -> int:
 
 
 def ordinary_token_ids(vocab_size: int, eos_token_ids: tuple[int, ...]) -> Int32Array:
-    """Every token that does not end a text: int32[V - len(eos)]."""
+    """Return every token that does not end a sequence, int32 [V - len(eos)]."""
     return np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(eos_token_ids, np.int32))
 
 
 def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Array) -> Int32Array:
-    """The token of each seed int64[R] at each position int32[R] of its sequence: int32[R].
+    """Return the token for each seed, int64 [R], at each position of its sequence, int32 [R], as int32 [R].
 
-    The index into `candidates` is a hash: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    The index into `candidates` is a hash: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014) over the position-th state of the seed.
     """
     steps = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""The workers of one replica find each other, and each learns its place."""
+"""Connects the workers of one replica."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from .pipeline import Pipeline
 
-PATIENCE: Final = timedelta(days=14)
-"""How long to wait for the other workers: one may be on a machine that joins tomorrow, and a worker that hangs is
-found by the supervisor long before.
-
-With a year gloo does not connect at all.
+TIMEOUT: Final = timedelta(days=14)
+"""Timeout for the connection to other workers, one of which may be on a machine that joins days later. The
+supervisor detects a worker that hangs long before. Gloo cannot connect with a timeout of a year.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
-    """One rank of a replica. Ranks count through a stage before the next stage."""
+    """The place of one rank in its replica. Ranks are numbered through a stage before the next stage."""
 
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     pipeline: Pipeline = field(default_factory=Pipeline)
     is_output_rank: bool = True
-    """Whether this rank tells the core what was sampled."""
+    """True if this rank sends the sampled tokens to the core."""
 
     def shard(self, spec: ModelSpec) -> ModelShard:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         pipeline = self.pipeline
-        return ModelShard.of_stage(spec, pipeline.stage, pipeline.num_stages, self.tensor_parallel)
+        return ModelShard.from_stage(
+            spec, pipeline.stage, pipeline.num_stages, self.tensor_parallel
+        )
 
 
 def join_replica(
@@ -52,16 +52,19 @@ def join_replica(
     *,
     is_batch_invariant: bool = False,
 ) -> ParallelState:
-    """Meet the other workers of the replica at `address` and return this worker's place.
+    """Connect to the other workers of the replica at `address`, and return this worker's place.
 
-    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. Nothing
-    that an earlier start of the replica has left may be there. Raises RunDirectoryError if the file cannot be written.
+    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. It must
+    not hold anything from an earlier start of the replica.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
     """
     if parallel.workers_per_core == 1:
         return ParallelState()
     size = parallel.tensor_parallel_size
     if address.startswith("file://") and sys.platform == "linux":
-        # One machine: no other one shall be able to connect.
+        # All ranks are on one machine, so no other machine may connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     on_cuda = device.type == "cuda"
@@ -72,9 +75,9 @@ def join_replica(
             rank=rank,
             world_size=parallel.workers_per_core,
             device_id=device if on_cuda else None,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
-        group = dist.new_subgroups(size, timeout=PATIENCE)[0] if size > 1 else None
+        group = dist.new_subgroups(size, timeout=TIMEOUT)[0] if size > 1 else None
     stage, place = divmod(rank, size)
     return ParallelState(
         TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),
@@ -85,7 +88,7 @@ def join_replica(
 
 @contextmanager
 def _explaining_full_disk(address: str) -> Iterator[None]:
-    """Raise RunDirectoryError for a file that torch has no room to write."""
+    """Raise RunDirectoryError if the disk is too full for torch's file."""
     try:
         yield
     except RuntimeError as error:
@@ -104,15 +107,15 @@ def leave_replica() -> None:
 
 @contextmanager
 def explaining_lost_workers() -> Iterator[None]:
-    """Raise EngineError when another worker of the replica is gone."""
+    """Raise EngineError if the connection to another worker of the replica is lost."""
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        # Further lines are a stack of torch's own.
+        # The other lines are a stack trace inside torch.
         reason = str(error).partition("\n")[0]
         raise EngineError(
-            "the connection to another worker of the replica is lost; if that one's messages do not say why, "
-            f"this may: {reason}"
+            "the connection to another worker of the replica is lost; see that worker's messages for the cause "
+            f"({reason})"
         ) from error

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: contiguous layers a stage, and as many batches under way as there are stages.
+"""Pipeline parallelism: each stage has contiguous layers, and as many batches are in flight as there are stages.
 
-Each rank of a stage speaks with the rank in its place in the others: hidden states go to the next stage, and sampled
-tokens from the last one to the first, which needs them for the step after, without a way through the core.
+Each rank of a stage communicates with the rank at the same place in other stages. Hidden states go to the next stage.
+Sampled tokens go directly from the last stage to the first, which needs them for the next step.
 
-T tokens of a step, D hidden size, R rows that sample.
+Shapes: T tokens of a step, D hidden size, R rows that sample.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ..batch import PersistentBatch
 from ..device.transfers import to_device
 
 SPARE_SENDS: Final = 4
-"""Sends that may be pending beside one for each stage: the core keeps fewer steps in flight, so waiting for the oldest
-send does not block."""
+"""Number of sends that may be pending in addition to one per stage. The core keeps fewer steps in flight, so waiting
+for the oldest send does not block.
+"""
 
 
 class Pipeline:
-    """One rank's place among the stages; by default the only one."""
+    """The place of one rank among the stages; by default there is only one stage."""
 
     def __init__(
         self, stage: int = 0, num_stages: int = 1, ranks_per_stage: int = 1, rank: int = 0
@@ -41,20 +42,20 @@ class Pipeline:
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
-        """Start sending to the next stage; `hidden_TD` must not change from now on."""
+        """Start sending to the next stage. `hidden_TD` must not change afterwards."""
         self._send(hidden_TD, self._next)
 
     def receive_hidden(self, hidden_TD: Tensor) -> Tensor:
-        """Fill `hidden_TD` with what the stage before sends, and return it."""
+        """Fill `hidden_TD` with the previous stage's output, and return it."""
         dist.recv(hidden_TD, self._previous)
         return hidden_TD
 
     def send_tokens(self, token_ids_R: Tensor) -> None:
-        """Start sending to the first stage."""
+        """Start sending tokens to the first stage."""
         self._send(token_ids_R.to(torch.int32, copy=True), self._first)
 
     def begin_receiving_tokens(self, token_ids_R: Tensor) -> dist.Work:
-        """Receive from the last stage into `token_ids_R`, int32."""
+        """Start receiving tokens from the last stage into `token_ids_R`, int32."""
         work = dist.irecv(token_ids_R, self._last)
         assert work is not None
         return work
@@ -69,12 +70,12 @@ class Pipeline:
             self._pending_sends.popleft()[0].wait()
         work = dist.isend(x, rank)
         assert work is not None
-        # The tensor must live until the other end has it.
+        # The tensor must stay alive until it has been received.
         self._pending_sends.append((work, x))
 
 
 class TokenFeed:
-    """On the first stage: puts the last stage's tokens into the batch when a step needs them, not before."""
+    """Writes the last stage's tokens into the batch of the first stage, once a step needs them."""
 
     def __init__(self, pipeline: Pipeline, batch: PersistentBatch, num_slots: int) -> None:
         self._pipeline = pipeline
@@ -85,17 +86,17 @@ class TokenFeed:
         self._last_expected: Int64Array = np.zeros(num_slots, np.int64)
         self._first_valid: Int64Array = np.zeros(num_slots, np.int64)
 
-    def expect(self, slots_R: Int32Array) -> None:
-        """The last stage samples a token for each of these slots in the step that this one has just run."""
-        columns_R = self._batch.reserve(slots_R)
+    def expect_tokens(self, slots_R: Int32Array) -> None:
+        """Start receiving a token for each of these slots, which the last stage samples in the current step."""
+        columns_R = self._batch.reserve_columns(slots_R)
         tokens_R = torch.empty(len(slots_R), dtype=torch.int32, device=self._batch.device)
         work = self._pipeline.begin_receiving_tokens(tokens_R)
         self._num_expected += 1
         self._last_expected[slots_R] = self._num_expected
         self._arriving.append((work, tokens_R, slots_R, columns_R))
 
-    def forget(self, slot: int) -> None:
-        """The slot has another request now: tokens of the one before that are still on their way are dropped."""
+    def drop_tokens(self, slot: int) -> None:
+        """Drop tokens that are still to arrive for the slot's previous request."""
         self._last_expected[slot] = 0
         self._first_valid[slot] = self._num_expected + 1
 
@@ -106,7 +107,7 @@ class TokenFeed:
             self._receive()
 
     def close(self) -> None:
-        """Receive the tokens that are still on their way: their sender waits until they are received."""
+        """Receive all tokens that are still to arrive, because their sender waits for that."""
         while self._arriving:
             self._receive()
 
@@ -116,4 +117,4 @@ class TokenFeed:
         self._num_received += 1
         is_valid_R = self._first_valid[slots_R] <= self._num_received
         rows = to_device(is_valid_R.nonzero()[0], tokens_R.device)
-        self._batch.store(slots_R[is_valid_R], columns_R[is_valid_R], tokens_R[rows])
+        self._batch.store_tokens(slots_R[is_valid_R], columns_R[is_valid_R], tokens_R[rows])

@@ -1,6 +1,6 @@
-"""Log-probabilities of the prompt, gathered chunk by chunk and sent with the first token.
+"""Log-probabilities of prompts, collected chunk by chunk and sent with the first token.
 
-T tokens of a step, D hidden size, V vocabulary.
+Shapes: T tokens of a step, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from ..batch import PersistentBatch, StepPlan
 from ..sampling import prompt_logprobs
 
 POSITIONS_AT_ONCE: Final = 64
-"""Rows of float32 logits over the whole vocabulary that are held at one time."""
+"""Number of rows of float32 logits over the whole vocabulary that are held at a time."""
 
 
 class PromptLogprobs:
-    """`compute_logits` maps hidden states [n, D] to float32 logits [n, V]."""
+    """Collects log-probabilities. `compute_logits` maps hidden states [n, D] to float32 logits [n, V]."""
 
     def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute_logits = compute_logits
         self._counts: dict[int, int] = {}
         self._parts: dict[int, list[RowLogprobs]] = {}
 
-    def add(self, slot: int, count: int) -> None:
-        """`count` alternatives are wanted at every prompt position of `slot`; -1 for all."""
+    def add_request(self, slot: int, count: int) -> None:
+        """Collect `count` alternatives at every prompt position of `slot`; -1 for the whole vocabulary."""
         self._counts[slot] = count
         self._parts[slot] = []
 
-    def remove(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
+        """Drop the log-probabilities of a slot."""
         self._counts.pop(slot, None)
         self._parts.pop(slot, None)
 
     @property
     def is_pending(self) -> bool:
-        """Whether some request's prompt is not yet scored to its end."""
+        """True if some prompt is not scored to its end."""
         return bool(self._counts)
 
     def collect(self, plan: StepPlan, hidden_TD: torch.Tensor, batch: PersistentBatch) -> None:
@@ -60,9 +61,9 @@ class PromptLogprobs:
                 )
 
     def finish(self, slots: list[int]) -> list[RowLogprobs]:
-        """What was gathered for those of `slots` that sample their first token now."""
+        """Return and remove the log-probabilities of those `slots` that sample their first token now."""
         finished = []
         for slot in self._counts.keys() & set(slots):
             finished += self._parts[slot]
-            self.remove(slot)
+            self.remove_request(slot)
         return finished

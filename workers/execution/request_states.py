@@ -1,6 +1,6 @@
-"""What a worker knows of the requests in its slots.
+"""The state of the requests in a worker's slots.
 
-R rows that sample, V vocabulary.
+Shapes: R rows that sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .runner import GrammarSource
 
 
 class RequestStates:
-    """Of each request its tokens and blocks; on the last stage also what it wants sampled and scored.
+    """The tokens and blocks of each request and, on the last stage, its sampling and scoring.
 
-    The first of several stages is sent its tokens by the last one.
+    The first of several stages receives its tokens from the last one.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class RequestStates:
         if self._shard.is_first and not self._shard.is_last:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Take over the step's deltas."""
-        self.batch.apply(output)
+    def apply_output(self, output: SchedulerOutput) -> None:
+        """Apply the changes of a step."""
+        self.batch.apply_output(output)
         if self._token_feed is not None:
             for new in output.new_requests:
-                self._token_feed.forget(new.slot)
+                self._token_feed.drop_tokens(new.slot)
         if not self._shard.is_last:
             return
         if output.removed_slots:
@@ -66,31 +66,33 @@ class RequestStates:
         for new in new_requests:
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
-            self.sampler.add(new.slot, new.sampling_params, prompt, new.eos_token_ids, generated)
+            self.sampler.add_request(
+                new.slot, new.sampling_params, prompt, new.eos_token_ids, generated
+            )
             if new.sampling_params.prompt_logprobs is not None and not len(generated):
-                self.prompt_logprobs.add(new.slot, new.sampling_params.prompt_logprobs)
+                self.prompt_logprobs.add_request(new.slot, new.sampling_params.prompt_logprobs)
 
-    def forget(self) -> list[HeldRequest]:
-        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
+    def release_requests(self) -> list[HeldRequest]:
+        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
         for slot in range(self.batch.num_slots):
             self._remove(slot)
-        return self.batch.forget_requests()
+        return self.batch.release_requests()
 
     def _remove(self, slot: int) -> None:
-        self.sampler.remove(slot)
-        self.prompt_logprobs.remove(slot)
+        self.sampler.remove_request(slot)
+        self.prompt_logprobs.remove_request(slot)
 
     def await_tokens(self, plan: StepPlan) -> None:
-        """Wait until the tokens of the step that the last stage samples are there."""
+        """Wait for tokens that the last stage samples and this step needs."""
         if self._token_feed is not None:
             self._token_feed.await_tokens(plan.slots_S)
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
-        """The last stage samples for these slots. The first stage needs the tokens, the others their number only."""
+        """Record that the last stage samples for these slots. The first stage also receives the tokens."""
         if self._token_feed is None:
-            self.batch.reserve(slots_R)
+            self.batch.reserve_columns(slots_R)
         elif len(slots_R):
-            self._token_feed.expect(slots_R)
+            self._token_feed.expect_tokens(slots_R)
 
     def sample(
         self,
@@ -106,9 +108,10 @@ class RequestStates:
     def await_bitmasks(
         self, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> Grammar | None:
-        """What the step's slots with a grammar may sample; None if there are none.
+        """Return the tokens that the step's slots with a grammar may sample, or None if there are none.
 
-        Raises EngineError if the bitmasks do not fit.
+        Raises:
+            EngineError: The bitmasks have the wrong size.
         """
         if not output.grammar_slots:
             return None
@@ -120,12 +123,12 @@ class RequestStates:
         bitmask = int32_view(message.bitmask)
         if len(bitmask) % num_rows.sum():
             raise EngineError(
-                f"step {output.step}: a bitmask of {len(bitmask)} words for {len(slots)} slots "
-                f"in {num_rows.sum()} places"
+                f"step {output.step}: a bitmask of {len(bitmask)} words does not divide into the "
+                f"{num_rows.sum()} rows of {len(slots)} slots"
             )
         return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))
 
     def close(self) -> None:
-        """Receive what the last stage still sends."""
+        """Receive all tokens that the last stage still sends."""
         if self._token_feed is not None:
             self._token_feed.close()

@@ -1,4 +1,4 @@
-"""What executes a worker's steps, as the worker sees it."""
+"""The interface between a worker and the runner that executes its steps."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ logger = logging.getLogger(__name__)
 
 
 class PendingOutput(Protocol):
-    """The output of a step that a device is computing, while the next one may begin."""
+    """The output of a step that a device is still computing."""
 
-    def is_ready(self) -> bool: ...
+    def is_ready(self) -> bool:
+        """Return whether the output is ready."""
 
     def wait(self) -> None:
-        """Sleep until it is ready, in any thread."""
+        """Sleep until the output is ready. May be called from any thread."""
 
     def output(self) -> ModelRunnerOutput:
-        """Wait for it."""
+        """Wait for the output and return it."""
 
 
 StepResult = ModelRunnerOutput | PendingOutput
 
 GrammarSource = Callable[[int], GrammarOutput | None]
-"""Waits for the bitmasks of a step. None when they will not come."""
+"""Waits for the bitmasks of a step. Return None if they will not arrive."""
 
 
 class Runner(Protocol):
-    """`allocate_kv_cache` and `warm_up` come before the first `execute`."""
+    """Executes steps. `allocate_kv_cache` and `warm_up` must precede the first `execute`."""
 
-    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None: ...
+    def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate the KV cache and the CPU offload."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Prepare everything that would delay the first step."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Begin one step. The outputs are ready in the order of the steps, if they are not there at once."""
+        """Begin a step. Outputs become ready in the order of the steps, if they are not ready at once."""
 
-    def forget_requests(self) -> list[HeldRequest]:
-        """Free every slot. Returns what the KV cache holds of the requests that were in them."""
+    def release_requests(self) -> list[HeldRequest]:
+        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
 
     def close(self) -> None:
-        """Send and receive all that other workers of the replica wait for."""
+        """Finish all transfers that other workers of the replica wait for."""

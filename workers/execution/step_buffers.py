@@ -1,6 +1,6 @@
-"""The integers of a step where the device reads them.
+"""The integers of a step on the device.
 
-All of them lie in one buffer that keeps its address, as captured graphs need it, and arrive in one copy.
+They are in one buffer, which arrives in one copy and keeps its address, as captured graphs require.
 
 Shapes: T tokens and S requests of a step, R sampled rows, G KV-cache groups, B blocks a row; T and S may be padded.
 """
@@ -20,10 +20,10 @@ from ..attention.interface import DeviceBatch
 from ..batch import PersistentBatch, StepPlan
 
 NO_SLOT: Final = -1
-"""In `slot_mapping`: the keys and values of a padding token go nowhere."""
+"""Value in `slot_mapping` for padding tokens, whose keys and values are not stored."""
 
 MAX_TOKENS: Final = 2**31 - 1
-"""Of all slots together: where a token is among them is a 32-bit integer."""
+"""Maximum tokens of all slots together, because a token's index among them is a 32-bit integer."""
 
 _ALIGNMENT: Final = 4
 """Arrays begin at multiples of 16 bytes, so that kernels may load words of that size."""
@@ -31,9 +31,9 @@ _ALIGNMENT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step, int32 on the device. Padding is of a slot after the last; its requests have no tokens.
+    """One step, int32 on the device. Padding uses the slot after the last; padding requests have no tokens.
 
-    `token_index_T` is where a token is in all of `PersistentBatch.token_ids_NL`.
+    `token_index_T` is the index of each token in the flat `PersistentBatch.token_ids_NL`.
     """
 
     token_index_T: torch.Tensor
@@ -44,11 +44,12 @@ class DeviceStep:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens, including padding."""
         return len(self.token_index_T)
 
 
 class StepBuffers:
-    """Room for steps of up to `max_tokens` tokens of up to the batch's number of slots."""
+    """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots."""
 
     def __init__(self, batch: PersistentBatch, max_tokens: int) -> None:
         self._batch = batch
@@ -56,7 +57,7 @@ class StepBuffers:
         num_slots, device = batch.num_slots, batch.device
         if (num_slots + 1) * batch.max_model_len > MAX_TOKENS:
             raise ConfigError(
-                f"--max-num-seqs {num_slots} of --max-model-len {batch.max_model_len} are more than "
+                f"--max-num-seqs {num_slots} times --max-model-len {batch.max_model_len} exceeds "
                 f"{MAX_TOKENS} tokens; lower one of them"
             )
         size = _layout(self._sizes(max_tokens, num_slots, num_slots))[-1].stop
@@ -64,7 +65,7 @@ class StepBuffers:
         self._block_tables = [torch.zeros_like(table_NB) for table_NB in batch.device_block_tables]
 
     def fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
-        """Start copying the plan to the device, padded to these numbers."""
+        """Start copying a plan to the device, padded to these numbers."""
         layout = _layout(self._sizes(num_tokens, num_requests, len(plan.sampling_rows)))
         is_cuda = self._integers.device.type == "cuda"
         host = torch.empty(layout[-1].stop, dtype=torch.int32, pin_memory=is_cuda)
@@ -74,7 +75,10 @@ class StepBuffers:
         return self.view(num_tokens, num_requests, len(plan.sampling_rows))
 
     def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
-        """Where `fill` writes a step of this size. The rows come last, so that their number moves nothing else."""
+        """Return the arrays that `fill` writes for a step of this size.
+
+        The rows come last, so that their number does not move the other arrays.
+        """
         sizes = self._sizes(num_tokens, num_requests, num_rows)
         token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
             self._integers[section] for section in _layout(sizes)
@@ -86,7 +90,7 @@ class StepBuffers:
         return DeviceStep(token_index_T, positions_T, slots_S, rows_R, groups)
 
     def gather_block_tables(self, step: DeviceStep) -> None:
-        """Bring the block-table rows of the step's requests together."""
+        """Copy the block-table rows of the step's requests to its contiguous table."""
         for group, table_NB in zip(step.groups, self._batch.device_block_tables, strict=True):
             torch.index_select(table_NB, 0, step.slots_S, out=group.block_table)
 
@@ -112,7 +116,7 @@ class StepBuffers:
 
 
 def _layout(sizes: Sequence[int]) -> list[slice]:
-    """Where arrays of these sizes lie, one after the other."""
+    """Return the positions of consecutive, aligned arrays of these sizes."""
     padded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     starts = accumulate(padded, initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]

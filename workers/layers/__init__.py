@@ -1,0 +1,1 @@
+"""Layers of decoders, and the description of a model as data."""

@@ -33,9 +33,10 @@ class RMSNorm:
         self.shape = weight.shape[-1:]
 
     def __call__(self, x: Tensor) -> Any:
+        """Return the norm of `x`."""
         return torch.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
 
-    def of_sum(self, x: Tensor, block: Tensor, multiplier: float) -> Any:
+    def add_and_norm(self, x: Tensor, block: Tensor, multiplier: float) -> Any:
         """Add `block` * `multiplier` to `x` in place, and return the norm of the sum."""
         return self(x.add_(block, alpha=multiplier))
 
@@ -50,6 +51,7 @@ class HeadNorm:
         self.eps = eps
 
     def __call__(self, x_THK: Tensor) -> Tensor:
+        """Return the norm of each head."""
         normed_THK = torch.rms_norm(x_THK.float(), x_THK.shape[-1:], None, self.eps)
         return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
 
@@ -61,7 +63,7 @@ class LayerKernels:
     """
 
     keeps_quantized = False
-    """Whether products accept some quantized matrices without dequantizing them."""
+    """True if products accept some quantized matrices without dequantizing them."""
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""

@@ -50,6 +50,7 @@ class LinearScaling:
     factor: float
 
     def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Divide all frequencies by `factor`."""
         return inv_freq / self.factor, 1.0
 
 
@@ -61,6 +62,7 @@ class DynamicScaling:
     max_position_embeddings: int
 
     def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Return frequencies of the larger base."""
         length = max(max_model_len, self.max_position_embeddings)
         growth = self.factor * length / self.max_position_embeddings - (self.factor - 1)
         theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
@@ -77,6 +79,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Divide low frequencies by `factor`."""
         turns = self.original_max_position_embeddings * inv_freq / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
@@ -95,6 +98,8 @@ class YarnScaling:
     truncate: bool = True
 
     def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Interpolate between scaled and unscaled frequencies."""
+
         def dimension_with(turns: float) -> float:
             wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
@@ -120,6 +125,7 @@ class LongRopeScaling:
     attention_factor: float
 
     def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Divide each frequency by its own factor."""
         is_long = max_model_len > self.original_max_position_embeddings
         divisors = torch.tensor(self.long_factor if is_long else self.short_factor)
         return inv_freq / divisors, self.attention_factor

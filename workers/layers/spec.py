@@ -84,6 +84,7 @@ class ModelSpec:
 
     @property
     def dimensions(self) -> ModelDimensions:
+        """The sizes that determine how the model can be divided."""
         return ModelDimensions(
             len(self.layers),
             self.num_heads,

@@ -43,24 +43,27 @@ class Checkpoint(ABC):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
-        """Read a tensor, or ``part`` of its dimension ``dim``, into contiguous memory of its own.
+        """Read a tensor, or ``part`` of its dimension ``dim``, into its own contiguous memory.
 
-        Only the part asked for is read. ``dtype`` None means the stored type, or float32 for
-        quantized tensors. Raises `CheckpointError` if there is no tensor of that name, ValueError
-        if it has no such part.
+        Only that part is read. ``dtype`` None means the stored type, or float32 for quantized tensors.
+
+        Raises:
+            CheckpointError: There is no tensor of that name.
+            ValueError: The tensor has no such part.
         """
 
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
-        """Read a tensor like `tensor` but without dequantizing it. Returns None if it is not stored quantized."""
+        """Read a tensor like `tensor` but without dequantizing it. Return None if it is not stored quantized."""
         return None
 
     def missing(self, name: str) -> CheckpointError:
+        """Return the error for a missing tensor."""
         return CheckpointError(
             self.path,
-            f"there is no tensor {name!r}: the checkpoint is incomplete or not of the architecture "
-            "that its config names",
+            f"there is no tensor {name!r}; the checkpoint is incomplete or not of the architecture "
+            "in its config",
         )
 
 

@@ -28,9 +28,11 @@ class DummyCheckpoint(Checkpoint):
         super().__init__(path, ConfigFields.read(path / "config.json"))
 
     def names(self) -> Collection[str]:
+        """Return no names: no tensor is stored."""
         return ()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Raise CheckpointError: no tensor is stored."""
         raise self.missing(name)
 
     def tensor(
@@ -41,6 +43,7 @@ class DummyCheckpoint(Checkpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
+        """Raise CheckpointError: no tensor is stored."""
         raise self.missing(name)
 
 

@@ -110,9 +110,11 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self._tensor(name).shape
 
     def ggml_type(self, name: str) -> GGMLQuantizationType:
@@ -145,6 +147,7 @@ class GGUFCheckpoint(Checkpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
+        """Read a tensor, or part of a dimension, dequantized."""
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, dim)
         dtype = dtype or _STORED_DTYPES.get(tensor.ggml_type, torch.float32)
@@ -168,6 +171,7 @@ class GGUFCheckpoint(Checkpoint):
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
+        """Read a tensor as integers, or return None if it is not quantized or the part splits a block."""
         tensor = self._tensor(name)
         if tensor.ggml_type not in BLOCK_TYPES:
             return None

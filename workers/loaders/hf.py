@@ -40,14 +40,16 @@ class HFCheckpoint(Checkpoint):
         for name, file in expected.items():
             if name not in self._shards:
                 raise CheckpointError(
-                    file, f"there is no tensor {name!r}, which {_INDEX} says is here; download both"
+                    file, f"there is no tensor {name!r}, which {_INDEX} lists here; download both"
                 )
-        self._modules = QuantizedModules.of(config, self)
+        self._modules = QuantizedModules.from_config(config, self)
 
     def names(self) -> Collection[str]:
+        """Return the names of all tensors, one per quantized module."""
         return self.stored_names() if self._modules is None else self._modules.names
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor or of a quantized module's matrix."""
         if self._modules is not None and name in self._modules:
             return self._modules.shape(name)
         return self.stored_shape(name)
@@ -55,6 +57,7 @@ class HFCheckpoint(Checkpoint):
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
+        """Read a quantized module's matrix, or return None if it is not quantized."""
         if self._modules is None or name not in self._modules:
             return None
         return self._modules.matrix(name, part_of(self.shape(name), part, dim), dim)
@@ -67,6 +70,7 @@ class HFCheckpoint(Checkpoint):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
+        """Read a tensor, or part of a dimension, dequantized."""
         matrix = self.quantized(name, part=part, dim=dim)
         if matrix is not None:
             return matrix.dequantize(dtype or torch.float32)
@@ -85,6 +89,7 @@ class HFCheckpoint(Checkpoint):
         return self._shards.keys()
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor as stored."""
         return tuple(self._view(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:

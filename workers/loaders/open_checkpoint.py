@@ -14,12 +14,14 @@ from .hf import HFCheckpoint
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     """Open a Hugging Face directory (safetensors) or a GGUF file (any file of a split one).
 
-    Raises `CheckpointError` if it is missing, damaged, incomplete or of a kind that is not
-    supported; the message ends with the remedy.
+    Raises:
+        CheckpointError: It is missing, damaged, incomplete or not supported; the message ends with the remedy.
     """
     path = Path(path)
     if path.is_dir():
         return HFCheckpoint(path)
     if path.suffix in (".safetensors", ".bin", ".json"):
-        raise CheckpointError(path, "give the directory that holds the model, not one file of it")
+        raise CheckpointError(
+            path, "give the directory that contains the model, not one of its files"
+        )
     return GGUFCheckpoint(path)

@@ -25,13 +25,17 @@ class StoredTensors(Protocol):
 
     path: Path
 
-    def stored_names(self) -> Collection[str]: ...
+    def stored_names(self) -> Collection[str]:
+        """Return the names of the stored tensors."""
 
-    def stored_shape(self, name: str) -> tuple[int, ...]: ...
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor."""
 
-    def stored_dtype(self, name: str) -> str: ...
+    def stored_dtype(self, name: str) -> str:
+        """Return the dtype of a stored tensor in safetensors' spelling."""
 
-    def load(self, name: str, *parts: range | None) -> torch.Tensor: ...
+    def load(self, name: str, *parts: range | None) -> torch.Tensor:
+        """Read ranges of a stored tensor's dimensions."""
 
 
 class QuantizedModules:
@@ -64,7 +68,9 @@ class QuantizedModules:
         ) | frozenset(self._modules)
 
     @classmethod
-    def of(cls, config: ConfigFields, checkpoint: StoredTensors) -> QuantizedModules | None:
+    def from_config(
+        cls, config: ConfigFields, checkpoint: StoredTensors
+    ) -> QuantizedModules | None:
         """Return the checkpoint's quantized modules, or None if it is not quantized."""
         quantization = config.first_section("quantization_config", "compression_config")
         if not quantization.config:
@@ -82,6 +88,7 @@ class QuantizedModules:
         return name in self._modules
 
     def shape(self, name: str) -> tuple[int, int]:
+        """Return the rows and columns of a module's matrix."""
         return self._scheme.matrix_shape(self._modules[name])
 
     def matrix(self, name: str, part: range, dim: int) -> QuantizedMatrix:

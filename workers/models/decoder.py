@@ -164,7 +164,7 @@ def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm 
         return x_TD if norm is None else norm(x_TD)
     if norm is None:
         return x_TD.add_(block_TD, alpha=spec.residual_multiplier)
-    return norm.of_sum(x_TD, block_TD, spec.residual_multiplier)
+    return norm.add_and_norm(x_TD, block_TD, spec.residual_multiplier)
 
 
 class DecoderLayer:
@@ -272,6 +272,7 @@ class Attention:
     def forward(
         self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
     ) -> Tensor:
+        """Return the attention output [T, D] of a layer."""
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))
         qk_THK, v_TGK = qkv_THK.split((num_heads + num_kv_heads, num_kv_heads), 1)
@@ -314,6 +315,7 @@ class FullNorm:
         )
 
     def __call__(self, qk_THK: Tensor) -> Tensor:
+        """Return the normed queries and keys of this rank, [T, H + G, K]."""
         q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
         q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
         k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
@@ -362,4 +364,5 @@ class MLP:
         self._gated_activation = kernels.gated_activation(spec.activation, self._down)
 
     def forward(self, x: Any) -> Tensor:
+        """Return the MLP's output [T, D]."""
         return self._down(self._gated_activation(self.gate_up(x)))

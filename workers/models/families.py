@@ -27,6 +27,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     """Return the spec of the model that a Hugging Face config describes.
 
     Args:
+        config: The content of a config.json.
         path: The config's file, for error messages.
 
     Raises:

@@ -11,10 +11,10 @@ from ..layers.spec import LayerSpec, ModelSpec
 
 
 def group_layers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    """Return the spec with a group for every layer, full attention first.
+    """Return the spec with every layer assigned to a group, full attention first.
 
-    Layers with a window are in groups of their own, unless no sequence is longer than it. The groups
-    have as many layers as one kind has, so that few of them are left incomplete.
+    Layers with a window have groups of their own, unless no sequence is longer than the window. The group size is
+    chosen so that few groups are incomplete.
     """
     windows = [_limiting_window(layer, max_model_len) for layer in spec.layers]
     num_layers = Counter(windows)
@@ -35,7 +35,7 @@ def group_layers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:
-    """What the layers of each group see, for a spec from `group_layers`."""
+    """Return the KV-cache groups of a spec from `group_layers`."""
     windows = {
         layer.kv_cache_group: _limiting_window(layer, max_model_len) for layer in spec.layers
     }
@@ -53,5 +53,5 @@ def _limiting_window(layer: LayerSpec, max_model_len: int) -> int | None:
 
 
 def _group_size(num_layers: Collection[int]) -> int:
-    """The number of layers that leaves the fewest places of groups empty, and of these the largest."""
+    """Return the number of layers per group that leaves the fewest places empty, the largest among equals."""
     return min(num_layers, key=lambda size: (sum(-n % size for n in num_layers), -size))

@@ -34,6 +34,7 @@ class RowParallelLinear:
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, x: Any) -> Tensor:
+        """Return the product, summed over the ranks."""
         y_TO = self._tensor_parallel.sum(self.own(x))
         return y_TO if self._bias_O is None else y_TO.add_(self._bias_O)
 
@@ -47,6 +48,7 @@ class VocabParallelEmbedding:
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, input_ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of tokens, summed over the ranks."""
         if self._tensor_parallel.size == 1:
             return F.embedding(input_ids_T, self.weight_vD)
         index_T = input_ids_T - self._vocabulary.start

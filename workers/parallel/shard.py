@@ -21,23 +21,29 @@ class ModelShard:
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> ModelShard:
+        """Return a shard with the whole model."""
         return cls(range(len(spec.layers)), len(spec.layers))
 
     @classmethod
-    def of_stage(
+    def from_stage(
         cls, spec: ModelSpec, stage: int, num_stages: int, tensor_parallel: TensorParallel
     ) -> ModelShard:
-        """Return a stage. Stages differ by at most one layer, and the last one, which has the head, has the fewest."""
+        """Return the shard of a stage.
+
+        Stages differ by at most one layer. The last one, which has the head, has the fewest.
+        """
         num_layers = len(spec.layers)
         start, stop = (-(-num_layers * i // num_stages) for i in (stage, stage + 1))
         return cls(range(start, stop), num_layers, tensor_parallel)
 
     @property
     def is_first(self) -> bool:
+        """True for the first stage."""
         return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
+        """True for the last stage."""
         return self.layers.stop == self.num_layers
 
     def heads(self, spec: ModelSpec) -> range:

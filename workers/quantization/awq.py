@@ -26,6 +26,8 @@ _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AWQScheme(QuantizationScheme):
+    """Weights of AutoAWQ checkpoints."""
+
     marker = "qweight"
     marker_dtypes = frozenset({"I32"})
     companions = frozenset({"qzeros", "scales"})
@@ -40,13 +42,15 @@ class AWQScheme(QuantizationScheme):
         )
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return O and D."""
         num_columns, num_words = shape_of(module, "qweight")
         return num_words * 8, num_columns
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix."""
         num_rows, num_columns = self.matrix_shape(module)
         group_size = self._group_size if self._group_size > 0 else num_columns
-        groups = ColumnGroups.of(columns, group_size, num_columns)
+        groups = ColumnGroups.from_part(columns, group_size, num_columns)
         num_groups = -(-num_columns // group_size)
         words, row_slice = covering(rows, 8), within(rows, 8)
 

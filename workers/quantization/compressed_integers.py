@@ -42,6 +42,7 @@ class CompressedIntegerScheme(QuantizationScheme):
         self.marker_dtypes = frozenset({"I32" if is_packed else "I8"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return O and D."""
         num_rows, num_words = shape_of(module, self.marker)
         if not self._is_packed:
             return num_rows, num_words
@@ -50,16 +51,17 @@ class CompressedIntegerScheme(QuantizationScheme):
         stored_rows, num_columns = module.read("weight_shape", (2,)).tolist()
         if stored_rows != num_rows or -(-num_columns // self._fields) != num_words:
             raise module.problem(
-                f"'{module.name}.weight_shape' says {[stored_rows, num_columns]}, "
+                f"'{module.name}.weight_shape' is {[stored_rows, num_columns]}, but "
                 f"'{module.name}.weight_packed' has shape {[num_rows, num_words]}"
             )
         return num_rows, num_columns
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix."""
         num_rows, num_columns = self.matrix_shape(module)
         group_size = self._group_size or num_columns
         num_groups = -(-num_columns // group_size)
-        groups = ColumnGroups.of(columns, group_size, num_columns)
+        groups = ColumnGroups.from_part(columns, group_size, num_columns)
         group_of_column = groups_of_columns(module, "weight_g_idx", num_columns, group_size)
         stored = groups.stored if group_of_column is None else None
         matrix = QuantizedMatrix(

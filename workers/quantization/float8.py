@@ -28,9 +28,11 @@ class Float8Scheme(QuantizationScheme):
         self._block_size = block_size
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return O and D."""
         return shape_of(module, "weight")
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix."""
         shape = self.matrix_shape(module)
         weight_OD = module.read("weight", shape, rows, columns)
         if self._block_size is None:
@@ -64,7 +66,7 @@ class Float8Scheme(QuantizationScheme):
         assert self._block_size is not None
         block_rows, block_columns = self._block_size
         name = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
-        groups = ColumnGroups.of(columns, block_columns, shape[1])
+        groups = ColumnGroups.from_part(columns, block_columns, shape[1])
         num_blocks = (-(-shape[0] // block_rows), -(-shape[1] // block_columns))
         blocks = module.read(name, num_blocks, covering(rows, block_rows), groups.stored)
         scale_OG = blocks.float()[

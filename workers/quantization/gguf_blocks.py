@@ -19,7 +19,7 @@ _BLOCK = 32
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
     """Return the type that can store the matrix: its integers exactly, its scales and offsets in float16.
 
-    Returns None if there is no such type.
+    Return None if there is no such type.
     """
     has_one_group = matrix.scale_OG.shape[1] == 1
     if (

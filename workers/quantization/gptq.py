@@ -24,6 +24,8 @@ from .scheme import (
 
 
 class GPTQScheme(QuantizationScheme):
+    """Weights of AutoGPTQ checkpoints."""
+
     marker = "qweight"
     marker_dtypes = frozenset({"I32"})
     companions = frozenset({"qzeros", "scales", "g_idx"})
@@ -39,16 +41,18 @@ class GPTQScheme(QuantizationScheme):
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
+        """Return O and D."""
         num_words, num_rows = shape_of(module, "qweight")
         return num_rows, num_words * self._fields
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
+        """Read these rows and columns of a module's matrix."""
         num_rows, num_columns = self.matrix_shape(module)
         fields, bits = self._fields, self._bits
         group_size = self._group_size if self._group_size > 0 else num_columns
         num_groups = -(-num_columns // group_size)
         group_of_column = groups_of_columns(module, "g_idx", num_columns, group_size)
-        groups = ColumnGroups.of(columns, group_size, num_columns)
+        groups = ColumnGroups.from_part(columns, group_size, num_columns)
         stored = groups.stored if group_of_column is None else None
 
         words = module.read(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class ActivationScheme(Enum):
-    """Which values of the activations share a scale when they are rounded to float8 before a product."""
+    """The values of the activations that share a scale when they are rounded to float8 before a product."""
 
     NONE = "none"
     STATIC = "static"
@@ -48,6 +48,7 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """O and D."""
         rows, columns = self.values_OD.shape
         return rows, columns
 
@@ -64,6 +65,8 @@ class QuantizedMatrix:
         return x_OD.to(dtype)
 
     def to(self, device: torch.device) -> QuantizedMatrix:
+        """Return the matrix on a device."""
+
         def moved(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device)
 

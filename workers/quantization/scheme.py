@@ -23,7 +23,7 @@ SUPPORTED = (
 
 
 class UnsupportedScheme(ValueError):
-    """A `quantization_config` has something that is not supported, which the message names."""
+    """Raised for a `quantization_config` that is not supported; the message names what is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class StoredModule:
     problem: Callable[[str], Exception]
 
     def has(self, tensor: str) -> bool:
+        """Return whether the module has this tensor."""
         return self.shape(tensor) is not None
 
     def read(self, tensor: str, expected: tuple[int, ...], *parts: range | None) -> Tensor:
@@ -48,7 +49,7 @@ class StoredModule:
         if found != expected:
             stored = "is missing" if found is None else f"has shape {list(found)}"
             raise self.problem(
-                f"the tensor '{self.name}.{tensor}' {stored}, needed is {list(expected)}"
+                f"the tensor '{self.name}.{tensor}' {stored}, expected {list(expected)}"
             )
         return self.load(tensor, *parts)
 
@@ -111,7 +112,8 @@ class ColumnGroups:
     repeats: int
 
     @classmethod
-    def of(cls, part: range, group_size: int, num_columns: int) -> ColumnGroups:
+    def from_part(cls, part: range, group_size: int, num_columns: int) -> ColumnGroups:
+        """Return the groups of the columns `part` of `num_columns` columns."""
         stored = covering(part, group_size)
         if len(stored) == 1:
             return cls(part, stored, len(part), 1)
@@ -146,7 +148,7 @@ def groups_of_columns(
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
         raise module.problem(
             f"'{module.name}.{tensor}' has groups {int(groups.min())} to {int(groups.max())}, "
-            f"there are {num_groups}"
+            f"but there are {num_groups}"
         )
     return groups
 

@@ -44,7 +44,8 @@ class BadWords:
         self._device = device
         self._tails_NT = torch.full((num_slots, 0), _ANY, dtype=torch.int64, device=device)
 
-    def add(self, slot: int, words: Words, output_token_ids: Int32Array) -> None:
+    def add_slot(self, slot: int, words: Words, output_token_ids: Int32Array) -> None:
+        """Set a slot's words and last output tokens."""
         length = self._tails_NT.shape[1]
         missing = max(len(word) for word in words) - 1 - length
         if missing > 0:
@@ -92,7 +93,7 @@ class BadWords:
         index_W = rows.rows_W * logits_SV.shape[1] + rows.last_W
         logits_SV.view(-1).scatter_reduce_(0, index_W, limit_W, "amin")
 
-    def learn(self, rows: BadWordRows, token_ids_S: torch.Tensor) -> None:
+    def append_sampled(self, rows: BadWordRows, token_ids_S: torch.Tensor) -> None:
         """Append the token that each row has just sampled."""
         if not self._tails_NT.shape[1]:
             return

@@ -30,15 +30,17 @@ def choose_tokens(
     """Return the next token of each row, `NOT_A_NUMBER` or `NOTHING_ALLOWED`, as int64 [S].
 
     Args:
+        logits_SV: float32.
+        metadata: The sampling features of the rows.
         positions_S: The number of tokens that each row has so far, which is the index of the one to be chosen.
     """
-    x = BlockedLogits.of(logits_SV)
+    x = BlockedLogits.from_logits(logits_SV)
     return _marked(_choose(x, metadata, positions_S), x)
 
 
 def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
-    x = BlockedLogits.of(logits_SV)
+    x = BlockedLogits.from_logits(logits_SV)
     return _marked(argmax(x), x)
 
 

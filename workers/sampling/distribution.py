@@ -36,7 +36,8 @@ class BlockedLogits:
     peak_R: torch.Tensor
 
     @classmethod
-    def of(cls, logits_RV: torch.Tensor) -> BlockedLogits:
+    def from_logits(cls, logits_RV: torch.Tensor) -> BlockedLogits:
+        """Divide logits, float32 [R, V], into blocks."""
         padding = -logits_RV.shape[1] % BLOCK_WIDTH
         if padding:
             logits_RV = F.pad(logits_RV, (0, padding), value=float("-inf"))
@@ -47,6 +48,7 @@ class BlockedLogits:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of a row."""
         return self.logits_RNW.shape[1]
 
     @property
@@ -56,7 +58,7 @@ class BlockedLogits:
 
     @property
     def tile_rows(self) -> int:
-        """Return how many rows to process at once, to fit the CPU's cache or to bound scratch memory on a GPU."""
+        """Number of rows to process at once, to fit the CPU's cache or to bound scratch memory on a GPU."""
         elements = _CPU_TILE_ELEMENTS if self.logits_RNW.is_cpu else _TILE_ELEMENTS
         return max(1, elements // self.row_length)
 

@@ -39,6 +39,7 @@ class Filters:
     min_p_margin_R: torch.Tensor | None
 
     def rows(self, index_R: torch.Tensor) -> Filters:
+        """Return the parameters of these rows."""
         return Filters(
             self.inverse_temperature_R[index_R],
             self.top_k_R[index_R],
@@ -59,8 +60,8 @@ def sample_unfiltered(x: BlockedLogits, filters: Filters, uniform_R: torch.Tenso
 def sample_top_k(
     x: BlockedLogits, filters: Filters, depth: int, uniform_R: torch.Tensor
 ) -> torch.Tensor:
-    """Sample rows whose top-k is at most `depth`; they may have a top-p too. Returns int64 [R]."""
-    prefix = _Prefix.of(x, filters, depth)
+    """Sample rows whose top-k is at most `depth`; they may have a top-p too. Return int64 [R]."""
+    prefix = _Prefix.from_logits(x, filters, depth)
     # top-p keeps a share of the total that top-k and min-p leave.
     return prefix.sample(prefix.within(prefix.total(), filters.top_p_R), uniform_R)
 
@@ -91,7 +92,7 @@ def _sample_nucleus(
     uniform_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens, int64 [R], and whether each row's nucleus fits into the depth, bool [R]."""
-    prefix = _Prefix.of(x, filters, depth)
+    prefix = _Prefix.from_logits(x, filters, depth)
     is_whole_R = prefix.cumulative_RD[:, -1] >= share(total_R, filters.top_p_R)
     tokens_R = prefix.sample(prefix.within(total_R, filters.top_p_R), uniform_R)
     return tokens_R, is_whole_R
@@ -106,7 +107,7 @@ class _Prefix:
     length_R: torch.Tensor
 
     @classmethod
-    def of(cls, x: BlockedLogits, filters: Filters, depth: int) -> _Prefix:
+    def from_logits(cls, x: BlockedLogits, filters: Filters, depth: int) -> _Prefix:
         logits_RD, ids_RD = split_keys(largest_keys(x, depth))
         weight_RD = weights(logits_RD, x.peak_R, filters.inverse_temperature_R)
         length_R = filters.top_k_R.clamp(max=depth)

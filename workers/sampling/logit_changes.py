@@ -60,7 +60,10 @@ class LogitChanges:
     typical: TypicalRows | None
 
     @classmethod
-    def of(cls, state: SamplingState, bad_words: BadWords, slots_S: Int64Array) -> LogitChanges:
+    def from_state(
+        cls, state: SamplingState, bad_words: BadWords, slots_S: Int64Array
+    ) -> LogitChanges:
+        """Return the changes for a batch of slots."""
         return cls(
             allowed=_allowed(state, slots_S),
             bad_words=bad_words.rows(state.bad_words, slots_S),

@@ -68,7 +68,7 @@ def compute_logprobs(
 
     A row of NaNs gets -inf everywhere.
     """
-    x = BlockedLogits.of(logits_RV)
+    x = BlockedLogits.from_logits(logits_RV)
     ones_R = torch.ones_like(x.peak_R)
     total_R = block_weights(x, ones_R, None).sum(1).to(torch.float64) / WEIGHT_SCALE
     log_total_R = total_R.log()

@@ -22,7 +22,7 @@ from .filters import Filters
 from .state import SamplingState
 
 _NUCLEUS_DEPTH = 64
-"""How many of the most likely tokens are examined before a nucleus counts as wide."""
+"""Number of most likely tokens that are examined before a nucleus counts as wide."""
 
 
 class Method(Enum):
@@ -86,7 +86,8 @@ class SamplingMetadata:
     logprobs: LogprobRows | None
 
     @classmethod
-    def of(cls, state: SamplingState, slots_S: Int64Array) -> SamplingMetadata:
+    def from_state(cls, state: SamplingState, slots_S: Int64Array) -> SamplingMetadata:
+        """Gather the features of a batch of slots."""
         return cls(
             state=state,
             version=state.version,
@@ -117,15 +118,16 @@ class SamplingMetadata:
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether every row takes its most likely token and uses no other feature."""
+        """True if every row takes its most likely token and uses no other feature."""
         return self.is_greedy and not self.changes_logits and self.logprobs is None
 
     @property
     def is_current(self) -> bool:
-        """Whether no slot has changed since this was gathered."""
+        """True if no slot has changed since this was gathered."""
         return self.version == self.state.version
 
     def describes(self, slots_S: Int32Array) -> bool:
+        """Return whether this is current and describes these slots."""
         return self.is_current and np.array_equal(self.slots_S, slots_S)
 
 

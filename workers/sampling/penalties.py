@@ -44,7 +44,9 @@ class SeenTokens:
         self._counts_NL = torch.zeros((num_slots, 0), dtype=torch.float32, device=device)
         self._num_entries_N = np.zeros(num_slots, np.int64)
 
-    def add(self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array) -> None:
+    def add_slot(
+        self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
+    ) -> None:
         """Set a slot's tokens, of which there must be at least one."""
         tokens = np.concatenate([prompt_token_ids, output_token_ids])
         in_output = np.arange(len(tokens)) >= len(prompt_token_ids)
@@ -67,7 +69,7 @@ class SeenTokens:
         # Entries of the same token write equal values, so their order does not matter.
         logits.scatter_(0, index, x_PL.flatten())
 
-    def learn(self, rows: PenaltyRows, token_ids_S: torch.Tensor) -> None:
+    def append_sampled(self, rows: PenaltyRows, token_ids_S: torch.Tensor) -> None:
         """Append the token that each row has just sampled."""
         ids_PL, counts_PL = self._entries(rows)
         token_P = token_ids_S[rows.rows_P]

@@ -132,9 +132,9 @@ class Sampler(ABC):
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._state = SamplingState(num_slots, vocab_size, device)
-        self._metadata = SamplingMetadata.of(self._state, np.zeros(0, np.int64))
+        self._metadata = SamplingMetadata.from_state(self._state, np.zeros(0, np.int64))
 
-    def add(
+    def add_request(
         self,
         slot: int,
         params: SamplingParams,
@@ -143,7 +143,7 @@ class Sampler(ABC):
         output_token_ids: Int32Array = _NO_TOKENS,
     ) -> None:
         """Add a request to a slot; `output_token_ids` were sampled before it was preempted."""
-        self._state.add(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
+        self._state.add_request(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
         if self._state.changes_logits[slot]:
             self._prepare(slot, prompt_token_ids, output_token_ids)
 
@@ -153,14 +153,14 @@ class Sampler(ABC):
     ) -> None:
         """Prepare a slot whose request changes its logits."""
 
-    def remove(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         """Free a slot."""
-        self._state.remove(slot)
+        self._state.remove_request(slot)
 
     def describe(self, slots_S: Int32Array) -> SamplingMetadata:
         """Return the sampling features of a batch's rows; the same object until one of its slots changes."""
         if not self._metadata.describes(slots_S):
-            self._metadata = SamplingMetadata.of(self._state, slots_S.astype(np.int64))
+            self._metadata = SamplingMetadata.from_state(self._state, slots_S.astype(np.int64))
         return self._metadata
 
     @abstractmethod

@@ -48,7 +48,7 @@ class SamplingState:
         self.allowed_tokens: dict[int, Int32Array] = {}
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
 
-    def add(
+    def add_request(
         self,
         slot: int,
         params: SamplingParams,
@@ -57,7 +57,7 @@ class SamplingState:
         output_token_ids: Int32Array,
     ) -> None:
         """Add a request to a slot. `params` are validated; `output_token_ids` were sampled before."""
-        self.remove(slot)
+        self.remove_request(slot)
         # A top-k or top-p that leaves one token is greedy, which costs less. A typical_p that leaves one token is not:
         # it may not be the most likely one.
         leaves_one = params.top_k == 1 or params.top_p == 0
@@ -115,7 +115,7 @@ class SamplingState:
             )
         )
 
-    def remove(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         """Free a slot; does nothing if it is free already."""
         self.version += 1
         self.changes_logits[slot] = False

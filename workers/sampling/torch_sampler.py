@@ -49,9 +49,9 @@ class TorchSampler(Sampler):
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
         if self._state.has_penalties[slot]:
-            self._seen_tokens.add(slot, prompt_token_ids, output_token_ids)
+            self._seen_tokens.add_slot(slot, prompt_token_ids, output_token_ids)
         if slot in self._state.bad_words:
-            self._bad_words.add(slot, self._state.bad_words[slot], output_token_ids)
+            self._bad_words.add_slot(slot, self._state.bad_words[slot], output_token_ids)
 
     def sample(
         self,
@@ -60,6 +60,7 @@ class TorchSampler(Sampler):
         positions_S: Int32Array,
         grammar: Grammar | None = None,
     ) -> SamplerOutput:
+        """Sample one token for each row."""
         metadata = self.describe(slots_S)
         logits_SV = logits_SV.contiguous()
         will_change = metadata.changes_logits or grammar is not None
@@ -81,9 +82,9 @@ class TorchSampler(Sampler):
             mark_not_numbers(chosen_S, raw_peak_S)
         sampled = SamplerOutput(chosen_S, metadata)
         if changes is not None and changes.penalties is not None:
-            self._seen_tokens.learn(changes.penalties, sampled.token_ids)
+            self._seen_tokens.append_sampled(changes.penalties, sampled.token_ids)
         if changes is not None and changes.bad_words is not None:
-            self._bad_words.learn(changes.bad_words, sampled.token_ids)
+            self._bad_words.append_sampled(changes.bad_words, sampled.token_ids)
         if wanted is None or raw_logits_RV is None:
             return sampled
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
@@ -102,7 +103,7 @@ class TorchSampler(Sampler):
 
     def _changes_for(self, metadata: SamplingMetadata) -> LogitChanges:
         if self._changes is None or self._changes[0] is not metadata:
-            changes = LogitChanges.of(self._state, self._bad_words, metadata.slots_S)
+            changes = LogitChanges.from_state(self._state, self._bad_words, metadata.slots_S)
             self._changes = metadata, changes
         return self._changes[1]
 

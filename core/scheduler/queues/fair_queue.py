@@ -47,10 +47,10 @@ class FairQueue(RequestQueue):
 
     Computed tokens are charged, both prompt and output. Cached tokens are free, and so are tokens
     computed again after a preemption or a rejected draft. Tokens are charged only while some tenant
-    waits for what others use. When none waits any more, all tenants become equal again.
+    waits for what others use. When none waits anymore, all tenants become equal again.
 
     The level is the service of the least served waiting tenant. No tenant counts as less served
-    than the level, so idle time earns no credit. Service above the level is remembered. Ties go to
+    than the level, so idle time earns no credit. Service above the level is kept. Ties go to
     the tenant that waited longer.
     """
 
@@ -202,7 +202,7 @@ class FairQueue(RequestQueue):
         return None
 
     def _record_idle(self, tenant: Tenant) -> None:
-        """Remember the service of an idle tenant only while it is above the level."""
+        """Keep the service of an idle tenant only while it is above the level."""
         if tenant.is_active:
             return
         self._push(self._idle, tenant)

@@ -39,11 +39,11 @@ class PartialPrefills:
         return num_tokens > self._long
 
     def are_at_limit(self, num_partial: int) -> bool:
-        """Return whether no more prompts may be computed in chunks beside this many."""
+        """Return whether `num_partial` prompts in chunks are the maximum."""
         return 0 < self.max_num <= num_partial
 
     def are_long_at_limit(self, num_long: int) -> bool:
-        """Return whether no more long prompts may be computed in chunks beside this many."""
+        """Return whether `num_long` long prompts in chunks are the maximum."""
         return 0 < self.max_num_long <= num_long
 
     @property

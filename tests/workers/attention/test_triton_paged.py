@@ -274,8 +274,8 @@ def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("head_dim", 512, "head_dim 512 is more than the 256"),
-        ("block_size", 24, "--block-size 24: .* powers of two only, such as 32"),
+        ("head_dim", 512, "head_dim 512 exceeds the 256"),
+        ("block_size", 24, "--block-size 24: .* only powers of two, such as 32"),
     ],
 )
 def test_shapes_that_the_kernels_do_not_know(field, value, message):
@@ -305,7 +305,7 @@ def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
         attention_softcap=20.0,
     )
     checkpoint = random_checkpoint(tmp_path, spec)
-    attention = AttentionSpec.of(
+    attention = AttentionSpec.from_model(
         spec, ModelShard.whole(spec), block_size=16, dtype=torch.float32, device=DEVICE
     )
     logits = []

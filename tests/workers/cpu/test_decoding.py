@@ -92,7 +92,7 @@ class Decoding:
                 block_ids=(int32_bytes([1 + slot]),),
                 sampling_params=GREEDY,
             )
-            self.batch.apply(SchedulerOutput(1, new_requests=[request]))
+            self.batch.apply_output(SchedulerOutput(1, new_requests=[request]))
         shape = decoder.attention.kv_cache_shape(1 + num_slots)
         self.kv_caches = [torch.zeros(shape) for _ in decoder.spec.layers]
         self._decoding = decoder.decoding(self.batch, self.kv_caches)

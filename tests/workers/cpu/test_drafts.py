@@ -109,7 +109,7 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
     assert drafts.num_from_prediction(np.arange(len(rows))).tolist() == [
         len(tokens) if is_predicted else 0 for tokens, is_predicted in all_wanted.values()
     ]
-    found = drafts.found(7)
+    found = drafts.get_found(7)
     if found is None:
         assert not wanted
         return

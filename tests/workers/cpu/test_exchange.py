@@ -34,7 +34,7 @@ class TwinPeer(TensorParallel):
 
 
 def test_ranks_on_two_machines_have_no_memory_in_common() -> None:
-    with pytest.raises(NotSupportedNatively, match=r"the 2 workers .* no memory in common"):
+    with pytest.raises(NotSupportedNatively, match=r"the 2 workers .* cannot share memory"):
         share_memory(RemotePeer(), 4096)
 
 

@@ -30,7 +30,7 @@ def launch_all() -> None:
 
     for vocab_size in (32000, 128256, 151936):
         state = SamplingState(2, vocab_size, torch.device("cpu"))
-        metadata = SamplingMetadata.of(state, np.arange(2))
+        metadata = SamplingMetadata.from_state(state, np.arange(2))
         choose_tokens(torch.zeros(2, vocab_size), metadata, np.zeros(2, np.int32))
         tokens = choose_greedy(torch.zeros(2, vocab_size))
     indices = torch.zeros(2, dtype=torch.int32)

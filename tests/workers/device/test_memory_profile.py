@@ -51,7 +51,7 @@ def test_copies_to_the_host_tier_have_room() -> None:
     accelerator = HostAccelerator(total=1000)
     profile = profile_memory(accelerator, 0.9, lambda: None, [], staging=30)
     assert profile.kv_cache == 870
-    assert "host's tier 0.00" in str(profile)
+    assert "CPU KV offload 0.00" in str(profile)
     # A part of 128 MiB, or one block that is larger, is on its way out while another comes in and is put together.
     assert staging_bytes(1 << 20) == 384 << 20
     assert staging_bytes(1 << 30) == 3 << 30

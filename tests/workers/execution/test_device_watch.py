@@ -38,8 +38,8 @@ def test_the_descriptor_is_readable_once_for_each_output() -> None:
     watch = DeviceWatch()
     for _ in range(3):
         output = Output()
-        watch.watch(output)
-        watch.watch(output)
+        watch.watch_output(output)
+        watch.watch_output(output)
         assert not is_readable(watch, 0.0)
         output.done.set()
         assert is_readable(watch, TIMEOUT_S)
@@ -50,7 +50,7 @@ def test_the_descriptor_is_readable_once_for_each_output() -> None:
 def test_a_device_that_fails_wakes_the_poll_too_and_ends_no_later_watch() -> None:
     watch = DeviceWatch()
     for output in (Output(RuntimeError("the device is gone")), Output()):
-        watch.watch(output)
+        watch.watch_output(output)
         output.done.set()
         assert is_readable(watch, TIMEOUT_S)
         watch.clear()

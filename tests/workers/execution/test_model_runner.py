@@ -85,11 +85,11 @@ def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, chec
     got_a += steps.tokens(slots=[0, 1], chunks=[(1, 10)], new=[steps.new(1, b)])
     steps.run(slots=[2], chunks=[(0, 2)], new=[steps.new(2, c)])
     steps.run(slots=[], removed=[2])
-    first, second = steps.runner.forget_requests()
+    first, second = steps.runner.release_requests()
     assert (first.request_id, first.num_computed_tokens) == ((0, 0), 4)
     assert (second.request_id, second.num_computed_tokens) == ((0, 1), 10)
     assert [len(held.block_ids[0]) // 4 for held in (first, second)] == [1, 3]
-    assert steps.runner.forget_requests() == []
+    assert steps.runner.release_requests() == []
 
     # Each takes the other's slot, and of the first one's two tokens the last was not heard of.
     a_again, b_again = steps.new(1, a + got_a[:1], prompt=3), steps.new(0, b)

@@ -54,7 +54,7 @@ class Accelerator(HostAccelerator):
     def allocated_memory(self) -> int:
         return self._live.now
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self._live.peak = self._live.now
 
     def peak_memory(self) -> int:
@@ -97,7 +97,7 @@ def test_decodes_beside_a_chunk(
         assert profile is not None
         runner.allocate_kv_cache(NUM_REQUESTS * 512 + 1)
         before = live.now
-        accelerator.forget_peak()
+        accelerator.reset_peak()
 
         def request(slot: int) -> NewRequestData:
             length = 56 if slot == 0 else LONG

@@ -63,7 +63,9 @@ def dummy_decoder(path: Path, config: dict, shard: ModelShard | None = None):
     checkpoint = DummyCheckpoint(path)
     spec: ModelSpec = model_spec(checkpoint.config, path)
     shard = shard or ModelShard.whole(spec)
-    attention = AttentionSpec.of(spec, shard, block_size=16, dtype=torch.bfloat16, device=META)
+    attention = AttentionSpec.from_model(
+        spec, shard, block_size=16, dtype=torch.bfloat16, device=META
+    )
     decoder = Decoder(
         spec,
         checkpoint,
@@ -79,7 +81,7 @@ def dummy_decoder(path: Path, config: dict, shard: ModelShard | None = None):
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_model_of_8b_takes_the_bytes_that_its_shape_says(tmp_path: Path, size: int) -> None:
     spec = model_spec(LLAMA_8B, tmp_path)
-    shard = ModelShard.of_stage(spec, 0, 1, TensorParallel(1 if size > 1 else 0, size))
+    shard = ModelShard.from_stage(spec, 0, 1, TensorParallel(1 if size > 1 else 0, size))
     with CountedTensors() as tensors:
         decoder, _ = dummy_decoder(tmp_path, LLAMA_8B, shard)
     shared = 2 * 128256 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)

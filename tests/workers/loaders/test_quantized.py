@@ -152,7 +152,7 @@ def test_a_module_that_contradicts_itself(directory: Path, name: str, tensor: st
     broken = NAME.replace("weight", tensor)
     tensors[broken] = tensors[broken][:1].contiguous()
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=rf"'{broken}' has shape \[1, \d+\], needed is"):
+    with pytest.raises(CheckpointError, match=rf"'{broken}' has shape \[1, \d+\], expected"):
         open_checkpoint(directory).tensor(NAME)
     del tensors[broken]
     save_file(tensors, file)

@@ -270,7 +270,7 @@ def test_a_seeded_request_continues_after_preemption_in_another_slot(new_rows: N
         batch = new_rows(V)
         batch.add(slot, SamplingParams(frequency_penalty=2.0), prompt=(8, 8))
         batch.tokens(logits, [slot])
-        batch.sampler.remove(slot)
+        batch.sampler.remove_request(slot)
         batch.add(slot, params, output=tuple(tokens))
         tokens += [batch.tokens(logits, [slot])[0] for _ in range(13)]
     assert tokens == expected[:39]

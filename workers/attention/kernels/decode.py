@@ -1,7 +1,9 @@
 """Attention of requests with one query in a step: split-KV flash decoding (Dao et al., 2023).
 
-A request's keys are cut into splits by its own length alone, whatever shares its batch, and the splits are added up
-in a tree of one shape: the result has the same bits alone and in any batch.
+A request's keys are divided into splits by its own length alone, and the splits are summed in a tree of fixed shape.
+The result therefore has the same bits alone and in any batch.
+
+Shapes: T tokens, S requests, H query heads, G key/value heads, K head dimension, M rows of a tile, P splits.
 """
 
 import triton
@@ -18,7 +20,7 @@ def _splits(
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Return the first key, the keys of a split and the number of splits."""
+    """Return the first key, the number of keys in a split, and the number of splits."""
     first_key = 0
     if WINDOW is not None:
         first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
@@ -54,10 +56,11 @@ def decode_kernel(
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Grid (G, S, splits). Rows with no query, or with several, are left alone.
+    """Compute one split of the keys of one request for one key/value head. Grid (G, S, splits).
 
-    Writes to `out` [T, H, K] where there is one split, else to `partial` float32 [S, H, splits, K] and `log_sums`
-    float32 [S, H, splits], base 2. See `prefill_kernel` for the others.
+    Requests with no query or several are skipped. If a request has one split, the result is written to `out` [T, H, K];
+    otherwise to `partial` float32 [S, H, splits, K] and `log_sums` float32 [S, H, splits] (base 2). The other arguments
+    are those of `prefill_kernel`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -136,7 +139,7 @@ def combine_kernel(
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Grid (H, S). Add up the splits of each request that has several, `grid_splits` of which there is room for."""
+    """Sum the splits of each request that has several. Grid (H, S). `grid_splits` is the allocated number of splits."""
     head, request = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)

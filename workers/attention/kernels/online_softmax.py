@@ -1,10 +1,10 @@
-"""What a tile of queries sees of one request's keys, tile by tile: the heart of both attention kernels.
+"""The loop over one request's keys that both attention kernels share: online softmax, tile by tile.
 
-The scores of a row are kept as they come from the product; what turns them into powers of two, the softmax scale
-times log2(e), enters where the maximum is subtracted. A tile that a row does not see leaves its sums as they are, to
-the bit, so a row's result depends on its keys only, not on the rows beside it (Milakov & Gimelshein, 2018; Dao, 2023).
+Scores stay as the product returns them. The softmax scale times log2(e) is applied when the maximum is subtracted. A
+tile in which a row sees no key leaves the row's sums unchanged to the bit. So a row's result depends only on its own
+keys, not on other rows (Milakov & Gimelshein, 2018; Dao, 2023).
 
-M rows, N keys of a tile, K head dimension, padded to a power of two.
+Shapes: M rows, N keys of a tile, K head dimension, padded to a power of two.
 """
 
 import triton
@@ -36,9 +36,9 @@ def attend_keys(
 ):
     """Add the keys `start` to `stop` to the running sums of the rows.
 
-    `start` is a multiple of `TILE_KEYS`, and of that and `BLOCK_SIZE` one is a multiple of the other. `keys_ptr` is
-    the head in block 0, `blocks_ptr` the request's row of the block table. Not masked, all keys must be seen by all
-    rows and `stop` be a multiple of `TILE_KEYS`.
+    `start` is a multiple of `TILE_KEYS`. One of `TILE_KEYS` and `BLOCK_SIZE` is a multiple of the other. `keys_ptr`
+    points to the head in block 0, `blocks_ptr` to the request's row of the block table. Without `IS_MASKED`, all rows
+    must see all of the keys, and `stop` must be a multiple of `TILE_KEYS`.
     """
     BLOCK_K: tl.constexpr = q_MK.shape[1]
     IS_PADDED: tl.constexpr = BLOCK_K != HEAD_DIM
@@ -52,7 +52,7 @@ def attend_keys(
     first_key = 0
     if WINDOW is not None:
         first_key = tl.min(positions_M, 0) - WINDOW + 1
-    # The blocks of a tile are read a tile ahead: a load that waits for another one cannot be.
+    # The block numbers of a tile are loaded one tile ahead, because the loads of its keys depend on them.
     blocks_N = tl.load(
         block_ptrs_N + start // BLOCK_SIZE, mask=start + in_tile_N < seq_len, other=0
     )
@@ -75,14 +75,14 @@ def attend_keys(
                 is_seen_MN &= distance_MN < WINDOW
             scores_MN = tl.where(is_seen_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-        # A row that has seen no key yet subtracts 0: -inf from -inf would be NaN.
+        # A row that has seen no key yet subtracts 0, because -inf minus -inf is NaN.
         top_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if IS_MASKED else new_max_M
-        # One rounding, so that no compiler has a choice of its own in either loop.
+        # An explicit fma rounds once, so that the compiler cannot round differently in the two calls of this loop.
         weights_MN = tl.exp2(tl.fma(scores_MN, factor, -(top_M * factor)[:, None]))
         rescale_M = tl.exp2((max_M - top_M) * factor)
         sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-        # Past the sequence a block has what its last request left; before the window it may be another request's
-        # already. And 0 * NaN is not 0.
+        # Values past the sequence are left over from another request, and blocks before the window may belong to one.
+        # They could be NaN, and 0 * NaN is not 0, so they are not loaded.
         if IS_MASKED:
             is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
             v_NK = tl.load(k_ptrs_NK + VALUES, mask=is_own_N[:, None] & in_head_1K, other=0.0)

@@ -1,8 +1,10 @@
 """Attention of requests with several queries in a step: flash attention over a paged cache (Dao, 2023).
 
-A program does one tile of one request's queries for one key/value head: its M rows are queries times the heads that
-share the key. It walks the keys in order from the first that any row sees, so a query adds them up in the same order
-in a prompt and in any chunk of it.
+A program computes one tile of one request's queries for one key/value head. Its M rows are queries times the heads that
+share the key. It visits the keys in order from the first that any row sees, so a query sums them in the same order in a
+prompt and in any chunk of it.
+
+Shapes: T tokens, N tiles, H query heads, G key/value heads, K head dimension, M rows of a tile.
 """
 
 import triton
@@ -34,14 +36,14 @@ def prefill_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Grid (tiles * G). `tiles` int32 [N, 2] has a request and the first of its queries.
+    """Compute one tile of queries for one key/value head. Grid (tiles * G).
 
-    q [T, H, K] with a stride between tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] contiguous.
-    `kv_scales` float32 [2, G], or None.
+    `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
+    tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
     """
     TILE_QUERIES: tl.constexpr = TILE_ROWS // HEADS_PER_KV_HEAD
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
-    # In one dimension: the others end at 65,535.
+    # The grid is one-dimensional, because its other dimensions are limited to 65,535.
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile_ptr = tiles_ptr + tl.program_id(0) // NUM_KV_HEADS * 2
     request, first_query = tl.load(tile_ptr), tl.load(tile_ptr + 1)

@@ -1,6 +1,8 @@
-"""What happens to queries, keys and values between their projection and attention, in one pass over them.
+"""One pass over queries, keys and values between their projection and attention.
 
-Queries and keys are normed per head, where the model does that, and rotated; keys and values go into the paged cache.
+Queries and keys are normed per head if the model does so, and rotated. Keys and values are written to the paged cache.
+
+Shapes: T tokens, H query heads, G key/value heads, K head dimension.
 """
 
 import triton
@@ -33,11 +35,11 @@ def rotary_store_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """Grid (T, G): one key/value head of one token, and its queries. A token with a negative slot is padding.
+    """Process one key/value head of one token and its queries. Grid (T, G). Tokens with a negative slot are padding.
 
-    q [T, H, K], k and v [T, G, K] with strides between tokens; q_out [T, H, K] contiguous, or None to store keys and
-    values only; kv [blocks, 2, G, BLOCK_SIZE, K]; norm_weight float32 [H + G, K] or None; cos and sin [T, ROTARY_DIM]
-    as in `RotaryTables`, or None; kv_scales float32 [2, G] or None.
+    q [T, H, K], k and v [T, G, K] have strides between tokens. q_out [T, H, K] is contiguous, or None to store only
+    keys and values. kv is [blocks, 2, G, BLOCK_SIZE, K]. norm_weight is float32 [H + G, K] or None. cos and sin are [T,
+    ROTARY_DIM] as in `RotaryTables`, or None. kv_scales is float32 [2, G] or None.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,7 +72,7 @@ def rotary_store_kernel(
             q.to(q_out_ptr.dtype.element_ty),
             mask=is_head[:, None] & (dims_K < HEAD_DIM)[None, :],
         )
-    # A row of one: the same function serves queries and keys.
+    # The key is passed as a single row, so that one function serves queries and keys.
     one = tl.arange(0, 1)
     k_weight_ptr = norm_weight_ptr
     if norm_weight_ptr is not None:
@@ -115,7 +117,7 @@ def _normed_and_rotated(
     ROTARY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return these heads of a token, float32 [heads, K]."""
+    """Return these heads of a token, normed and rotated, float32 [heads, K]."""
     dims = tl.arange(0, BLOCK_K)
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     x = tl.load(x_ptr + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)

@@ -1,9 +1,9 @@
-"""The shapes of the kernels' tiles.
+"""The tile sizes of the kernels.
 
-Registers bound them: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32. Shared
-memory holds the queries and `num_stages` tiles of keys and of values. They are chosen for Hopper, whose
-multiprocessor has 64 Ki registers and 227 KiB of shared memory, and fit into the 99 KiB of smaller GPUs, where a stage
-takes less. Which tile it is depends on the model alone, never on the batch, so that a token's sums have one order.
+Registers limit them: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32. Shared
+memory holds the queries and `num_stages` tiles of keys and of values. The sizes are chosen for Hopper, whose
+multiprocessor has 64 Ki registers and 227 KiB of shared memory. They also fit into the 99 KiB of smaller GPUs, where a
+stage takes less. They depend on the model alone, never on the batch, so that a token's sums have one order.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 MIN_DOT_ROWS = 16
-"""The fewest rows of a matrix product."""
+"""Minimum number of rows of a matrix product."""
 
 SPLIT_KEYS = 256
-"""Keys of a decoding request in a split; splits are longer if there would be more than `max_splits`."""
+"""Keys per split of a decoding request. Splits are longer if there would be more than `max_splits`."""
 
 _PROGRAMS = 132
-"""Programs that share a sequence: one for each multiprocessor of an H100 or H200."""
+"""Number of programs that share a sequence: one for each multiprocessor of an H100 or H200."""
 
 
 class Tile(NamedTuple):
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for prompts. More rows read a key fewer times; four warps compute 64 rows at a time."""
+    """Return the tile for prompts. With more rows a key is read fewer times; four warps compute 64 rows at a time."""
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(128 if head_dim <= 128 else 64, power_of_2(heads_per_kv_head))
@@ -42,7 +42,7 @@ def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> T
 
 
 def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for prompts and single queries alike: as few rows as a product of four warps has."""
+    """Return the tile for prompts and single queries, with the fewest rows that a product of four warps has."""
     tile = prefill_tile(head_dim, heads_per_kv_head, dtype)
     if dtype == torch.float32:
         return tile
@@ -50,7 +50,10 @@ def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dty
 
 
 def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for decoding, which memory bounds: small, so that several run on a multiprocessor."""
+    """Return the tile for decoding.
+
+    Memory bandwidth bounds decoding, so the tile is small enough for several to run on a multiprocessor.
+    """
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
@@ -58,7 +61,10 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the most splits, a power of two: the fewer heads a rank has, the more programs share each head's keys."""
+    """Return the maximum number of splits, a power of two.
+
+    The fewer heads a rank has, the more programs share each head's keys.
+    """
     return min(64, max(16, power_of_2(_PROGRAMS // num_kv_heads + 1) // 2))
 
 
@@ -69,5 +75,5 @@ def _float32_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
 
 
 def power_of_2(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
