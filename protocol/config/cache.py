@@ -112,6 +112,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 class LoadFailurePolicy(enum.StrEnum):
+    """What happens to a request whose blocks a KV connector could not load.
+
+    `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
+    """
+
     RECOMPUTE = "recompute"
     FAIL = "fail"
 

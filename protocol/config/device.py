@@ -11,6 +11,8 @@ from .option import option
 
 
 class Device(enum.StrEnum):
+    """The kind of device. `AUTO` is CUDA if torch finds a GPU, and `NULL` computes nothing."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"

@@ -50,9 +50,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def has_tokenizer(self) -> bool:
+        """True unless the server runs without a tokenizer."""
         return self.tokenizer_path != ""
 
     def verified_tokenizer_path(self) -> str:
-        """Return `tokenizer_path`. Raises CheckpointError if a file of it changed after the server started."""
+        """Return `tokenizer_path`.
+
+        Raises:
+            CheckpointError: One of its files changed after the server started.
+        """
         verify_files(self.tokenizer_files)
         return self.tokenizer_path

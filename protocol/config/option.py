@@ -47,9 +47,10 @@ def option(
     le: float | None = None,
     **details: Any,
 ) -> msgspec.Meta:
-    """Return the annotation that makes a field an option: `Annotated[int, option("Tokens per block", ge=1)]`.
+    """Return the annotation that makes a field an option.
 
-    A field with several of them has several options; the first is its own.
+    An example is `Annotated[int, option("Tokens per block", ge=1)]`. A field with several annotations has several
+    options; the first is its own.
 
     Args:
         help: See `OptionSpec`.

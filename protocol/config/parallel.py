@@ -67,11 +67,12 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def is_external(self) -> bool:
+        """True if an external launcher starts the workers."""
         return self.distributed_executor_backend is ExecutorBackend.EXTERNAL_LAUNCHER
 
     @property
     def is_distributed(self) -> bool:
-        """Whether cores must be reached from other machines."""
+        """True if cores must be reachable from other machines."""
         return self.nnodes > 1 or self.is_external
 
     @property
@@ -86,6 +87,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def workers_per_node(self) -> int:
+        """The number of workers on each node."""
         return self.num_workers // self.num_nodes
 
     @property
@@ -121,6 +123,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def workers_per_core(self) -> int:
+        """The number of workers of a replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -130,4 +133,5 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_workers(self) -> int:
+        """The number of workers of all replicas."""
         return self.data_parallel_size * self.workers_per_core

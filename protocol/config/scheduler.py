@@ -11,6 +11,8 @@ from .option import option
 
 
 class SchedulingPolicy(enum.StrEnum):
+    """The order in which waiting requests are admitted."""
+
     FCFS = "fcfs"
     PRIORITY = "priority"
     FAIR = "fair"
@@ -29,6 +31,8 @@ class PreemptionMode(enum.StrEnum):
 
 
 class ProposerMethod(enum.StrEnum):
+    """The way in which draft tokens are proposed."""
+
     NGRAM = "ngram"
     EAGLE = "eagle"
     DRAFT_MODEL = "draft_model"
