@@ -31,6 +31,7 @@ from ..state.batch import ScheduledRow
 from ..state.external_dependency import ExternalDependency
 from ..state.request import Request
 from ..state.slots import Slots
+from ..state.steps_in_flight import PreemptedRow
 
 ROOT: Final = __name__.rpartition(".core.")[0]
 ATOMS: Final = frozenset({type(None), bool, int, float, bytes})
@@ -48,6 +49,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
     EncoderInput: frozenset({"data"}),
     Drafts: frozenset({"_token_ids", "_forced_token_ids"}),
     ScheduledRow: frozenset({"draft_token_ids"}),
+    PreemptedRow: frozenset({"drafts"}),
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }

@@ -34,6 +34,7 @@ from .client_outputs import ClientOutputs
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import Grammars
 from .features.poison_isolation import PoisonIsolation
+from .features.speculative import Drafts
 from .limits import Refusal, Requirements
 from .queues.backlog import AdmissionRate, TenantLimits
 from .queues.deadlines import Deadlines, describe_expiry
@@ -87,9 +88,9 @@ class RequestLifecycle:
         grammars: Grammars,
         encoders: EncoderInputs,
         tenants: TenantLimits | None,
-        verifies_drafts: bool = False,
+        drafts: Drafts | None = None,
     ) -> None:
-        self._verifies_drafts = verifies_drafts
+        self._drafts = drafts
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
         self.step_tokens: list[int] = []
@@ -330,16 +331,16 @@ class RequestLifecycle:
         it makes progress each time it runs, however scarce blocks are.
         """
         request = self.running[slot]
-        if self._verifies_drafts and request.params.structured_output is not None:
-            # The grammar state after drafts can be computed only while the slot still holds the drafts.
-            keeps_tokens = False
         row: PreemptedRow | None = None
         if keeps_tokens:
             generation = int(self.running.slots.generation[slot])
             last_step = self.in_flight.find_last_sampling_step(slot, generation)
             if last_step:
                 blocks = list(self.manager.blocks[0][slot]) if self.transfers is not None else []
-                row = PreemptedRow(request, slot, generation, last_step, blocks)
+                drafts = [] if self._drafts is None else self._drafts.get_drafts(slot)
+                row = PreemptedRow(
+                    request, slot, generation, last_step, blocks, int32_bytes(drafts)
+                )
         output_token_ids = self.running.slots.output_token_ids(slot)
         request.output_token_ids = output_token_ids.tobytes()
         request.num_tokens = request.num_prompt_tokens + len(output_token_ids)

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-import msgspec
-
 from ...protocol.block_hash import HashBlocks, block_hasher
 from ...protocol.config import (
     CacheConfig,
@@ -120,6 +118,14 @@ class Scheduler(SchedulerInterface):
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
         self._encoders = EncoderInputs(config, encoder_cache_connector)
+        self._drafts: Drafts | None = None
+        if config.speculative is not None:
+            self._drafts = Drafts(
+                config.speculative,
+                self._running,
+                self._grammars,
+                uses_placeholders=config.async_scheduling,
+            )
         self._lifecycle = lifecycle = RequestLifecycle(
             requirements=Requirements.from_config(
                 config,
@@ -137,7 +143,7 @@ class Scheduler(SchedulerInterface):
             grammars=self._grammars,
             encoders=self._encoders,
             tenants=make_tenant_limits(config),
-            verifies_drafts=config.speculative is not None,
+            drafts=self._drafts,
         )
         self.requests = lifecycle.requests
         self._transfers: KVTransfers | None = None
@@ -145,14 +151,6 @@ class Scheduler(SchedulerInterface):
             assert kv_connector is not None
             self._transfers = KVTransfers(kv_connector, kv_transfer, lifecycle)
             lifecycle.transfers = self._transfers
-        self._drafts: Drafts | None = None
-        if config.speculative is not None:
-            self._drafts = Drafts(
-                config.speculative,
-                self._running,
-                self._grammars,
-                uses_placeholders=config.async_scheduling,
-            )
         self._results = StepResults(lifecycle, self._drafts, self._transfers)
         micro_batches: MicroBatches | None = None
         if config.num_micro_batches > 1:
@@ -386,14 +384,7 @@ class Scheduler(SchedulerInterface):
         """Return the token bitmasks of the step's constrained rows."""
         rows = self._results.get_step(scheduler_output.step).constrained
         if self._drafts is not None:
-            rows = [
-                msgspec.structs.replace(
-                    row, draft_token_ids=self._drafts.get_drafts(row.request.slot)[: row.num_drafts]
-                )
-                if row.num_drafts and row.draft_token_ids is None and row.is_alive
-                else row
-                for row in rows
-            ]
+            rows = self._drafts.add_drafts(rows, self._lifecycle.in_flight)
         return self._grammars.bitmask(rows)
 
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:

@@ -201,6 +201,8 @@ class StepResults:
             self._drafts.drop_drafts(sampling.slots)
             if output.drafts is not None:
                 self._drafts.store_drafts(step.batch, output.drafts)
+            if self._lifecycle.in_flight.preempted:
+                self._lifecycle.in_flight.store_drafts(step.sampling, output.drafts)
             self._drafts.draft_forced_tokens(step)
         return self._clients.make_step_outputs(rows, frame, rows_counts, now, make_stats)
 

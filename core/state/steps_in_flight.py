@@ -6,6 +6,10 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+
+from ...protocol.arrays import int32_view
+from ...protocol.worker_messages import DraftTokenIds
 from .batch import Batch, StepInFlight
 from .request import Request
 
@@ -14,7 +18,8 @@ class PreemptedRow(NamedTuple):
     """A preempted request with tokens in flight up to step `last_step`.
 
     `slot` and `generation` identify its rows. `blocks` are those it had, in case a KV connector
-    reports bad ones.
+    reports bad ones. `drafts` int32 are the last ones proposed for it, which a later step in flight
+    may verify.
     """
 
     request: Request
@@ -22,6 +27,7 @@ class PreemptedRow(NamedTuple):
     generation: int
     last_step: int
     blocks: Collection[int]
+    drafts: bytes
 
 
 class StepsInFlight:
@@ -45,6 +51,26 @@ class StepsInFlight:
         """Return (position in a batch, request) of preempted requests that wait for it."""
         rows = [(batch.find_row(row.slot, row.generation), row.request) for row in self.preempted]
         return [(position, request) for position, request in rows if position >= 0]
+
+    def get_drafts(self, request: Request) -> bytes:
+        """Return the last drafts of a preempted request, int32."""
+        return next((row.drafts for row in self.preempted if row.request is request), b"")
+
+    def store_drafts(self, sampling: Batch, drafts: DraftTokenIds | None) -> None:
+        """Store the drafts proposed after a step for the preempted requests that sampled in it."""
+        proposed: dict[int, bytes] = {}
+        if drafts is not None:
+            token_ids = int32_view(drafts.token_ids)
+            ends = np.cumsum(int32_view(drafts.num_tokens))
+            pieces = np.split(token_ids, ends[:-1])
+            slots = int32_view(drafts.slots).tolist()
+            proposed = {s: p.tobytes() for s, p in zip(slots, pieces, strict=True)}
+        self.preempted = [
+            row._replace(drafts=proposed.get(row.slot, b""))
+            if sampling.find_row(row.slot, row.generation) >= 0
+            else row
+            for row in self.preempted
+        ]
 
     def has_earlier_preempted(self, request: Request) -> bool:
         """Return whether a preempted request that waits for tokens comes before this one."""

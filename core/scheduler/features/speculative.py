@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from ....protocol.arrays import BoolArray, Int32Array, Int64Array, int32_bytes, int32_view
+from ....protocol.arrays import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    int32_bytes,
+    int32_list,
+    int32_view,
+)
 from ....protocol.config import SpeculativeConfig
 from ....protocol.errors import EngineError
 from ....protocol.worker_messages import DraftTokenIds
-from ...state.batch import Batch, StepInFlight
+from ...state.batch import Batch, ScheduledRow, StepInFlight
 from ...state.request import Request
 from ...state.running_requests import RunningRequests
 from ...state.slots import SlotArray
+from ...state.steps_in_flight import StepsInFlight
 from .grammars import Grammars
 
 MAX_FORCED_REQUESTS: Final = 32
@@ -86,6 +96,22 @@ class Drafts:
             return []
         found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
         return found
+
+    def add_drafts(
+        self, rows: Sequence[ScheduledRow], in_flight: StepsInFlight
+    ) -> list[ScheduledRow]:
+        """Return the rows of a step with the drafts that only the workers had when it was scheduled."""
+        return [
+            msgspec.structs.replace(row, draft_token_ids=self._last_drafts(row, in_flight))
+            if row.num_drafts and row.draft_token_ids is None and row.is_awaited
+            else row
+            for row in rows
+        ]
+
+    def _last_drafts(self, row: ScheduledRow, in_flight: StepsInFlight) -> list[int]:
+        if row.is_alive:
+            return self.get_drafts(row.request.slot)[: row.num_drafts]
+        return int32_list(in_flight.get_drafts(row.request))[: row.num_drafts]
 
     def draft_forced_tokens(self, step: StepInFlight) -> None:
         """Append tokens that grammars force after a step's tokens and their drafts, as drafts."""

@@ -10,6 +10,7 @@ from engine.protocol.messages import FinishReason, SpecDecodingStats
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput, RowLogprobs
 from support.fingerprints import extend
+from support.model_grammar import allowed_tokens
 from support.model_worker import Row, choose_token, propose_prediction
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
@@ -22,6 +23,17 @@ def foresee(row: Row, count: int) -> list[int]:
     fingerprint, tokens = row.fingerprints[-1], []
     for _ in range(count):
         tokens.append(choose_token(fingerprint, VOCAB_SIZE))
+        fingerprint = extend(fingerprint, tokens[-1])
+    return tokens
+
+
+def foresee_constrained(row: Row, count: int) -> list[int]:
+    """Return what the model will say under the grammar."""
+    fingerprint, tokens = row.fingerprints[-1], []
+    num_output = len(row.token_ids) - row.num_prompt_tokens
+    for position in range(num_output, num_output + count):
+        allowed = allowed_tokens(position, VOCAB_SIZE)
+        tokens.append(choose_token(fingerprint, VOCAB_SIZE, allowed))
         fingerprint = extend(fingerprint, tokens[-1])
     return tokens
 
@@ -225,6 +237,34 @@ def test_5_1_constrained_requests_take_several_tokens_a_step(uses_placeholders):
     harness.add(4, 13, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
     harness.drain()
     assert total(harness).num_accepted_tokens == 9
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_preempted_constrained_request_keeps_its_tokens_in_flight(depth, is_late):
+    harness = speculating(
+        3,
+        propose=lambda row: foresee_constrained(row, 3),
+        async_scheduling=True,
+        max_in_flight=depth,
+    )
+    harness.worker.is_late = is_late
+    key = harness.add(6, 60, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
+    harness.compile_grammars()
+    for _ in range(3):
+        harness.step()
+    while harness.num_in_flight < depth:
+        harness.schedule()
+    num_drafts = [int32_view(step.drafts).tolist() for step in harness.steps[-depth:]]
+    assert all(num_drafts)
+    num_tokens = len(harness.heard[key].token_ids)
+    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    while harness.num_in_flight:
+        harness.update()
+    assert len(harness.heard[key].token_ids) >= num_tokens + 2 * depth
+    # The harness compares the output with that of the request alone.
+    harness.drain()
+    assert harness.heard[key].reason is FinishReason.LENGTH
 
 
 def test_5_3_drafts_that_come_late_are_refused_with_placeholders():
