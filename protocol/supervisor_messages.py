@@ -235,7 +235,9 @@ class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, fro
 
 
 class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):
-    """The node ends; all its processes have ended."""
+    """The node ends; all its processes have ended. `refusal` is why it did not join."""
+
+    refusal: str = ""
 
 
 NodeMessage: TypeAlias = (

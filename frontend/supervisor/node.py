@@ -93,6 +93,7 @@ class Node:
         self._last_ping = 0.0
         self._num_reported_dropped_frames = 0
         self._leave_at = math.inf
+        self._refusal = ""
         self._connect()
 
     def run(self) -> None:
@@ -194,9 +195,12 @@ class Node:
             raise EngineError(
                 f"node 0 has protocol version {welcome.version}, but this machine has {PROTOCOL_VERSION}; install the same version of Engine"
             )
-        self._config = config = self._adapt(
-            msgspec.msgpack.decode(welcome.config, type=EngineConfig)
-        )
+        try:
+            config = self._adapt(msgspec.msgpack.decode(welcome.config, type=EngineConfig))
+        except EngineError as error:
+            self._refusal = str(error)
+            raise
+        self._config = config
         if self._statuses is None:
             self._statuses = StatusReceiver(self._context, config)
             self._poller.register(self._statuses.socket, zmq.POLLIN)
@@ -274,7 +278,7 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self._end_processes()
-        self._peer.send(NodeLeft())
+        self._peer.send(NodeLeft(self._refusal))
         self._peer.socket.close(linger=FAREWELL_MS)
         if self._statuses is not None:
             self._statuses.close()

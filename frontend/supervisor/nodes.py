@@ -164,6 +164,9 @@ class Nodes:
             elif rank is None:
                 if isinstance(message, NodePing):
                     self._greet(identity)
+                elif isinstance(message, NodeLeft):
+                    if message.refusal:
+                        self._report(f"a node did not join: {message.refusal}")
                 else:
                     self._num_dropped_frames += 1
             elif isinstance(message, ProcessStarted):

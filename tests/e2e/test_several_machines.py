@@ -215,7 +215,7 @@ def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_pat
     other_key = tmp_path / "other"
     ClusterKey.generate().save(str(other_key))
     with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless(key=other_key) as thief:
-        thief.wait_for("dials")
+        thief.wait_for("connects to")
         with cluster.headless("-n", "4") as stray:
             assert stray.wait() == 1
             assert "--nnodes is 4 there, but 2 on node 0" in stray.log.splitlines()[-1]
@@ -227,19 +227,31 @@ def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_pat
             assert node.wait() == 0
 
 
-def test_what_cannot_start_says_so_everywhere(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_with_other_weights_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     shutil.copytree(cluster.model, broken)
     for weights in broken.glob("*.safetensors"):
         weights.write_bytes(b"")
+    with cluster.serve("-tp", "2", "-n", "2") as server:
+        with cluster.headless("--model", str(broken)) as node:
+            assert node.wait() == 1
+            assert "differs from" in node.log.splitlines()[-1]
+        server.wait_for("a node did not join")
+        with cluster.headless() as node:
+            server.wait_for("ready at")
+            assert server.stop() == 0
+            assert node.wait() == 0
+
+
+def test_what_cannot_start_says_so_everywhere(cluster: Cluster) -> None:
     with (
-        cluster.serve("-tp", "2", "-n", "2") as server,
-        cluster.headless("--model", str(broken)) as node,
+        cluster.serve("-tp", "2", "-n", "2", "--kv-cache-memory-bytes", "1") as server,
+        cluster.headless() as node,
     ):
         assert server.wait() == 1
-        assert "worker 1" in server.log.splitlines()[-1]
+        assert "KV" in server.log.splitlines()[-1]
         assert node.wait() == 1
-        assert "Traceback" not in node.log.splitlines()[-1]
+        assert "KV" in node.log.splitlines()[-1]
 
 
 def test_workers_die_with_their_machine_and_with_the_engine(cluster: Cluster) -> None:
