@@ -118,7 +118,8 @@ def test_a_ready_frontend_needs_no_more_threads() -> None:
             answers = pool.map(lambda prompt: frontend.post("/tokenize", prompt=prompt), prompts)
             assert all(answer.status_code == 200 for answer in answers)
         frontend.complete(PROMPT, structured_outputs={"regex": "[a-z]{3}"})
-        assert process.num_threads() == num_threads
+        # One more waits for the processes that check grammars, and may start with the first constraint.
+        assert process.num_threads() <= num_threads + 1
 
 
 def test_models(client: openai.OpenAI) -> None:
