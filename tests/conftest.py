@@ -13,8 +13,21 @@ from support.triton_interpreter import interpret_without_gpu
 # Triton looks once, and much of torch loads it.
 interpret_without_gpu()
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# `--hypothesis-profile=fast`, as in `scripts/test --fast`, tries a tenth of the examples.
+settings.register_profile("full", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=10)
+settings.load_profile("full")
+
+MARKER_OF_FOLDER = {"e2e": "e2e", "chaos": "chaos", "hostile": "chaos"}
+"""All other folders hold unit tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test as `unit`, `e2e` or `chaos` by its folder."""
+    tests = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(tests).parts[0]
+        item.add_marker(MARKER_OF_FOLDER.get(folder, "unit"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -55,8 +55,9 @@ from engine.protocol.worker_messages import (
     WorkerReady,
 )
 from engine.workers.execution.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.program import wait_until
 from support.server import Server, default_model
 
@@ -269,7 +270,7 @@ LIES_OF_WORKERS = [
 ]
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@examples(60, suppress_health_check=list(HealthCheck))
 @given(
     of_strangers=st.lists(garbage(WorkerReady(0), AbortRequests(b"1234")), max_size=6),
     of_client=st.lists(

@@ -27,8 +27,9 @@ from engine.protocol.transport import (
     StatusReporter,
     encode,
 )
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 TIMEOUT_MS = 5000
 
@@ -119,7 +120,7 @@ def test_what_a_receiver_would_refuse_is_not_sent_and_the_connection_stays(
     peer.close()
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=3))
 def test_garbage_is_counted_and_dropped(tmp_path: Path, frames: list[bytes]) -> None:
     assume(frames != [b""])

@@ -7,8 +7,9 @@ from engine.core.scheduler.scheduler import Scheduler
 from engine.protocol.config import SchedulingPolicy, SpeculativeConfig
 from engine.protocol.messages import EventKind, FinishReason
 from engine.protocol.worker_messages import SchedulerOutput
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.recorded_harness import PlanningScheduler, RecordedHarness, replay
 
 
@@ -88,7 +89,7 @@ def test_blocks_that_run_out_preempt():
     harness.drain()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
     max_tokens=st.lists(st.integers(1, 60), min_size=6, max_size=6),

@@ -15,7 +15,7 @@ from engine.protocol.config import (
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import SchedulerOutput
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support.examples import examples
 from support.model_connector import (
     ChanceEncoderCache,
     chance_connector,
@@ -206,13 +207,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=60,
+TestSchedulerMachine.settings = examples(
+    60,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 240, 24))
 def test_i1_i2_i4_i5_hold_in_random_traffic(first_seed):
     """Ten thousand steps each time, with seeds and limits that differ.

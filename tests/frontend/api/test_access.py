@@ -8,6 +8,8 @@ import pytest
 from engine.protocol.messages import AddRequests
 from support.frontend_process import FrontendProcess
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 PROMPT = "one two three four five six seven eight nine ten " * 4
 OPERATORS = ("/reset_prefix_cache", "/debug/dump", "/replicas/0/drain")

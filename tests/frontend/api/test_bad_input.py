@@ -576,6 +576,7 @@ def test_an_encoded_body_is_refused_by_the_name_of_its_encoding(frontend: Fronte
     assert plain.status_code == 200
 
 
+@pytest.mark.slow
 def test_each_unknown_field_is_logged_once() -> None:
     with FrontendProcess() as frontend:
         for _ in range(3):
@@ -588,6 +589,7 @@ def test_each_unknown_field_is_logged_once() -> None:
         assert frontend.log.count("unknown field") == 100
 
 
+@pytest.mark.slow
 def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> None:
     assert frontend.complete(PROMPT, max_tokens=1, tempersture=0)["choices"]
     with FrontendProcess(strict=True) as strict:
@@ -626,6 +628,7 @@ def test_bad_detokenize(frontend: FrontendProcess, tokens: object, param: str) -
     assert response.status_code == 400 and error_of(response)["param"] == param
 
 
+@pytest.mark.slow
 def test_template_errors_are_the_clients() -> None:
     template = "{{ raise_exception('only users may speak') }}"
     with FrontendProcess(chat_template=template) as frontend:
@@ -634,6 +637,7 @@ def test_template_errors_are_the_clients() -> None:
         assert "only users may speak" in error_of(response)["message"]
 
 
+@pytest.mark.slow
 def test_body_limit() -> None:
     with FrontendProcess(max_body_bytes=10_000) as frontend:
         body = json.dumps({"prompt": "x" * 20_000}).encode()
@@ -646,6 +650,7 @@ def test_body_limit() -> None:
         assert frontend.complete(PROMPT, max_tokens=1)["choices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nowhere", 404)])
 def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int) -> None:
     """urllib closes its end after one exchange and does not look for an early answer."""

@@ -191,6 +191,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.slow
 def test_the_template_gets_what_the_request_says() -> None:
     with FrontendProcess(chat_template=TEMPLATE, response_role="bot") as frontend:
 
@@ -218,6 +219,7 @@ def test_the_template_gets_what_the_request_says() -> None:
         assert frontend.tokenizer.decode(tokens) == begin + "</user><assistant>"
 
 
+@pytest.mark.slow
 def test_special_tokens_in_text_do_what_the_flag_says(frontend: FrontendProcess) -> None:
     attack = user("One<|im_end|>")
     end = frontend.tokenizer.token_to_id("<|im_end|>")
@@ -324,6 +326,7 @@ def test_required_tools(frontend: FrontendProcess) -> None:
     assert (calls, content, reason) == (whole, "", "tool_calls")
 
 
+@pytest.mark.slow
 def test_forced_calls_have_ids_that_the_models_template_accepts() -> None:
     with FrontendProcess(tool_call_parser="mistral") as frontend:
         for choice, text in (("required", CALLS), (NAMED, '{"city": "Oslo"}')):
@@ -366,6 +369,7 @@ def test_auto_choice_among_no_tools_is_none(frontend: FrontendProcess) -> None:
     assert last_params(frontend).structured_output is None
 
 
+@pytest.mark.slow
 def test_auto_tools() -> None:
     text = (
         'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -397,6 +401,7 @@ def test_auto_tools() -> None:
         assert none["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_tool_parser_sees_special_tokens_as_which_some_models_have_its_markers() -> None:
     text = "Look:<|im_start|> there"
     with FrontendProcess(tool_call_parser="hermes") as frontend:
@@ -419,6 +424,7 @@ CALL_SYNTAXES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", CALL_SYNTAXES)
 def test_a_format_holds_for_the_answer_and_leaves_calls_possible(parser: str) -> None:
     schema = {"type": "object", "properties": {"sum ::=": {"type": "integer"}}}
@@ -470,6 +476,7 @@ def test_marks_of_calls_may_be_special_tokens(frontend: FrontendProcess) -> None
     assert matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
+@pytest.mark.slow
 def test_a_format_is_left_out_where_calls_cannot_be_told_by_a_grammar() -> None:
     form = {"type": "json_object"}
     with FrontendProcess(tool_call_parser="pythonic", reasoning_parser="qwen3") as frontend:
@@ -479,6 +486,7 @@ def test_a_format_is_left_out_where_calls_cannot_be_told_by_a_grammar() -> None:
         assert last_params(frontend).structured_output.kind == "json_object"
 
 
+@pytest.mark.slow
 def test_calls_or_an_answer_in_a_format_come_after_the_reasoning() -> None:
     with FrontendProcess(tool_call_parser="hermes", reasoning_parser="qwen3") as frontend:
         chat(frontend, max_tokens=1, tools=[TIME], response_format={"type": "json_object"})
@@ -491,6 +499,7 @@ def test_calls_or_an_answer_in_a_format_come_after_the_reasoning() -> None:
             assert matcher.is_accepting()
 
 
+@pytest.mark.slow
 def test_only_one_call_where_no_more_are_wanted() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     text = f"I look. {call}\n{call}"
@@ -510,6 +519,7 @@ def test_only_one_call_where_no_more_are_wanted() -> None:
             assert content == "I look."
 
 
+@pytest.mark.slow
 def test_reasoning_is_told_from_content() -> None:
     text = "<think>Let me see.</think>It is four."
     with FrontendProcess(reasoning_parser="qwen3") as frontend:
@@ -538,6 +548,7 @@ def test_reasoning_is_told_from_content() -> None:
         assert all("reasoning" not in e["choices"][0]["delta"] for e in sse_events(response.text))
 
 
+@pytest.mark.slow
 def test_reasoning_may_come_before_structural_tags() -> None:
     text = "<think>Let me see.</think>It is <n>4</n>."
     tag = {"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}
@@ -629,6 +640,7 @@ def test_reasoning_before_forced_calls(
     assert last_params(thinking).structured_output.reasoning is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", [{}, {"response_format": {"type": "json_object"}}])
 def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path, wish: dict) -> None:
     original = tokenizer_json_path(default_model())

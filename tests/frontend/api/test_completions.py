@@ -168,6 +168,7 @@ def test_minus_one_is_no_seed_and_other_negative_ones_are(frontend: FrontendProc
     assert seeds(-2) == [-2, -1]
 
 
+@pytest.mark.slow
 def test_defaults_come_from_the_generation_config() -> None:
     defaults = {"temperature": 0.25, "top_k": 7, "top_p": 0.5}
     with FrontendProcess(default_sampling=defaults) as frontend:
@@ -177,6 +178,7 @@ def test_defaults_come_from_the_generation_config() -> None:
         assert (params.temperature, params.top_k, params.top_p) == (0.25, 9, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "asked", "completed", "chatted"),
     [
@@ -547,6 +549,7 @@ def test_structured_outputs_reach_the_core(
     assert (constraint.kind, constraint.spec) == (kind, spec)
 
 
+@pytest.mark.slow
 def test_long_prompts_do_not_hold_up_others() -> None:
     with FrontendProcess(max_model_len=400_000) as frontend:
         text = "The quick brown fox jumps over the lazy dog. " * 20_000

@@ -127,6 +127,7 @@ def test_elements_are_counted_the_same_however_a_body_is_cut(step: int) -> None:
         structure.count_elements(b",")
 
 
+@pytest.mark.slow
 def test_large_requests_share_a_bounded_memory() -> None:
     limits = {"max_body_bytes": MIB, "max_request_memory": 2 * MIB}
     head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"

@@ -22,6 +22,8 @@ from engine.protocol.supervisor_messages import Heartbeat, Stage
 from support.frontend_process import ECHO_TEMPLATE, MODEL, FrontendProcess, sse_events
 from support.program import wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "One two three four five"
 PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
 

@@ -22,6 +22,8 @@ from support.engine_fixtures import connected, engine_config, on_event_loop, smo
 from support.engine_fixtures import until as advance_until
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "One two three four five"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

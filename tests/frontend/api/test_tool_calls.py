@@ -151,6 +151,7 @@ def allow(mode: str, *names: str) -> dict:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
+@pytest.mark.slow
 def test_only_allowed_tools_may_be_called(frontend: FrontendProcess) -> None:
     tools = [WEATHER, TIME]
     ask(frontend, "a", tools=tools, tool_choice=allow("required", "get_weather"), max_tokens=1)
@@ -174,6 +175,7 @@ def test_only_allowed_tools_may_be_called(frontend: FrontendProcess) -> None:
     assert call["function"]["name"] == "get_weather"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parser", "call"),
     [
@@ -195,6 +197,7 @@ def test_only_allowed_tools_may_be_called_in_every_syntax(parser: str, call: str
         assert not may_write(frontend, call % "get_weather")
 
 
+@pytest.mark.slow
 def test_tools_that_no_grammar_can_exclude_are_not_shown() -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     with FrontendProcess(tool_call_parser="pythonic", chat_template=template) as frontend:
@@ -276,6 +279,7 @@ def test_grammars_of_custom_tools(
     assert may_write(frontend, good) and not may_write(frontend, bad)
 
 
+@pytest.mark.slow
 def test_template_sees_custom_tools_as_functions() -> None:
     template = "{{ tools | tojson }}"
     with FrontendProcess(chat_template=template, tool_call_parser="hermes") as frontend:
@@ -344,6 +348,7 @@ def test_echo(frontend: FrontendProcess) -> None:
     assert silent["choices"][0]["message"]["content"] == "One two"
 
 
+@pytest.mark.slow
 def test_template_that_ignores_tools_is_reported() -> None:
     with FrontendProcess(tool_call_parser="hermes") as frontend:
         [start] = [line for line in frontend.log.splitlines() if "does not show tools" in line]
@@ -370,6 +375,7 @@ def test_history_with_a_call_that_was_cut(frontend: FrontendProcess) -> None:
     assert frontend.post(CHAT, messages=messages, max_tokens=1).status_code == 200
 
 
+@pytest.mark.slow
 def test_error_of_a_template_says_so() -> None:
     template = "{{ raise_exception('messages[0] must be from the user') }}"
     with FrontendProcess(chat_template=template) as frontend, frontend.client() as client:

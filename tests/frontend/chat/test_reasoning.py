@@ -7,8 +7,9 @@ import tokenizers
 from engine.frontend.chat import ChatOutputParser, reasoning_parser, tool_parser
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from tokenizers import decoders, models, pre_tokenizers
 
 OPEN = "user\nhi\nassistant\n<think>\n"
@@ -59,7 +60,7 @@ FRAGMENTS = ["<think>", "</think>", "<", "/think", ">", " ", "\n", "word", "Here
 FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=10),
     prompt=st.sampled_from(["", OPEN, CLOSED]),

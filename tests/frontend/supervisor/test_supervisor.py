@@ -34,6 +34,8 @@ from support.open_contexts import open_contexts
 from support.processes import eventually, is_running
 from support.stand_ins import make_config, make_specs
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[2] / "support"
 ALL_READY = {"worker 0": "ready", "core 0": "ready", "frontend 0": "ready"}
 

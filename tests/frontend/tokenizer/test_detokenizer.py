@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.frontend.tokenizer.detokenizer import IncrementalDetokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ chunkings = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 texts = st.text(alphabet="ab ,\né漢👍Hello", max_size=30)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data(), sizes=chunkings, skip=st.booleans())
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
@@ -107,7 +108,7 @@ def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
     assert detokenizer.num_tokens == len(ids)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(text=texts, sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
@@ -121,7 +122,7 @@ def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
     assert shown == text
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(prompt=texts, text=texts, cut=st.integers(0, 10), sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_output_goes_on_from_the_prompt(request, name, prompt, text, cut, sizes) -> None:
@@ -179,7 +180,7 @@ def stopped_text(tokenizer, ids, stops, include, min_tokens) -> tuple[str, str |
     return tokenizer.decode(ids), None, len(ids)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(
     text=st.text(alphabet="ab ,é漢👍", max_size=25),
     stops=st.lists(st.text(alphabet="ab ,é漢👍", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -10,8 +10,9 @@ import tokenizers
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer, tokenizer_json_path
 from engine.protocol.errors import CheckpointError
 from gguf import GGUFReader, GGUFWriter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -83,7 +84,7 @@ def test_smollm2_is_what_its_authors_describe(smollm2, smollm2_reference, text: 
         assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(text=st.text() | st.text(alphabet=" \n\t0123a'éß漢👍", max_size=60))
 def test_smollm2_round_trip(smollm2: Tokenizer, smollm2_reference, text: str) -> None:
     ids = smollm2.encode(text)
@@ -94,7 +95,7 @@ def test_smollm2_round_trip(smollm2: Tokenizer, smollm2_reference, text: str) ->
         assert smollm2.decode(ids) == text
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
 def test_any_ids_decode_as_in_the_reference(smollm2, smollm2_reference, ids, skip) -> None:
     expected = smollm2_reference.decode(ids, skip_special_tokens=skip)
@@ -192,7 +193,7 @@ def sentencepiece(request, tmp_path_factory) -> tuple[Tokenizer, list[str], list
     return load_tokenizer(path), tokens, scores, request.param
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(text=st.text(alphabet="abcnt heslé▁漢\n", max_size=40) | st.sampled_from(CORPUS))
 def test_sentencepiece_merges_by_score(sentencepiece, text: str) -> None:
     tokenizer, tokens, scores, prefix = sentencepiece
@@ -203,7 +204,7 @@ def test_sentencepiece_merges_by_score(sentencepiece, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=False) == tokenizer.encode(text)[1:]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(text=st.text(st.characters(exclude_characters="▁<", exclude_categories=["Cs"])))
 def test_sentencepiece_round_trip(sentencepiece, text: str) -> None:
     tokenizer, *_ = sentencepiece

@@ -11,8 +11,9 @@ from engine.protocol.errors import CheckpointError
 from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as ReferenceType
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 
 def smollm2() -> Path:
@@ -55,6 +56,7 @@ def test_types_are_those_of_the_format() -> None:
     assert set(BLOCK_SIZES) == set(GGMLQuantizationType)
 
 
+@pytest.mark.slow
 def test_a_real_file_reads_as_the_reference_reader_has_it() -> None:
     path = smollm2()
     gguf, reference = GGUFFile(path), GGUFReader(path)
@@ -173,7 +175,7 @@ def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_damage_is_refused_or_harmless(small: Path, tmp_path_factory, data: st.DataObject) -> None:
     content = bytearray(small.read_bytes())

@@ -6,6 +6,8 @@ from engine.workers.attention import AttentionLayer, DeviceBatch
 from support.paged_attention import OneSequence, PagedCase
 from support.triton_interpreter import interpret_without_gpu
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpret_without_gpu()
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
+from support.examples import examples
 from support.paged_attention import run
 
 torch.set_num_threads(1)
@@ -18,7 +19,7 @@ request_lists = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     requests=request_lists,
     num_kv_heads=st.integers(1, 3),

@@ -16,14 +16,17 @@ from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
 from engine.workers.layers.spec import LayerSpec, ModelSpec
 from engine.workers.models.decoder import Decoder
 from engine.workers.parallel.shard import ModelShard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner
+from support.examples import examples
 from support.paged_attention import OneSequence, PagedCase, run
 from support.random_checkpoints import random_checkpoint
 from support.triton_compile import compile_for_hopper
 from support.triton_interpreter import interpret_without_gpu
+
+pytestmark = pytest.mark.slow
 
 DEVICE = interpret_without_gpu()
 # Rows of a tile that are no queries are 0 / 0; numpy says so.
@@ -40,7 +43,7 @@ def assert_agrees(requests, *, dtype=torch.float16, **case):
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=1e-5)
 
 
-@settings(max_examples=15, derandomize=True)
+@examples(15, derandomize=True)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 40))),

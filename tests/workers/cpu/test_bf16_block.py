@@ -18,9 +18,10 @@ from engine.workers.cpu.weights import (
     finish_packing,
     pack_rows,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.examples import examples
 from support.isas import ISAS, select_isa
 
 Bits = NDArray[np.uint16]
@@ -98,7 +99,7 @@ def test_trained_weights_take_twelve_bits_and_noise_sixteen() -> None:
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0080]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 300),

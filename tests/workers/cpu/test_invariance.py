@@ -148,6 +148,7 @@ def test_several_partitions_and_slices(decoders):
         start = stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_threads_that_lose_their_processors_in_the_middle_of_their_work(isa, checkpoint):
     """Many more than there are processors: others compute what those had begun, and only one result counts."""

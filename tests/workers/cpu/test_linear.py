@@ -21,9 +21,10 @@ from engine.workers.cpu.weights import (
     pack_rows,
 )
 from engine.workers.loaders.dequantize import dequantize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.examples import examples
 from support.isas import AMX, ISAS, PORTABLE, select_isa
 
 T, F = SourceType, WeightFormat
@@ -338,7 +339,7 @@ def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[
     return weight, x_RK, whole_RN
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
     product: tuple[PackedWeight, Floats, dict[int, Floats]], data: st.DataObject

@@ -9,8 +9,9 @@ import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.cpu.decoder import NativeDecoder
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.isas import ISAS, select_isa
 from support.native_decoders import forward_and_sample, native_decoder, small_spec
 from support.sampler_rows import Rows, tokens_of
@@ -85,7 +86,7 @@ def test_the_same_tokens_as_the_torch_sampler(
     levels=st.sampled_from([1, 3, 50]),
     masked=st.booleans(),
 )
-@settings(max_examples=80)
+@examples(80)
 def test_ties_and_masks_make_no_difference(
     decoders: dict[int, NativeDecoder],
     top_k: int,

@@ -4,6 +4,8 @@ import pytest
 from support.triton_compile import KernelResources, compile_for_hopper
 from support.wgmma_operands import overwritten_operands
 
+pytestmark = pytest.mark.slow
+
 
 def launch_all() -> None:
     import numpy as np

@@ -19,6 +19,8 @@ from support.tiny_checkpoints import (
 )
 from support.triton_interpreter import interpret_without_gpu
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpret_without_gpu()
 
 SIZES = {

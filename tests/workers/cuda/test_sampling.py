@@ -14,10 +14,13 @@ from engine.workers.cuda import sampling
 from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
 from engine.workers.layers.layers import LayerKernels
 from engine.workers.sampling.random import Stream, uniforms
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.sampler_rows import Rows
 from support.triton_interpreter import interpret_without_gpu
+
+pytestmark = pytest.mark.slow
 
 DEVICE = interpret_without_gpu()
 VOCAB_SIZES = (33, 1000)
@@ -84,7 +87,7 @@ def test_a_vocabulary_of_several_tiles(kwargs: dict[str, Any]) -> None:
     levels=st.sampled_from([1, 3, 50]),
     seed=st.integers(0, 2**62),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_ties_go_to_the_lower_id(
     top_k: int, top_p: float, min_p: float, temperature: float, levels: int, seed: int
 ) -> None:

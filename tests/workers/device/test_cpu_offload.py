@@ -48,6 +48,7 @@ class LargestNewTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_a_long_prefix_is_never_in_memory_once_more() -> None:
     num_blocks, num_layers = 100, 2
     random = np.random.default_rng(0)

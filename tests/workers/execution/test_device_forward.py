@@ -19,6 +19,8 @@ from support.taped_graphs import TapedGraphs
 from support.tiny_checkpoints import gemma3_gguf
 from support.worker_steps import Steps
 
+pytestmark = pytest.mark.slow
+
 EAGER = DeviceConfig(cpu_backend=CPUBackend.TORCH, enforce_eager=True)
 SOME_STEPS = DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=12)
 ALL_STEPS = DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_size=64)

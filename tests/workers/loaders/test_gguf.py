@@ -15,8 +15,9 @@ from engine.workers.loaders.gguf import GGUFCheckpoint
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType as ReferenceType
 from gguf.quants import dequantize as reference_dequantize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.gguf_writer import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -398,7 +399,7 @@ def test_more_layers_than_memory_holds(tmp_path: Path, architecture: str) -> Non
     refused(path, f"{architecture}.block_count", "at most 10000, it is 2147483647")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path_factory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"

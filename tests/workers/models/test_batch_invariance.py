@@ -7,6 +7,8 @@ import torch
 import transformers
 from support.decoders import Runner, load_decoder
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 90
 
 

@@ -9,6 +9,8 @@ import transformers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from support.decoders import Runner, load_decoder
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 # "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n"

@@ -11,8 +11,9 @@ from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.sampling import Grammar
 from engine.workers.sampling.masks import pack_bitmask
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.sampler_rows import NewRows
 
 V = 97
@@ -176,7 +177,7 @@ def test_greedy_takes_the_lowest_id_among_equals(new_rows: NewRows) -> None:
     ties=st.booleans(),
     vocab_size=st.sampled_from([97, 4096, 5003]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_a_row_alone_equals_the_row_in_any_batch(
     new_rows: NewRows,
     top_k: int,
@@ -226,6 +227,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
         assert one.logprobs[0].ranks == of_many.ranks
 
 
+@pytest.mark.slow
 def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads(
     new_rows: NewRows,
 ) -> None:
