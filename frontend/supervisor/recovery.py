@@ -155,7 +155,9 @@ class RecoveryUnit:
             return MAX_BACKOFF_S
         if self.num_consecutive_failures <= 1:
             return 0.0
-        return min(FIRST_BACKOFF_S * 2 ** (self.num_consecutive_failures - 2), MAX_BACKOFF_S)
+        # A frontend that has served may fail any number of times, and a float has an end.
+        num_doublings = min(self.num_consecutive_failures - 2, 10)
+        return min(FIRST_BACKOFF_S * 2.0**num_doublings, MAX_BACKOFF_S)
 
     def _has_made_progress(self, leader: Child) -> bool:
         since = leader.ready_since

@@ -7,9 +7,9 @@ from engine.frontend.supervisor.child import Child
 from engine.frontend.supervisor.local_process import ProcessSpec, Role
 from engine.frontend.supervisor.recovery import RecoveryUnit
 from engine.protocol.supervisor_messages import Heartbeat, Stage
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.examples import examples
 
 MAX_RESTARTS = 3
 
@@ -132,5 +132,24 @@ class Replica(RuleBasedStateMachine):
         assert self.unit.children["core 0"].epoch == self.unit.epoch
 
 
-Replica.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Replica.TestCase.settings = examples(150, stateful_step_count=40)
 TestReplica = Replica.TestCase
+
+
+def test_frontend_that_crashes_thousands_of_times_is_restarted_each_time() -> None:
+    processes: list[Simulated] = []
+
+    def launch(spec: ProcessSpec, epoch: int) -> Simulated:
+        processes.append(Simulated(spec, epoch))
+        return processes[-1]
+
+    unit = RecoveryUnit(ProcessSpec("frontend 0", Role.FRONTEND, ()), [], 1, launch)
+    unit.start()
+    for _ in range(2000):
+        child = unit.children["frontend 0"]
+        child.enter(Stage.READY, "")
+        processes[-1].end()
+        child.is_known_dead = True
+        unit.record_exit(child, MAX_RESTARTS)
+        [restarted] = unit.recover(math.inf)
+        assert restarted.alive
