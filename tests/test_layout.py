@@ -161,7 +161,7 @@ def test_the_source_distribution_has_every_native_source(source: Path, tmp_path:
 
 
 def test_the_files_that_people_type_are_executable() -> None:
-    names = ("install", "serve", "test", "lint", "bench/run")
+    names = ("install", "serve", "test", "lint", "mypy", "docs", "bench/run")
     for path in (ROOT / ".ci" / "run", *(ROOT / "scripts" / name for name in names)):
         assert path.stat().st_mode & 0o111, path
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ _INTEGER = re.compile(
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+
+Number = TypeVar("Number", int, float)
 
 
 class PerReplica(float):
@@ -166,7 +168,7 @@ def _convert(value: object, type_: Any) -> Any:
         raise ValueError(f"{error}, got {json.dumps(value)}") from None
 
 
-def _in_range(value: Any, low: float | None, high: float | None) -> Any:
+def _in_range(value: Number, low: float | None, high: float | None) -> Number:
     if (low is not None and value < low) or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"must be {limit}, got {value}")

@@ -20,6 +20,8 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
 IGNORED_FILES = ("*/*", "consolidated*")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
+# huggingface-hub uses one of several HTTP libraries.
+_HTTPError = errors.HTTPError  # type: ignore[attr-defined]
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 
@@ -67,7 +69,7 @@ def _file_names(repo: str, revision: str | None, cache_dir: str | None) -> list[
     """Return the files of the repository; only the cached ones if the hub cannot be reached."""
     try:
         siblings = HfApi().model_info(repo, revision=revision).siblings or []
-    except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
+    except (errors.OfflineModeIsEnabled, _HTTPError, OSError) as error:
         if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
             raise
         snapshot = snapshot_download(
@@ -127,7 +129,7 @@ def _snapshot(
 def _bar_on(console: Console, label: str) -> Any:
     """Return a progress bar class for huggingface-hub that sends byte counts to the console and shows nothing else."""
 
-    class ConsoleBar(tqdm):
+    class ConsoleBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with open(os.devnull, "w") as nowhere:
                 super().__init__(*args, **{**kwargs, "file": nowhere, "gui": False})
@@ -171,7 +173,7 @@ def _readable_errors(repo: str, revision: str | None) -> Iterator[None]:
             f"{repo} is not in the cache ({constants.HF_HUB_CACHE}) and the hub ({constants.ENDPOINT}) cannot be "
             "reached; check the connection and HF_HUB_OFFLINE, or pass a local path"
         ) from None
-    except errors.HTTPError as error:
+    except _HTTPError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{repo} cannot be downloaded from the hub: {reason}; try again later"

@@ -63,7 +63,7 @@ class _Vocabulary:
                 self.path,
                 f"tokenizer.ggml.{key} has {len(values)} values for {len(self.tokens)} tokens",
             )
-        return values.tolist()
+        return list(values.tolist())
 
     def special(self, key: str, default: int | None = None) -> str | None:
         """Return the token with the ID in `tokenizer.ggml.<key>_token_id`."""

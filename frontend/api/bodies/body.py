@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Generic, TypeVar
@@ -133,8 +134,8 @@ class BodyDecoder(Generic[T]):
         self.schema = schema
         self._strict = strict
         self._schema = known if strict else schema
-        self._decode = msgspec.json.Decoder(self._schema).decode
-        self._decode_known = msgspec.json.Decoder(known).decode
+        self._decode: Callable[[bytes], T] = msgspec.json.Decoder(self._schema).decode
+        self._decode_known: Callable[[bytes], T] = msgspec.json.Decoder(known).decode
         self._names = {field.encode_name for field in msgspec.structs.fields(schema)}
         self._unknown: set[str] = set()
         self._type = msgspec.inspect.type_info(self._schema)
@@ -162,8 +163,7 @@ class BodyDecoder(Generic[T]):
 
     def _decode_fields(self, body: bytes) -> T:
         try:
-            request: T = self._decode_known(body)
-            return request
+            return self._decode_known(body)
         except msgspec.ValidationError as error:
             if self._strict:
                 return self._decode_doubles(body, error)
