@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TOOLS = ("bash", "cat", "cut", "dirname", "find", "ln", "mkdir", "sha256sum", "sort")
 
@@ -16,8 +18,11 @@ def executable(path: Path, text: str = "#!/bin/sh\n") -> None:
     path.chmod(0o755)
 
 
-def test_a_compiler_that_comes_later_is_used(tmp_path: Path) -> None:
-    tools, tree = tmp_path / "tools", tmp_path / "tree"
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree with what the script reads, whose Python writes its arguments into `calls`."""
+    tree = tmp_path / "tree"
+    tools = tmp_path / "tools"
     tools.mkdir()
     for name in TOOLS:
         (tools / name).symlink_to(str(shutil.which(name)))
@@ -28,25 +33,43 @@ def test_a_compiler_that_comes_later_is_used(tmp_path: Path) -> None:
     (csrc / "isa").mkdir(parents=True)
     (csrc / "isa/isa.cpp").touch()
     executable(tree / ".venv/bin/python", f'#!{tools}/bash\necho "$@" >> {tmp_path}/calls\n')
+    return tree
 
-    def install() -> tuple[int, str]:
-        """How often pip has installed something, and what was said."""
-        ran = subprocess.run(
-            [tree / "scripts/install"],
-            env={"PATH": str(tools)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return (tmp_path / "calls").read_text().count("--editable"), ran.stderr
 
-    installs, said = install()
-    assert installs == 1
-    assert "apt install g++" in said
-    assert install() == (1, "")
-    executable(tools / "g++")
-    (csrc.parent / "_native.so").touch()
-    installs, said = install()
-    assert installs == 2
-    assert "g++" not in said
-    assert install() == (2, "")
+def install(tree: Path, *extras: str) -> tuple[list[str], str]:
+    """Return what pip has installed so far, and what the script printed."""
+    ran = subprocess.run(
+        [tree / "scripts/install", *extras],
+        env={"PATH": str(tree.parent / "tools")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    calls = (tree.parent / "calls").read_text().splitlines()
+    return [call.split()[-1] for call in calls if "--editable" in call], ran.stderr
+
+
+def test_compiler_that_is_installed_later_builds_the_native_library(tree: Path) -> None:
+    installed, printed = install(tree)
+    assert len(installed) == 1
+    assert "apt install g++" in printed
+    assert install(tree) == (installed, "")
+    executable(tree.parent / "tools/g++")
+    (tree / "workers/cpu/_native.so").touch()
+    installed, printed = install(tree)
+    assert len(installed) == 2
+    assert "g++" not in printed
+    assert install(tree) == (installed, "")
+
+
+def test_only_requested_extras_are_installed_and_each_only_once(tree: Path) -> None:
+    (tree / "workers/cpu/_native.so").touch()
+    assert install(tree)[0] == ["."]
+    assert install(tree, "test", "bench")[0] == [".", ".[test,bench]"]
+    assert install(tree, "docs")[0] == [".", ".[test,bench]", ".[docs]"]
+    for extras in ([], ["test"], ["bench", "test"], ["docs"]):
+        assert len(install(tree, *extras)[0]) == 3
+    # Nothing of it holds for other sources.
+    (tree / "workers/cpu/csrc/isa.cpp").write_text("// changed")
+    assert len(install(tree)[0]) == 4
+    assert install(tree, "docs")[0][4:] == [".[docs]"]
