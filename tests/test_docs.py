@@ -45,6 +45,17 @@ def test_page_names_existing_files(page: Path) -> None:
             ), path
 
 
+def test_scheduler_specification_names_existing_functions() -> None:
+    text = (DOCS / "scheduler.md").read_text()
+    named = re.findall(r"`((?:\w+/)*[a-z_]+\.py)`, `(\w+)`", text)
+    assert len(named) > 20
+    for path, name in named:
+        sources = [file.read_text() for file in (ROOT / "core").rglob(path)]
+        sources.append((ROOT / path).read_text() if (ROOT / path).exists() else "")
+        defined = rf"\b(def|class) {name}\b"
+        assert any(re.search(defined, source) for source in sources), f"{path}: {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_names_existing_flags(page: Path) -> None:
     known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS}
