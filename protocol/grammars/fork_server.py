@@ -226,6 +226,7 @@ def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
             reason = error.reason
         case _:
             reason = shorten_error(str(error))
+    reason = reason.replace("float", "number")
     return f"is not a {structured_output.kind.value} that can be compiled: {reason}"
 
 

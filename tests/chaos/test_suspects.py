@@ -41,7 +41,7 @@ def test_a_second_death_convicts_the_suspect_that_was_tried_and_nobody_else() ->
             thread.join()
         answers.sort(key=lambda answer: answer[0])
         assert [status for status, _ in answers] == [200, 200, 500]
-        assert "alone when another one did" in answers[2][1]["error"]["message"]
+        assert "alone when another one crashed" in answers[2][1]["error"]["message"]
         assert [answer["choices"] for _, answer in answers[:2]] == [undisturbed] * 2
         assert_nothing_is_held(server)
         assert server.stop() == 0, server.log

@@ -104,12 +104,19 @@ class _Decoder:
             asyncio.IncompleteReadError: The process ended meanwhile.
         """
         self.num_bodies += 1
+        self._verify_open()
         self._bodies.write(HEAD.pack(schema, body.num_values, body.size))
         for part in body.parts:
+            self._verify_open()
             self._bodies.write(part)
             await self._bodies.drain()
         [size] = LENGTH.unpack(await self._replies.readexactly(LENGTH.size))
         return await self._replies.readexactly(size)
+
+    def _verify_open(self) -> None:
+        """Raise BrokenPipeError if the process has ended, because uvloop's write would raise RuntimeError."""
+        if self._bodies.is_closing():
+            raise BrokenPipeError
 
     async def find_cause(self) -> APIError:
         """Return the error for a body whose process ended or did not reply in time."""
