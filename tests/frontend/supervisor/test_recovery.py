@@ -147,7 +147,7 @@ def test_frontend_that_crashes_thousands_of_times_is_restarted_each_time() -> No
     unit.start()
     for _ in range(2000):
         child = unit.children["frontend 0"]
-        child.enter(Stage.READY, "")
+        child.enter_stage(Stage.READY, "")
         processes[-1].end()
         child.is_known_dead = True
         unit.record_exit(child, MAX_RESTARTS)
